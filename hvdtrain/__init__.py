@@ -1,5 +1,5 @@
-"""hvdtrain trains deep networks on many workers, with Horovod or MPI between them and any framework
-inside each one."""
+"""hvdtrain trains deep networks on many workers, which communicate through Horovod or MPI and run
+any framework."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, for completion and dir(): those that are not imported yet too."""
+    """The public names, for completion and dir(), including names not imported yet."""
     return sorted({*globals(), *_AT_FIRST_USE})

@@ -1,4 +1,4 @@
-"""The command line: train, the other commands of hvdtrain/cli and of extras, lists, and help; any
+"""The command line: train, other commands of hvdtrain/cli and of extras, lists, and help. An
 exception on any rank ends every rank."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _BY_HAND = ("--num-nodes", "--node-id", "--num-gpus")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The whole program on one rank; returns the exit code."""
+    """Runs the whole program on one rank; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         _take_over_process(starts_job(arguments))
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def starts_job(arguments: Sequence[str]) -> bool:
-    """Whether they train, here or on ranks that they start."""
+    """Whether the arguments start training, here or on launched ranks."""
     name = arguments[0] if arguments else ""
     is_other = (
         name in (*_LISTS, "--version")
@@ -103,7 +103,7 @@ def _is_on_ranks(name: str) -> bool:
 
 
 def is_command(name: str) -> bool:
-    """Whether a word is a command, of an extra too."""
+    """Whether a word is a command, including commands of extras."""
     is_word = name and "=" not in name and not name.startswith("-")
     return name in COMMANDS or (bool(is_word) and name in _extra_commands())
 
@@ -118,7 +118,7 @@ def script() -> int:
 
 
 def run_command(arguments: list[str]) -> int:
-    """Runs the command that the arguments name, training where they name none. Raises UserError, or
+    """Runs the command that the arguments name, or trains if they name none. Raises UserError, or
     what the command raises."""
     name = arguments[0] if arguments else ""
     by_hand = any(argument.partition("=")[0] in _BY_HAND for argument in arguments) and not {
@@ -163,8 +163,8 @@ def run_command(arguments: list[str]) -> int:
 
 
 def _without_local_rank(arguments: list[str]) -> list[str]:
-    """Without the --local_rank=N that torch.distributed.launch and deepspeed add. Raises UserError
-    where the environment has another."""
+    """Removes the --local_rank=N that torch.distributed.launch and deepspeed add. Raises UserError
+    if the environment has another local rank."""
     options = [argument for argument in arguments if re.fullmatch(r"--local[-_]rank=\d+", argument)]
     if options:
         from hvdtrain.comm.launcher_variables import placement
@@ -184,8 +184,8 @@ def _without_local_rank(arguments: list[str]) -> list[str]:
 
 
 def _check_command(name: str) -> None:
-    """Raises UserError where the first argument is a script, or resembles the name of a command and
-    is neither an option nor key=value."""
+    """Raises UserError if the first argument is a script, or resembles the name of a command and is
+    neither an option nor key=value."""
     if name.endswith(".py") and "=" not in name:
         fix = f"hvdtrain launch -np 2 -- {short(name)} on two ranks; python {short(name)} alone"
         raise UserError(
@@ -214,8 +214,8 @@ def _call(name: str, arguments: list[str]) -> int:
 
 
 def _take_over_process(is_job: bool) -> None:
-    """What a process needs before anything else: first of all a job must not be killed by a signal
-    that asks for a checkpoint."""
+    """Prepares the process before anything else; above all, a signal that asks for a checkpoint
+    must not kill a job."""
     early_signals = EarlySignals()
     early_signals.install()
     if not is_job:
@@ -228,8 +228,8 @@ def _take_over_process(is_job: bool) -> None:
 
 
 def _ignore_checkpoint_signals() -> None:
-    """The process is about to end: a signal that asks for a checkpoint comes too late, and must not
-    kill a process that ends by itself."""
+    """Ignores signals that ask for a checkpoint: the process is about to exit, and must not be
+    killed by one."""
     for number in REMEMBERED:
         if signal.getsignal(number) is signal.SIG_DFL or isinstance(
             signal.getsignal(number), EarlySignals

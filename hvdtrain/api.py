@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Script(NamedTuple):
-    """What a script gives that a run folder does not keep."""
+    """The objects of a script that a run folder does not store."""
 
     given: Mapping[str, Given]  # objects, by section
     # model.name= and task.name= of its own code: a run folder alone imports none
@@ -37,7 +37,7 @@ class Script(NamedTuple):
 
 
 def _like(found: np.ndarray, given: Any) -> Any:
-    """A tensor on its device where a tensor was given."""
+    """Converts to a tensor on the same device if the input was a tensor."""
     if not hasattr(given, "detach"):
         return found
     from hvdtrain.tasks.torch import as_tensor
@@ -47,11 +47,11 @@ def _like(found: np.ndarray, given: Any) -> Any:
 
 @dataclass(frozen=True)
 class Run:
-    """What a job left."""
+    """The result of a job."""
 
     folder: Path  # config.yaml, events.jsonl, checkpoints
     rank: int  # of this process; 0 without a launcher. All else but `seconds` is equal on all ranks
-    code: int  # 0: done; 75: stopped before its end, the same call with run=folder goes on
+    code: int  # 0: done; 75: stopped early, the same call with run=folder resumes
     why: str  # it ended
     objective: str  # the metric that the next two are of: "accuracy"
     last: float  # of the last evaluation; NaN without one
@@ -65,10 +65,11 @@ class Run:
     inputs: Transform | Transforms | None = field(default=None, repr=False, compare=False)
 
     def transform(self, x: Any) -> Any:
-        """What the model got of rows x (n, ...) of the data: model(run.transform(x)). An array of
-        an array, a tensor of a tensor.
+        """Transforms rows x (n, ...) of the data as the model got them: model(run.transform(x)). An
+        array gives an array, a tensor a tensor.
 
-        Of several inputs a dict of them: model(**run.transform({"image": image, "table": table})).
+        For several inputs it takes and returns a dict: model(**run.transform({"image": image,
+        "table": table})).
         """
         if self.inputs is None:
             raise UserError(
@@ -85,12 +86,12 @@ class Run:
 
     @property
     def weights(self) -> dict[str, np.ndarray]:
-        """Weights of the newest checkpoint, by the names of the model's state dict: those that
-        training would go on from.
+        """Weights of the newest checkpoint, by the names of the model's state dict, from which
+        training would resume.
 
-        With optim.ema these are the weights themselves, where evaluations, exports and the model
-        object have their average; with stop.restore_best those of the last step. Read from `folder`
-        each time. Raises UserError where that has no good checkpoint.
+        With optim.ema these are the weights themselves, while evaluations, exports and the model
+        object use their average; with stop.restore_best they are from the last step. Read from
+        `folder` each time. Raises UserError if it has no good checkpoint.
         """
         from hvdtrain.frameworks.learner import plain_names
         from hvdtrain.training.checkpoint.resume import newest_good
@@ -100,11 +101,10 @@ class Run:
 
     @property
     def pytree(self) -> Any:
-        """Trained weights of a model object of JAX, those of the last evaluation, in the tree in
-        which the model has them.
+        """Trained weights of a JAX model object, from the last evaluation, in the model's own tree.
 
-        Of flax.linen and haiku `params`, of a pair what init() gave, of equinox a module, of
-        flax.nnx the module that was given.
+        For flax.linen and haiku `params`, for a pair the tree from init(), for equinox a module,
+        for flax.nnx the module that was passed.
         """
         given = self.script.given.get("model") if self.script else None
         params = given.trained() if given else None
@@ -275,8 +275,8 @@ def evaluate(
     metrics: Mapping[str, Any] | None = None,
     checkpoint: str = "",
 ) -> dict[str, float]:
-    """The metrics of a run's model on data, by name: exact over all of them, on any number of
-    ranks.
+    """Evaluates a run's model on data and returns the metrics by name: exact over all samples, on
+    any number of ranks.
 
     data: what train_data of train() may be; loss, metrics: those of the run, or others, where `run`
     is not what train() returned; the rest: as of predict()
@@ -296,7 +296,7 @@ def evaluate(
 
 
 def _script_of(run: Run | str | Path, model: Any, task: Mapping[str, Any]) -> Script:
-    """What of a run its folder does not keep: of train(), or given again."""
+    """The objects of a run that its folder does not store: from train(), or passed again."""
     kept = (run.script if isinstance(run, Run) else None) or Script({}, ())
     given = {**kept.given, **_given(model, None, None, task.get("loss"), task.get("metrics"), None)}
     names = [word for word in kept.names if model is None or not word.startswith("model.name=")]
@@ -322,7 +322,7 @@ def _ask(
     work: Callable[[ConnectedRank], T],
     what: str,
 ) -> T:
-    """Does the work on the ranks of this script, with the configuration of the run. Raises as
+    """Runs the work on the ranks of this script, with the run's configuration. Raises as
     train()."""
     from hvdtrain.cli.evaluate.arguments import Arguments, read_former_run
     from hvdtrain.config.sections.section import COMMAND_LINE
@@ -360,16 +360,16 @@ def _ask(
 
 
 def init(config: Mapping[str, Any] | str | Path | None = None, *arguments: str) -> Context:
-    """Connects this process with the other ranks, for a loop of the script's own; docs/own-loop.md
-    has the loop.
+    """Connects this process with the other ranks, for a custom loop in a script; see
+    docs/own-loop.md.
 
     config: keys of the configuration, nested or dotted, {"run": "run", "comm": {"engine": "mpi"}},
     or a YAML file; `arguments` are key=value, and win over it: hvdtrain.init(*sys.argv[1:]) takes
-    them from the command line. What an own loop has of them: framework, run, resume, seed, comm,
+    them from the command line. A custom loop supports the keys framework, run, resume, seed, comm,
     shard, parallel, optim.clip_norm and clip_value, data.sampling, workers, pad, speed, checkpoint,
-    guard, log. Without `run` nothing is written. Every rank calls it with the same. One at a time:
-    close() ends it, or `with hvdtrain.init() as ctx`. An exception that the script does not catch
-    ends all ranks, with the traceback of the first that failed.
+    guard, log. Without `run` nothing is written. Every rank calls it with the same. Only one
+    context can be open: close() ends it, or `with hvdtrain.init() as ctx`. An exception that the
+    script does not catch ends all ranks, with the traceback of the first that failed.
     """
     from hvdtrain.context.open_context import open_context
 
@@ -381,13 +381,13 @@ def run(
     config: Mapping[str, Any] | str | Path | None = None,
     *arguments: str,
 ) -> int:
-    """Calls train(ctx), a loop of the script's own as a function of the context that init() gives;
-    returns the exit code, 0 or 75.
+    """Calls train(ctx), a custom loop as a function of the context that init() returns; returns the
+    exit code, 0 or 75.
 
-    With guard.lost=shrink, where a rank is lost, those that are left call train(ctx) again, in the
-    same processes: it makes the model, calls ctx.prepare() and ctx.resume(), and so goes on from
-    the newest checkpoint. That needs run=, and an engine that outlives ranks (docs/elastic.md).
-    config, arguments, and errors: as of init().
+    With guard.lost=shrink, the surviving ranks call train(ctx) again when a rank is lost, in the
+    same processes: it creates the model, calls ctx.prepare() and ctx.resume(), and so resumes from
+    the newest checkpoint. That needs run=, and an engine that survives lost ranks
+    (docs/elastic.md). config, arguments and errors: as in init().
     """
     from hvdtrain.context.run_loop import run_loop
 
@@ -413,7 +413,7 @@ def _given(
     metrics: Mapping[str, Any] | None,
     objective: str | None,
 ) -> dict[str, Given]:
-    """What of it is objects, by section. Raises UserError for what is not what train() takes."""
+    """Selects the objects, by section. Raises UserError for what is not what train() takes."""
     from hvdtrain.training.given import given_data, given_model, given_task
 
     given: dict[str, Given] = {}
@@ -427,8 +427,7 @@ def _given(
 
 
 def _has_path(thing: Any) -> bool:
-    """Whether it is a class or a function at the top of a module, which other processes can
-    import."""
+    """Whether it is a top-level class or function of a module, which other processes can import."""
     return (
         callable(thing)
         and not inspect.ismethod(thing)
@@ -437,11 +436,11 @@ def _has_path(thing: Any) -> bool:
 
 
 def read(run: Run | str | Path, *, step_times: bool = False) -> pandas.DataFrame:
-    """A run's events of kind step, epoch and target, a row each, with their fields as columns
-    (docs/events.md).
+    """Reads a run's events of kind step, epoch and target, one per row, with their fields as
+    columns (docs/events.md).
 
-    With step_times those of single steps (log.step_times) too. The job may run, be over, or have
-    been killed.
+    step_times: also the events of single steps (log.step_times). The job may be running, complete,
+    or killed.
     """
     from hvdtrain.config.read import expand
     from hvdtrain.report.run import read_run, to_dataframe
@@ -463,7 +462,7 @@ def _assignments(tree: Mapping[str, Any], prefix: str) -> Iterator[str]:
 
 
 def _public_module(value: Any) -> str:
-    """Where it is imported from: optax, of what optax has from optax._src.alias."""
+    """The module that users import it from: optax, for objects of optax._src.alias."""
     module: str = value.__module__
     package = module.partition("._")[0]
     return (
@@ -472,7 +471,7 @@ def _public_module(value: Any) -> str:
 
 
 def _yaml(key: str, value: Any) -> str:
-    """A value as it is written on the command line. Raises UserError where it cannot be."""
+    """A value as written on the command line. Raises UserError if that is not possible."""
     from hvdtrain.config.schema import takes_text
 
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):

@@ -63,7 +63,8 @@ class UserError(Exception):
 
 
 class StateLost(UserError):
-    """Ranks are lost, and with them what the others would go on from; raised on every rank."""
+    """The loss of ranks has destroyed the state that the others need to continue; raised on every
+    rank."""
 
     code = LOST
 
@@ -75,8 +76,8 @@ class Diverged(UserError):
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The exit code after an exception. Frameworks are not imported for it: their exceptions are
-    known by name and message."""
+    """The exit code after an exception. Frameworks are not imported: their exceptions are
+    recognized by name and message."""
     if isinstance(error, UserError):
         return error.code
     if _is_out_of_memory(error):
@@ -138,8 +139,8 @@ def nearest(word: str, known: Sequence[str], listed: Sequence[str] | None = None
 
 
 def closest(word: str, known: Sequence[str]) -> str | None:
-    """The known name that a misspelt one resembles, whatever its case; or that ends with it:
-    batch.size for `size`."""
+    """The known name that a misspelt one resembles, ignoring case, or that ends with it: batch.size
+    for `size`."""
     import difflib  # 5 ms, and only a message needs it
 
     by_plain = {name.lower(): name for name in reversed(known)}
@@ -152,13 +153,12 @@ def closest(word: str, known: Sequence[str]) -> str | None:
 
 
 def short(value: object, most: int = 200) -> str:
-    """A value as a message shows it: of at most so many characters, with control characters
-    escaped."""
+    """A value for a message: at most `most` characters, with control characters escaped."""
     text = value if isinstance(value, str) else repr(value)
     text = text if text.isprintable() else ascii(text)[1:-1]
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an exception's message, or its class where it has none."""
+    """The first line of an exception's message, or its class if there is none."""
     return short((str(error).splitlines() or [type(error).__name__])[0], 400)

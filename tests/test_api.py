@@ -192,24 +192,23 @@ def test_a_run_that_is_over_says_that_nothing_was_trained_and_how_to_go_on(
     said = capsys.readouterr().out
     assert (
         f"resume   {command_line()} resume=one model.name={__name__}:Net stop.steps=8\n" in said
-        and "nothing was trained" not in said
+        and "nothing to do" not in said
     )
     assert re.search(
         r"^start   [0-9.]+ s to the end of the first step(?!.*Python)", said, re.MULTILINE
     ), "the process is older than the job"
     with pytest.raises(
-        hvdtrain.UserError, match="one is over .*: optim.base_lr is 0.02 there, 0.5 here"
+        hvdtrain.UserError, match="one is complete .*: optim.base_lr is 0.02 there, 0.5 here"
     ):
         hvdtrain.train({"model.name": Net, "max_steps": 4, "run": "one", "optim.base_lr": 0.5})
     again = hvdtrain.train({"model.name": Net, "max_steps": 4, "run": "one"})
     said = capsys.readouterr().out
     assert (
-        "nothing was trained: one has a job that was over before; another run=, or more epochs= "
-        "than it has" in said
+        "nothing to do: run one is already complete. Use another run=, or increase epochs=." in said
     )
     assert again.last == first.last
     further = hvdtrain.train({"resume": "one", "model.name": Net}, "max_steps=8")
-    assert further.steps == 8 and "nothing was trained" not in capsys.readouterr().out
+    assert further.steps == 8 and "nothing to do" not in capsys.readouterr().out
 
 
 def test_a_job_that_is_started_while_an_error_is_handled_has_not_failed() -> None:

@@ -1,2 +1,2 @@
-"""What every package shares: progress, seeds, arrays and their digests, sums, lengths, this
-process, the import of torchvision, which extras are here. No ranks."""
+"""Code that every package shares: progress, seeds, arrays and their digests, sums, lengths, this
+process, the import of torchvision, the installed extras. Nothing about ranks."""

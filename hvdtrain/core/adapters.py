@@ -1,5 +1,5 @@
-"""Low-rank adapters in the arrays of a model (model.lora), by name: which arrays are theirs, and
-weights with adapters put into them."""
+"""Low-rank adapters in the arrays of a model (model.lora), by name: detects them, and merges them
+into weights."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def is_adapter(name: str) -> bool:
 
 
 def scale_of(config: Mapping[str, Any]) -> float | None:
-    """What the adapters of a run are multiplied by, by the keys of its configuration; None of a run
-    without model.lora."""
+    """The scale of a run's adapters, from the keys of its configuration; None without
+    model.lora."""
     if not config.get("model.lora"):
         return None
     rank = config.get("model.lora_rank", 8)
@@ -31,11 +31,11 @@ def scale_of(config: Mapping[str, Any]) -> float | None:
 
 
 def merged(arrays: Mapping[str, np.ndarray], scale: float) -> dict[str, np.ndarray]:
-    """Arrays by name without adapters, in whose layers W + scale B A is in the place of W. One
+    """Merges adapters: returns arrays by name without them, with W + scale B A instead of W. One
     array may have several names.
 
-    Raises UserError where a layer's weight is another layer's too, which has no adapter: a merge
-    would make two arrays of one.
+    Raises UserError if a layer's weight is tied to another layer's without an adapter: a merge
+    would split one array into two.
     """
     weights = {name: array for name, array in arrays.items() if not is_adapter(name)}
     sums: dict[int, np.ndarray] = {}  # of each weight with an adapter

@@ -1,5 +1,5 @@
-"""Named arrays, as in a checkpoint, their digests and their parts: a Piece, a Cut, and a Layout,
-which rank has which; batches."""
+"""Named arrays, as in a checkpoint: their digests, their parts (Piece, Cut) and their layout over
+ranks; batches."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _ROWS_AT_ONCE = 2**18  # of a digest
 
 
 class ArrayStream(NamedTuple):
-    """Arrays that come one after the other, of which the receiver keeps what it needs."""
+    """Arrays that arrive one after the other; the receiver keeps what it needs."""
 
     shapes: dict[str, tuple[int, ...]]  # of all that come
     arrays: Iterable[tuple[str, np.ndarray]]  # to be read once
-    is_partial: bool = False  # what does not come stays as it is
+    is_partial: bool = False  # arrays that do not arrive stay as they are
 
 
 def as_stream(state: Arrays | ArrayStream) -> ArrayStream:
@@ -69,15 +69,14 @@ def _digest_of_parts(dtype: str, shape: tuple[int, ...], parts: Iterable[np.ndar
 
 
 def combine(each: dict[str, int]) -> str:
-    """One digest of 64 bits, as 16 hex digits, from those of named arrays in any order."""
+    """Combines the digests of named arrays, in any order, into one of 64 bits, as 16 hex digits."""
     return xxhash.xxh3_64_hexdigest(
         "".join(f"{name} {each[name]:x};" for name in sorted(each)).encode()
     )
 
 
 def digest(arrays: Arrays) -> str:
-    """64 bits over names, dtypes, shapes and bytes, as 16 hex digits: differ, but for a collision,
-    where the arrays do."""
+    """A 64-bit digest over names, dtypes, shapes and bytes, as 16 hex digits."""
     return combine(digests(arrays.items()))
 
 
@@ -92,11 +91,11 @@ def digest_as(dtype: str, name: str, array: np.ndarray) -> str:
 
 
 class Cut(NamedTuple):
-    """One of the parts into which an array is cut along one axis; arrays are those of numpy or
-    tensors of torch.
+    """One of the parts of an array that is cut along one axis. Arrays are numpy arrays or torch
+    tensors.
 
-    The axis may consist of several groups, each of which is cut: queries, keys and values in one
-    matrix, of which a rank has some heads. A group that does not divide evenly is split as
+    The axis may consist of several groups that are each cut, such as queries, keys and values in
+    one matrix, with some heads on each rank. A group that does not divide evenly is split as
     numpy.array_split does: the first parts get one more.
     """
 
@@ -107,7 +106,7 @@ class Cut(NamedTuple):
     length: int = 0  # of the axis of the whole; 0: the parts are equal
 
     def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the part of a whole of this shape."""
+        """The shape of the part, for a whole array of this shape."""
         first, behind, _ = self._stretch(shape)
         return (
             shape
@@ -116,7 +115,7 @@ class Cut(NamedTuple):
         )
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the whole that has parts of this shape."""
+        """The shape of the whole array, for a part of this shape."""
         if self.parts == 1:
             return shape
         return (
@@ -126,18 +125,18 @@ class Cut(NamedTuple):
         )
 
     def take(self, whole: Any) -> Any:
-        """The part; it may be a view."""
+        """Extracts the part; it may be a view."""
         shape = tuple(whole.shape)
         return self._in_stretches(whole).reshape(self.local_shape(shape))
 
     def put(self, whole: Any, array: Any) -> None:
-        """The opposite: writes the part, `array`, into the whole, which is contiguous."""
+        """The inverse of take(): writes the part, `array`, into the whole, which is contiguous."""
         stretches = self._in_stretches(whole)
         stretches[...] = array.reshape(stretches.shape)
 
     def runs(self, shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Where elements start ... stop - 1 of the part lie in the whole, of this shape: (first,
-        behind the last) of each stretch."""
+        """The positions of elements start ... stop - 1 of the part in the whole of this shape:
+        (first, last + 1) of each stretch."""
         first, behind, every = self._stretch(shape)
         inner = math.prod(shape[self.axis + 1 :]) if self.parts > 1 else 1
         own = (behind - first) * inner  # elements of the part in each stretch
@@ -149,8 +148,8 @@ class Cut(NamedTuple):
             start += length
 
     def _stretch(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
-        """Bounds in each stretch of the axis: the first row of the part, the one behind its last,
-        and how many the stretch has."""
+        """Bounds in each stretch of the axis: the part's first row, its last row + 1, and the
+        stretch's number of rows."""
         if self.parts == 1:
             return 0, math.prod(shape), math.prod(shape)
         every, rest = divmod(shape[self.axis], self.groups)
@@ -161,7 +160,7 @@ class Cut(NamedTuple):
         return first, first + rows + (self.part < more), every
 
     def _in_stretches(self, whole: Any) -> Any:
-        """(stretches, rows of the part, elements of a row), a view where it can be one."""
+        """(stretches, rows of the part, elements of a row), a view if possible."""
         first, behind, every = self._stretch(tuple(whole.shape))
         inner = math.prod(whole.shape[self.axis + 1 :]) if self.parts > 1 else 1
         stretches = math.prod(whole.shape) // (every * inner) if every * inner else 1
@@ -174,8 +173,8 @@ WHOLE = Cut()
 class Piece(NamedTuple):
     """Elements start ... stop - 1 of a named array, or of a cut of it, in the order of C.
 
-    read() gives the numbers: of that shape where every rank has all of it, else (stop - start,).
-    What lies in host memory is not copied, and may change in the next step. What lies on a GPU is
+    read() returns the numbers: in that shape if the array is replicated, else (stop - start,).
+    Arrays in host memory are not copied, and may change in the next step. Arrays on a GPU are
     copied into memory that the next read() of any piece of the learner overwrites.
     """
 
@@ -186,11 +185,11 @@ class Piece(NamedTuple):
     dtype: np.dtype[Any]
     read: Callable[[], np.ndarray]
     is_whole: bool  # every rank has all of it; the same on all ranks
-    is_mine: bool = False  # of a part: whether this is the first rank that has it
+    is_mine: bool = False  # for a part: whether this is the first rank that has it
     cut: Cut = WHOLE
 
     def runs(self) -> Iterator[tuple[int, int]]:
-        """Where its elements lie in the whole array, in order: (first, behind the last) of each
+        """The positions of its elements in the whole array, in order: (first, last + 1) of each
         stretch."""
         return self.cut.runs(self.shape, self.start, self.stop)
 
@@ -200,7 +199,7 @@ class Piece(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def copied(self) -> Piece:
-        """The piece with a copy of its numbers, which nothing changes."""
+        """The piece with a private copy of its numbers."""
         array = self.read().copy()
         return self._replace(read=lambda: array)
 
@@ -211,7 +210,7 @@ def whole(name: str, array: np.ndarray) -> Piece:
 
 
 def whole_arrays(pieces: Iterable[Piece]) -> Iterator[tuple[str, np.ndarray]]:
-    """The arrays of which every rank has all, by name: each until the next one is asked for."""
+    """The replicated arrays by name; each is valid until the next one is requested."""
     return ((piece.name, piece.read()) for piece in pieces if piece.is_whole)
 
 

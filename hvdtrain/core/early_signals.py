@@ -1,5 +1,5 @@
-"""Signals that ask for a checkpoint before the job can listen: remembered from the first line of
-the program on, and handed over."""
+"""Remembers signals that ask for a checkpoint before the job can handle them, from the first line
+of the program on."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ REMEMBERED = (
 
 
 class EarlySignals:
-    """A handler. `received` is 0, or the number of the first signal that came; who installs the
-    next handler reads it."""
+    """A handler. `received` is 0, or the number of the first signal that came; the next handler
+    reads it."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -24,13 +24,15 @@ class EarlySignals:
         self.received = self.received or number
 
     def install(self) -> None:
-        """In the main thread. What the parent process ignores stays ignored."""
+        """Installs the handler, in the main thread. Signals that the parent process ignores stay
+        ignored."""
         for number in REMEMBERED:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, self)
 
     def remove(self) -> None:
-        """For a command that saves nothing: the signals end it, one that has come too."""
+        """Removes the handler, for a command that saves nothing: signals end it, including one
+        already received."""
         for number in REMEMBERED:
             if signal.getsignal(number) is self:
                 signal.signal(number, signal.SIG_DFL)

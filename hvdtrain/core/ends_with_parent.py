@@ -1,8 +1,8 @@
 """A program, `python -I -S ends_with_parent.py PARENT SIGNAL COMMAND...`: becomes COMMAND, which
 gets SIGNAL when its parent process ends.
 
-Only a process itself can ask for that. To do it in a fork of the parent process (`preexec_fn`) may
-hang where the parent has threads.
+Only a process itself can request that. Doing it in a fork of the parent process (`preexec_fn`) may
+hang if the parent has threads.
 """
 
 import ctypes
@@ -14,8 +14,8 @@ _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 def end_with_parent(parent: int, at_its_end: int) -> None:
-    """This process gets the signal `at_its_end` when its parent process ends; it ends now where
-    that has ended already."""
+    """Makes this process receive the signal `at_its_end` when its parent process ends; exits now if
+    the parent has already ended."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, at_its_end)
     if os.getppid() != parent:  # it ended before the kernel knew
         os._exit(128 + at_its_end)

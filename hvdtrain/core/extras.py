@@ -1,5 +1,5 @@
-"""Extras: folders of hvdtrain/extras, each a feature that most users never need. Nothing outside a
-folder names it, so that a copy of hvdtrain without the folder works."""
+"""Extras: folders of hvdtrain/extras, each a feature that most users never need. No code outside a
+folder names it, so hvdtrain works without the folder."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ PACKAGE = Path(__file__).parents[1]
 class Command(NamedTuple):
     """A command of an extra. module: has the function of its name, with _ for -.
 
-    usage: what help shows of it, `hvdtrain extras` its first line. trains: it starts jobs, so a
+    usage: its help text; `hvdtrain extras` shows the first line. trains: it starts jobs, so a
     signal that asks for a checkpoint does not kill it. on_ranks: --num-nodes and so on start it on
-    ranks. listed_after: how the line of `hvdtrain --help` begins after which its own line comes;
-    empty where that page does not list it.
+    ranks. listed_after: the beginning of the line of `hvdtrain --help` that its own line follows;
+    empty if that page does not list it.
     """
 
     module: str
@@ -30,11 +30,11 @@ class Command(NamedTuple):
 
 
 class Mode(NamedTuple):
-    """What an option of a command asks an extra for, as `launch --elastic`. module: has the
-    function of its name, launch_elastic, which runs in the place of the command.
+    """An option of a command that an extra implements, such as `launch --elastic`. module: has the
+    function of its name, launch_elastic, which runs instead of the command.
 
-    usage: what the command's help shows of it. options: those that need it, each with a value;
-    hosts: the ones among them that name hosts.
+    usage: its text in the command's help. options: the options that need it, each with a value;
+    hosts: the options among them that name hosts.
     """
 
     module: str
@@ -44,7 +44,8 @@ class Mode(NamedTuple):
 
 
 class Extra(NamedTuple):
-    """What the rest of hvdtrain learns of an extra: the value EXTRA of its extra.py, data only.
+    """The description of an extra for the rest of hvdtrain: the value EXTRA of its extra.py, data
+    only.
 
     says: one sentence. modes: what `COMMAND --OPTION` runs. Plugins need no entry:
     extras/NAME/FOLDER/PLUGIN.py is found as FOLDER/PLUGIN.py is; aliases has, by folder, the names
@@ -66,13 +67,13 @@ class Extra(NamedTuple):
 
 @functools.cache
 def extras() -> Mapping[str, Extra]:
-    """name -> every extra that is here, in the order of their names."""
+    """name -> every installed extra, sorted by name."""
     return MappingProxyType({name: module.EXTRA for name, module in modules("extra").items()})
 
 
 def modules(name: str, beside: str = ".") -> dict[str, ModuleType]:
-    """The module of this name of every extra that has one, and a folder `beside` it, by the name of
-    the extra. A job imports no other module of an extra that it does not ask for."""
+    """The module of this name from every extra that has one, and a folder `beside` it, by the
+    extra's name. A job imports no other module of an extra unless it uses the extra."""
     return {
         path.parent.name: importlib.import_module(
             f"{PACKAGE.name}.extras.{path.parent.name}.{name}"
@@ -91,12 +92,12 @@ def commands() -> Mapping[str, Command]:
 
 
 def trains(name: str) -> bool:
-    """Whether a command is one of an extra that starts jobs."""
+    """Whether a command of an extra starts jobs."""
     return name in commands() and commands()[name].trains
 
 
 def modes(command: str) -> dict[str, Mode]:
-    """--OPTION -> every mode of a command that an extra has."""
+    """--OPTION -> the mode, for every mode of a command in an extra."""
     return {
         name.split()[1]: mode
         for extra in extras().values()
@@ -106,7 +107,7 @@ def modes(command: str) -> dict[str, Mode]:
 
 
 def aliases(folder: str) -> dict[str, str]:
-    """name -> the plugin of an extra that it means, in a folder of plugins."""
+    """name -> the extra's plugin that it stands for, in a folder of plugins."""
     names: dict[str, str] = {}
     for module in modules("extra", beside=folder).values():
         names |= module.EXTRA.aliases.get(folder, {})
@@ -135,13 +136,13 @@ def token_images() -> tuple[str, ...]:
 
 
 def keys_of(name: str) -> list[str]:
-    """The keys of the configuration that an extra has."""
+    """The configuration keys of an extra."""
     found = modules("keys").get(name)
     return [kind.full_key(key) for kind in found.KEYS for key in kind.model_fields] if found else []
 
 
 def list_text() -> str:
-    """What `hvdtrain extras` prints: each extra with its status, its commands and its keys."""
+    """The output of `hvdtrain extras`: each extra with its status, its commands and its keys."""
     lines = []
     for name, extra in extras().items():
         lines.append(f"{name} ({extra.status}): {extra.says}")

@@ -29,8 +29,8 @@ _KINDS = {
     stat.S_IFREG: "a file",
 }
 NO_LINKS = (
-    "hvdtrain makes no links, pipes or devices: do not trust this folder; if it is yours, put "
-    "what is linked in its place"
+    "hvdtrain makes no links, pipes or devices: do not trust this folder; if it is yours, "
+    "replace the link by its target"
 )
 _PIECE_BYTES = 2**20  # that are read at once
 UNFINISHED = (
@@ -40,15 +40,16 @@ UNFINISHED = (
 
 class WrongKind(OSError):
     """A link, a pipe, a device or a socket, where a file or a folder of this folder is expected;
-    strerror says which."""
+    see strerror."""
 
 
 class Folder:
-    """An open folder. The path that opens it is the user's own and may lead through links; below it
-    no link is followed.
+    """An open folder. The path that opens it is the user's and may contain links; below it no link
+    is followed.
 
-    A name is one part of a path: ValueError where it has a slash. All methods raise OSError; of
-    what is no regular file, or no folder of this one, WrongKind. Close it, or use it in a `with`.
+    A name is one part of a path; a name with a slash raises ValueError. All methods raise OSError,
+    and WrongKind for anything but a regular file or a folder of this one. Close it, or use it in a
+    `with`.
     """
 
     def __init__(self, path: Path, handle: int) -> None:
@@ -57,7 +58,7 @@ class Folder:
 
     @classmethod
     def open(cls, path: Path, *inside: str) -> Self:
-        """The folder at a path, or a folder in it: Folder.open(run, "checkpoints",
+        """Opens the folder at a path, or a folder in it: Folder.open(run, "checkpoints",
         "step-00000120")."""
         folder = cls(path, os.open(path, _FOLDER))
         for name in inside:
@@ -67,7 +68,7 @@ class Folder:
 
     @classmethod
     def make(cls, path: Path, *inside: str) -> Self:
-        """A handle of the folder; all folders on its path are made where they are absent."""
+        """Opens a folder; creates it and the folders on its path if they do not exist."""
         path.mkdir(parents=True, exist_ok=True)
         folder = cls.open(path)
         for name in inside:
@@ -76,7 +77,7 @@ class Folder:
         return folder
 
     def again(self) -> Self:
-        """A second handle of this folder, whatever its path leads to by now."""
+        """A second handle of this folder, whatever its path now leads to."""
         return type(self)(self.path, os.open(".", _FOLDER, dir_fd=self._handle))
 
     def folder(self, name: str) -> Self:
@@ -86,8 +87,8 @@ class Folder:
         )
 
     def make_folder(self, name: str, *, new: bool = False) -> Self:
-        """The folder of this name, which is made where it is absent; `new`: raises FileExistsError
-        where it is not."""
+        """Opens the folder of this name, and creates it if it does not exist. new: raises
+        FileExistsError if it exists."""
         try:
             os.mkdir(_one_part(name), dir_fd=self._handle)
         except FileExistsError:
@@ -99,21 +100,20 @@ class Folder:
         return sorted(os.listdir(self._handle))
 
     def status(self, name: str) -> os.stat_result | None:
-        """Status of a name itself, not of what a link leads to; None where there is no such
-        name."""
+        """The status of a name itself, not of a link's target; None if it does not exist."""
         try:
             return os.stat(_one_part(name), dir_fd=self._handle, follow_symlinks=False)
         except FileNotFoundError:
             return None
 
     def open_file(self, name: str) -> io.BufferedReader:
-        """To be read. Of the file that is there now: what takes its name later does not change what
-        is read."""
+        """Opens a file for reading. It reads the current file, even if another one takes its name
+        later."""
         self._check(name, stat.S_IFREG)  # before it is opened, which may do something to a device
         return io.BufferedReader(self._regular(name, os.O_RDONLY, "rb"))
 
     def read(self, name: str, most_bytes: int) -> bytes:
-        """The whole file. Raises ValueError where it is larger."""
+        """Reads the whole file. Raises ValueError if it is larger than most_bytes."""
         data = bytearray()  # in pieces: a file object allocates all that it is asked for
         with self.open_file(name) as file:
             while len(data) <= most_bytes and (
@@ -125,12 +125,12 @@ class Folder:
         return bytes(data)
 
     def create(self, name: str) -> io.BufferedWriter:
-        """To be written. Raises FileExistsError."""
+        """Creates a file for writing. Raises FileExistsError."""
         return io.BufferedWriter(self._regular(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "wb"))
 
     def append(self, name: str) -> io.FileIO:
-        """To be written at its end, unbuffered; made where it is absent. A file with a second name
-        (a hard link) is copied first."""
+        """Opens a file for appending, unbuffered; creates it if it does not exist. A file with a
+        second name (a hard link) is copied first."""
         status = self.status(name)
         if status is not None:
             self._check(name, stat.S_IFREG)
@@ -140,27 +140,27 @@ class Folder:
         return self._regular(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, "ab")
 
     def update(self, name: str) -> io.FileIO:
-        """To be read and written in place, unbuffered."""
+        """Opens a file for reading and writing in place, unbuffered."""
         self._check(name, stat.S_IFREG)
         return self._regular(name, os.O_RDWR, "r+b")
 
     def overwrite(self, name: str) -> io.FileIO:
-        """To be written in place alone, unbuffered: a client of NFS reads no page before it writes
-        a part of it."""
+        """Opens a file only for writing in place, unbuffered: an NFS client then reads no page
+        before it writes a part of it."""
         self._check(name, stat.S_IFREG)
         return self._regular(name, os.O_WRONLY, "wb")
 
     def try_to_write(self) -> None:
-        """Raises OSError where no file can be made here."""
+        """Raises OSError if no file can be created here."""
         name = f".try.{secrets.token_hex(8)}{UNFINISHED}"
         self.create(name).close()
         self.remove(name)
 
     @contextmanager
     def replacing(self, name: str) -> Iterator[io.BufferedWriter]:
-        """A new file, which takes the name once the block ends and it is on the disk. Where the
-        block raises, nothing has changed."""
-        self.status(name)  # raises before much is written under a name that the file system refuses
+        """Creates a new file, which takes the name once the block ends and it is on disk. If the
+        block raises, nothing changes."""
+        self.status(name)  # raises before much is written under a name that the file system rejects
         unfinished = f".{name[:100]}.{secrets.token_hex(8)}{UNFINISHED}"
         file = self.create(unfinished)
         try:
@@ -180,17 +180,17 @@ class Folder:
             file.write(data)
 
     def rename(self, name: str, new_name: str) -> None:
-        """A link is renamed itself, and replaced itself."""
+        """Renames a name; links themselves are renamed and replaced, not their targets."""
         os.rename(
             _one_part(name), _one_part(new_name), src_dir_fd=self._handle, dst_dir_fd=self._handle
         )
 
     def remove(self, name: str) -> None:
-        """A file; of a link the link. Raises IsADirectoryError for a folder."""
+        """Removes a file, or a link itself. Raises IsADirectoryError for a folder."""
         os.unlink(_one_part(name), dir_fd=self._handle)
 
     def remove_tree(self, name: str) -> None:
-        """A name, and where it is a folder all that is in it; of a link the link."""
+        """Removes a file, a folder with its content, or a link itself."""
         status = os.stat(_one_part(name), dir_fd=self._handle, follow_symlinks=False)
         if stat.S_ISDIR(status.st_mode):
             shutil.rmtree(name, dir_fd=self._handle)
@@ -219,19 +219,19 @@ class Folder:
                 break
 
     def is_at(self, path: Path) -> bool:
-        """Whether the path leads here, by now."""
+        """Whether the path now leads here."""
         return os.path.samestat(os.stat(path), os.fstat(self._handle))
 
     def path_now(self) -> Path | None:
-        """Where this folder is by now, by what the system says; None where it was deleted, or that
-        is not known."""
+        """The current path of this folder, as the system reports it; None if it was deleted, or if
+        unknown."""
         with contextlib.suppress(OSError):
             path = Path(os.readlink(f"/proc/self/fd/{self._handle}"))
             return path if self.is_at(path) else None
         return None
 
     def sync(self) -> None:
-        """Returns when the names in this folder are on the disk."""
+        """Returns when the names in this folder are on disk."""
         os.fsync(self._handle)
 
     def close(self) -> None:
@@ -268,8 +268,8 @@ class Folder:
 
 
 def check_regular(path: Path) -> os.stat_result:
-    """The status of a file, which may be behind links. Raises OSError; WrongKind for a pipe or a
-    device, which may have no end."""
+    """The status of a file, which may be reached through links. Raises OSError; WrongKind for a
+    pipe or a device, which may have no end."""
     status = path.stat()
     _check_kind(status.st_mode, stat.S_IFREG, str(path))
     return status
@@ -282,7 +282,7 @@ def _check_kind(mode: int, kind: int, name: str) -> None:
 
 
 def _one_part(name: str) -> str:
-    """The name. Raises ValueError where it leads into another folder."""
+    """Returns the name. Raises ValueError if it leads into another folder."""
     if not name or "/" in name or "\0" in name or name in (".", ".."):
-        raise ValueError(f"{name!r:.100} is no name in a folder")
+        raise ValueError(f"{name!r:.100} is not a name in a folder")
     return name

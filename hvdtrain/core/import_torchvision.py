@@ -1,5 +1,5 @@
-"""torchvision's CUDA build beside a CPU build of torch, where `import torchvision` fails unless its
-operators are defined before."""
+"""Imports torchvision's CUDA build beside a CPU build of torch, which fails unless its operators
+are defined before."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _libraries: list[
 
 
 def import_torchvision() -> ModuleType:
-    """The module torchvision, with its datasets, transforms and models. Raises UserError where it
-    is missing or its import fails."""
+    """Imports torchvision with its datasets, transforms and models. Raises UserError if it is
+    missing or its import fails."""
     try:
         define_missing_operators()
         return importlib.import_module("torchvision")
@@ -41,12 +41,12 @@ def import_torchvision() -> ModuleType:
 
 
 def define_missing_operators() -> None:
-    """Defines torchvision's operators, without code, where its compiled library cannot be loaded: a
-    CUDA build beside a CPU build of torch.
+    """Defines torchvision's operators without code if its compiled library cannot be loaded: a CUDA
+    build beside a CPU build of torch.
 
-    PyPI's torchvision is a CUDA build, and its import stops where it refers to the first operator.
-    With the definitions everything works but the operators themselves. Call it before a library or
-    a user's module that may import torchvision; in all other environments it changes nothing, and
+    PyPI's torchvision is a CUDA build, and its import fails at the first operator. With the
+    definitions everything works except the operators themselves. Call it before a library or a
+    user's module that may import torchvision; in all other environments it changes nothing, and
     does not import torch.
     """
     if _libraries or "torchvision" in sys.modules or not _is_mismatched():

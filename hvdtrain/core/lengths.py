@@ -37,7 +37,7 @@ class Length(NamedTuple):
 
 
 def read_length(value: Any) -> Length:
-    """Raises ValueError for what is no length: with what is wrong, as the fix of a message."""
+    """Parses a length. Raises ValueError for anything else, with text for the fix of a message."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         length = Length(value, "epochs")
     elif match := re.fullmatch(_PATTERN, value.strip() if isinstance(value, str) else ""):
@@ -56,7 +56,7 @@ def shown_amount(amount: float) -> str:
 
 
 def as_given(number: float) -> float:
-    """3 and 3.0 as 3: a configuration shows numbers as people write them."""
+    """Converts 3.0 to 3: a configuration shows numbers as people write them."""
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
@@ -85,8 +85,8 @@ PositiveLength = Annotated[
 
 
 def parse_duration(text: str, where: str) -> float:
-    """Seconds, more than 0, of 90, 45m, 1:30:00 and the like. Raises UserError for anything else;
-    `where` says where it was set."""
+    """Parses 90, 45m, 1:30:00 and the like to seconds, more than 0. Raises UserError for anything
+    else. where: the place where it was set."""
     duration = text.strip()
     seconds = _seconds(duration)
     if seconds is None:

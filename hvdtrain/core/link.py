@@ -11,12 +11,12 @@ import numpy as np
 
 # share of a step's computing: two matrix products for each one of the forward pass
 BACKWARD = 2 / 3
-# how `bench allreduce` names a sum of which each rank first has a part
+# the name in `bench allreduce` of a sum that leaves a part on each rank first
 IN_PARTS = "reduce-scatter, all-gather"
 
 
 class Link(NamedTuple):
-    """The connection from one rank to another; each rank has its own, none is shared."""
+    """The connection from one rank to another; each rank has its own."""
 
     name: str
     latency_s: float  # alpha, of one message
@@ -29,7 +29,8 @@ class MeasuredAllreduce(NamedTuple):
 
 
 def link_points(result: Mapping[str, Any]) -> list[MeasuredAllreduce]:
-    """The engine's allreduce of one vector, median seconds, from the JSON of bench allreduce."""
+    """The median seconds of the engine's allreduce of one vector, from the JSON of bench
+    allreduce."""
     return [
         MeasuredAllreduce(row["bytes"], row["quartiles_s"][1])
         for row in result["rows"]
@@ -38,7 +39,8 @@ def link_points(result: Mapping[str, Any]) -> list[MeasuredAllreduce]:
 
 
 def fit_link(points: Sequence[MeasuredAllreduce], ranks: int, name: str = "measured") -> Link:
-    """Latency and bandwidth of ring allreduces, by the least sum of squared relative errors."""
+    """Fits latency and bandwidth of ring allreduces, by the least sum of squared relative
+    errors."""
     rows = np.array(
         [[2 * (ranks - 1), 2 * (ranks - 1) / ranks * point.size_bytes] for point in points]
     )
@@ -49,8 +51,8 @@ def fit_link(points: Sequence[MeasuredAllreduce], ranks: int, name: str = "measu
 def least_squares(
     rows: np.ndarray, seconds: np.ndarray, known: np.ndarray | float = 0.0
 ) -> list[float]:
-    """Factors x >= 0 with rows x + known = seconds, by relative errors. A column whose factor would
-    be negative is left out."""
+    """Solves rows x + known = seconds for factors x >= 0, by relative errors. A column whose factor
+    would be negative is dropped."""
     kept = [column for column in range(rows.shape[1]) if rows[:, column].any()]
     while kept:
         relative = rows[:, kept] / seconds[:, None]

@@ -1,5 +1,5 @@
-"""Metrics as sums over samples, {"loss", "count", ...}: sums add up over steps and ranks; a metric
-is made of them where it is shown."""
+"""Metrics as sums over samples, {"loss", "count", ...}: sums are added over steps and ranks, and a
+metric is computed from them when shown."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ Better = Literal["max", "min"]
 
 @dataclass(frozen=True)
 class Metric:
-    """A number that tells how well a model does, as a function of the sums over any samples."""
+    """A measure of a model's quality, as a function of sums over any samples."""
 
     name: str  # of the fields val_<name>, train_<name> and best_<name> of events
-    of: Callable[[Sums], float]  # NaN where it is not known
+    of: Callable[[Sums], float]  # NaN if unknown
     better: Better
     column: str = ""  # its short name on the screen; empty: the name
     percent: bool = False  # how reports show it
@@ -90,13 +90,14 @@ def zero_sums(keys: Iterable[str]) -> Sums:
 
 
 def add_sums(a: Sums, b: Sums) -> Sums:
-    """a + b by name; a name that is missing counts as 0. Device scalars stay device scalars, so the
+    """Adds a and b by name; a missing name counts as 0. Device scalars stay device scalars, so the
     host does not wait."""
     return {name: _add(a.get(name, 0.0), b.get(name, 0.0)) for name in a | b}
 
 
 def host_value(value: Any) -> float | tuple[float, ...]:
-    """A sum as plain numbers: a float, or of a vector a tuple. The host waits for the device."""
+    """Converts a sum to plain numbers: a float, or a tuple for a vector. The host waits for the
+    device."""
     plain = value.tolist() if hasattr(value, "tolist") else value
     return tuple(map(float, plain)) if isinstance(plain, (list, tuple)) else float(plain)
 
@@ -116,7 +117,7 @@ def scalar(name: str, value: Any, where: str) -> Any:
 
 
 def check_one_number(name: str, value: Any, where: str) -> None:
-    """Raises UserError for what is neither a number nor an array of one. Reads none."""
+    """Raises UserError for anything but a number or an array of one. Does not read values."""
     if isinstance(value, (int, float, np.number)) or (
         hasattr(value, "shape") and math.prod(value.shape) == 1
     ):

@@ -1,5 +1,5 @@
-"""The line of the user's own code where an exception came from: not that of a library, of Python or
-of hvdtrain."""
+"""Finds the line of the user's code that an exception came from, not a line of a library, of Python
+or of hvdtrain."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OTHERS = (
     *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
 
-# also where PYTHONPATH or a module of the cluster has them
+# also if PYTHONPATH or a cluster's module contains them
 _INSTALLED = (
     "/site-packages/",
     "/dist-packages/",
@@ -22,8 +22,8 @@ _COMPILED = (".pyx", ".pxi", ".pyx.in")  # of Cython, by a path of where it was 
 
 
 def own_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost frame of the user's code, of the exception or of the one that it was raised
-    from; None where there is none."""
+    """The innermost frame of the user's code, in the exception or the one it was raised from; None
+    if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if _is_own(frame.filename)]
     if own:
@@ -32,7 +32,7 @@ def own_frame(error: BaseException) -> traceback.FrameSummary | None:
 
 
 def own_line(error: BaseException) -> str:
-    """file:line: its text; where no line is the user's, that of the library."""
+    """file:line: its text; the library's line if no line is the user's."""
     frame = own_frame(error) or (traceback.extract_tb(error.__traceback__) or [None])[-1]
     return "" if frame is None else f"{frame.filename}:{frame.lineno}: {frame.line}"
 

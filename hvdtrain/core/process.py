@@ -1,5 +1,5 @@
-"""This process: its end where threads or other ranks may hang, its standard error, the words that
-start it, a child that ends with it."""
+"""This process: exit while threads or other ranks may hang, standard error, the command that starts
+it, a child that ends with it."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def flush_output() -> None:
 
 
 class StderrWrite:
-    """A write by a thread of its own, which nothing has to wait for.
+    """A write on its own thread, which nothing has to wait for.
 
-    A threading.Thread would not do: its start() waits without end where memory is so short that the
-    new thread ends before its first line.
+    threading.Thread cannot be used: its start() waits forever if memory is so short that the new
+    thread ends before its first line.
     """
 
     def __init__(self, number: int, data: bytes) -> None:
@@ -52,11 +52,11 @@ class StderrWrite:
         self._ended = threading.Event()
 
     def start(self) -> None:
-        """Raises RuntimeError where the system gives no more threads."""
+        """Starts the thread. Raises RuntimeError if the system has no more threads."""
         _thread.start_new_thread(self.run, ())
 
     def run(self) -> None:
-        """Writes, in the first of the threads that call it."""
+        """Writes the text, in the first thread that calls it."""
         if self._begun.acquire(blocking=False):
             _write_all(self._number, self._data)
             self._ended.set()
@@ -71,21 +71,21 @@ class StderrWrite:
 def write_stderr(text: str, wait_s: float = WAIT_S) -> StderrWrite | None:
     """Writes a line or more past Python's buffers, whose lock a thread that hangs may hold.
 
-    Where the reader has paused (Ctrl-S, a full pipe) it waits for at most wait_s, and returns the
-    write that goes on waiting.
+    If the reader has paused (Ctrl-S, a full pipe) it waits at most wait_s, and returns the write
+    that is still waiting.
     """
     number = sys.__stderr__.fileno() if sys.__stderr__ else 2
     write = StderrWrite(number, f"{text}\n".encode(errors="replace"))
     with contextlib.suppress(RuntimeError):  # no more threads (ulimit -u)
         write.start()
         write.wait(wait_s)
-    write.run()  # where the thread has not begun
+    write.run()  # if the thread has not started
     return write if write.is_alive() else None
 
 
 def print_stderr(text: str, wait_s: float = WAIT_S) -> StderrWrite | None:
-    """Prints to what a notebook, a test or the moving display has put in the place of sys.stderr,
-    where one has."""
+    """Prints to the replacement of sys.stderr by a notebook, a test or the progress display, if
+    there is one."""
     if sys.stderr is sys.__stderr__ or sys.stderr is None:
         return write_stderr(text, wait_s)
     with contextlib.suppress(OSError, ValueError):
@@ -100,13 +100,13 @@ def _write_all(number: int, data: bytes) -> None:
 
 
 def command_line(*arguments: str) -> str:
-    """The words that start this program, quoted: `hvdtrain ...` where the shell finds that of this
-    environment, else its path."""
+    """The command that starts this program, quoted: `hvdtrain ...` if the shell finds this
+    environment's script, else its path."""
     return shlex.join([*_program(), *arguments])
 
 
 def path_argument(path: Path) -> str:
-    """A path as an argument that no command takes for an option: ./-x for -x."""
+    """A path as an argument that no command mistakes for an option: ./-x for -x."""
     return f"./{path}" if str(path).startswith("-") else str(path)
 
 
@@ -135,12 +135,12 @@ def start_child(
     new_session: bool = False,
     output: IO[bytes] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """A child that gets the signal `at_our_end` when this process ends, for whatever reason; it
-    ends with 127 where it cannot be started.
+    """Starts a child that gets the signal `at_our_end` when this process ends for any reason; it
+    exits with 127 if it cannot be started.
 
-    output: for its standard output and error, in place of ours; it reads nothing then.
+    output: for its standard output and error, instead of ours; it then reads no input.
     """
-    import subprocess  # 5 ms, which most commands need not take
+    import subprocess  # 5 ms, which most commands do not need
 
     return subprocess.Popen(
         [*_PROGRAM, str(os.getpid()), str(int(at_our_end)), *command],

@@ -1,5 +1,5 @@
 """Progress of a job in samples and steps, the hyperparameters of a step, updates of asynchronous
-training; seeds made of such counters."""
+training; seeds computed from such counters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 ENDLESS = 2**53 - 1  # samples of a job that has no number of epochs
 
 
-MOST_STALE = 2**16 - 1  # that a record of the log of updates has bits for
+MOST_STALE = 2**16 - 1  # the limit of a record in the log of updates
 
 
 _MASK = 2**64 - 1
@@ -23,7 +23,7 @@ class Hyper(NamedTuple):
     weight_decay: float
     batch: int  # samples over all ranks
     step: int = 0  # updates done before this one
-    noise: float = 0.0  # variance of the noise that is added to each number of the mean gradient
+    noise: float = 0.0  # variance of the noise added to each number of the mean gradient
     sample_noise: float = (
         0.0  # standard deviation of the random weight of each sample's loss; its mean is 1
     )
@@ -37,8 +37,8 @@ class Hyper(NamedTuple):
 
 @dataclass(frozen=True)
 class Progress:
-    """Samples and steps done. Beside the seed and the arrays of the checkpoint it is all that a
-    resume needs."""
+    """Samples and steps done. With the seed and the checkpoint's arrays it is all that a resume
+    needs."""
 
     dataset: int  # samples in one epoch
     total: int  # samples in the whole job, ENDLESS where they do not end it
@@ -64,7 +64,7 @@ class Progress:
         return replace(self, total=self.samples)
 
     def advance(self, batch: int) -> Progress:
-        """After one more step, of `batch` samples over all ranks."""
+        """The progress after one more step of `batch` samples over all ranks."""
         return replace(self, step=self.step + 1, samples=self.samples + batch)
 
 
@@ -97,18 +97,18 @@ class WorkerUpdate(NamedTuple):
 
 
 class Outstanding(NamedTuple):
-    """What a worker computes, or has computed, that no update is made from yet."""
+    """A gradient that a worker computes or has computed, and that is not yet applied."""
 
     ticket: int
-    read: int  # updates that its weights have
+    read: int  # updates included in its weights
 
 
 class GoOn(NamedTuple):
-    """How the ranks that are left go on between two sync points, the same on all of them."""
+    """How surviving ranks continue between two sync points, the same on all of them."""
 
     version: int  # updates done
-    ranks: dict[int, int]  # the number that a rank had -> the one that it has
-    # by the new number of a worker: its whole gradient, which no update is made from yet
+    ranks: dict[int, int]  # a rank's old number -> its new number
+    # by a worker's new number: its whole gradient that is not yet applied
     sent_again: dict[int, Outstanding]
-    given_again: list[int]  # tickets of which no worker that is left has the gradient
+    given_again: list[int]  # tickets whose gradient no surviving worker has
     source: str  # where the state is, for the event "lost"

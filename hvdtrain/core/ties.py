@@ -1,4 +1,4 @@
-"""Names of one array: a tied weight has two names or more, the first of which is that of the state
+"""The names of one array: a tied weight has two names or more, and the state uses the first
 (Learner.state_dict_names())."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from hvdtrain.errors import UserError, short
 
 
 class Ties:
-    """Which names are one array."""
+    """The sets of names that stand for one array."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         """names: every name of an array, and the one that stands for the array."""
@@ -19,11 +19,11 @@ class Ties:
         self._own = dict(names)
 
     def groups(self) -> list[list[str]]:
-        """The names of each array that has several, its own first."""
+        """The names of each array that has several, the main one first."""
         return [names for names in self._all.values() if len(names) > 1]
 
     def names_of(self, name: str) -> Sequence[str]:
-        """Every name of the array, this one too."""
+        """Every name of the array, including this one."""
         return self._all[self._own[name]]
 
     def others(self, name: str) -> list[str]:
@@ -35,8 +35,7 @@ class Ties:
         return {other for name in names for other in self.names_of(name)}
 
     def half_fitted(self, fits: Callable[[str], bool]) -> dict[str, list[str]]:
-        """Names that fit, of arrays that have other names too, which do not: {name: those
-        others}."""
+        """Names that fit although other names of the same array do not: {name: other names}."""
         half: dict[str, list[str]] = {}
         for names in self._all.values():
             fitting = [name for name in names if fits(name)]
@@ -45,8 +44,8 @@ class Ties:
         return half
 
     def check_whole(self, fits: Callable[[str], bool], what: str, where: str) -> None:
-        """Raises UserError where patterns fit one name of an array and not another; what: the key
-        with its patterns."""
+        """Raises UserError if patterns fit one name of an array and not another; what: the key with
+        its patterns."""
         for name, others in self.half_fitted(fits).items():
             raise UserError(
                 f"{what} fits {name}, and not {' and '.join(others)}, which is the same array "
@@ -57,8 +56,8 @@ class Ties:
             )
 
     def lines(self, names: Collection[str], key: str) -> list[str]:
-        """A line of the header for each array that a key takes by one of its names; names: what the
-        key's patterns fit."""
+        """Header lines for arrays that a key selects by one of several names. names: the names that
+        the key's patterns fit."""
         half = self.half_fitted(lambda name: name in names)
         return [
             f"{key}: {name} is {' and '.join(others)} too (tied weights): it counts for both"
@@ -69,7 +68,7 @@ class Ties:
 def check_equal(
     found: Mapping[str, object], ties: Ties, equal: Callable[[str, str], bool], where: str
 ) -> None:
-    """Raises UserError where a file has different arrays for the names of one array; equal:
+    """Raises UserError if a file contains different arrays for the names of one array; equal:
     compares two arrays of the file by name."""
     for name in found:
         for other in ties.others(name):

@@ -1,5 +1,5 @@
-"""One stream of events for all sinks; and a sink on a thread of its own, behind a bounded queue:
-training never waits for it."""
+"""One stream of events for all sinks, and a sink that runs on its own thread behind a bounded
+queue: training never waits for it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Event(NamedTuple):
     fields: dict[str, Any]  # "lines": text for people
 
 
-# A sink is called with each event. Two optional methods: finish() says that no event follows and
-# returns at once; close(timeout_s) waits until everything is written, timeout_s at most.
+# A sink is called with each event. Two optional methods: finish() announces that no event follows
+# and returns at once; close(timeout_s) waits until everything is written, at most timeout_s.
 Sink = Callable[[Event], None]
 
 
 class Tracker(Protocol):
     """Sends events to another product: what events/trackers/*.py build. BackgroundSink runs it on a
-    thread of its own."""
+    separate thread."""
 
     def __call__(self, event: Event, /) -> None: ...
 
@@ -50,10 +50,10 @@ class Log:
     def open(
         self, record: Sink, others: Sequence[Sink], is_missing: Callable[[Event], bool]
     ) -> None:
-        """On a rank that had no sinks: from now on these get the events.
+        """Adds sinks on a rank that had none: from now on they get the events.
 
-        record: the file that an earlier rank 0 has written; of the last events it gets those that
-        are missing there. The others learn how the job started.
+        record: the sink of the file that an earlier rank 0 wrote; it gets the last events that the
+        file lacks. The other sinks get the event "start".
         """
         assert not self._sinks
         for event in filter(is_missing, self._recent):
@@ -145,7 +145,7 @@ class BackgroundSink:
         self._ticked_s = time.monotonic()
         self._next_step_s: dict[
             str, float
-        ] = {}  # step kind -> the time from which its next event is taken
+        ] = {}  # step kind -> the time from which its next event is accepted
         # Both queues hold (number of the call, event): the thread takes the lower number first.
         self._step_events = deque[tuple[int, Event]]()
         self._other_events = deque[tuple[int, Event]]()
@@ -167,17 +167,17 @@ class BackgroundSink:
         self._report_failure()
 
     def finish(self) -> None:
-        """No event follows: the thread passes on what is queued, closes the tracker and ends.
-        Returns at once."""
+        """Announces that no event follows: the thread passes on queued events, closes the tracker
+        and ends. Returns at once."""
         with self._changed:
             self._closing = True
             self._changed.notify()
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Waits until all events are passed on and the tracker is closed, timeout_s at most; False
-        where that took longer.
+        """Waits at most timeout_s until all events are passed on and the tracker is closed; False
+        if that took longer.
 
-        Then the thread still works, and the interpreter's own clean-up at its exit may wait for it.
+        The thread then still runs, and the interpreter may wait for it at exit.
         """
         self.finish()
         self._thread.join(timeout_s)
@@ -231,7 +231,7 @@ class BackgroundSink:
         if self._failure:
             failure = self._failure
             self._failure = ""
-            self._warn(f"{self._name}: {failure}; training goes on without it")
+            self._warn(f"{self._name}: {failure}; training continues without it")
 
     def _run(self) -> None:
         try:
@@ -256,8 +256,8 @@ class BackgroundSink:
             return self._closing and not self._step_events and not self._other_events
 
     def _next_event(self) -> Event | None:
-        """Waits for the oldest event; None where none comes before the next tick, or follows at
-        all."""
+        """Waits for the oldest event; None if none comes before the next tick, or if no more will
+        come."""
         wait_s = max(0.0, self._ticked_s + self._tick_s - time.monotonic()) if self._tick else None
         with self._changed:
             self._changed.wait_for(

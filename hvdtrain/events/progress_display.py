@@ -22,7 +22,7 @@ from hvdtrain.events.writers import OutputStream, ShownMetric, TextWriter, shown
 MOST_LINES = 200  # that a redrawn screen shows above the display
 CELL_WIDTH = 26  # columns of a terminal, for one metric
 LONGEST_BAR = 60
-INDENT = " " * 8  # of a line that goes on under its first word, as in the header
+INDENT = " " * 8  # of a continued line, under its first word, as in the header
 SLOW = 1.1  # times the median of the ranks' own work; a slower rank is named
 
 
@@ -32,10 +32,10 @@ class _Progress(NamedTuple):
 
 
 class ProgressDisplay:
-    """What a BackgroundSink runs, with tick(). It never hides the cursor, so a job that is killed
+    """The display, run by a BackgroundSink with tick(). It never hides the cursor, so a killed job
     leaves the terminal as it was.
 
-    size: of the terminal now, in columns and lines.
+    size: returns the terminal's current columns and lines.
     """
 
     def __init__(self, out: OutputStream, size: Callable[[], os.terminal_size]) -> None:
@@ -88,12 +88,12 @@ class ProgressDisplay:
             self._update(event)
 
     def drop(self, event: Event) -> None:
-        """An event that does not come: only lines that the job printed are missed."""
+        """Called for a dropped event: only lines that the job printed are missed."""
         if event.kind != "step":
             self._lines.drop(event)
 
     def tick(self) -> None:
-        """Draws the display again, and all of the screen where the terminal has another size."""
+        """Redraws the display, or the whole screen if the terminal's size has changed."""
         if not self._live.is_started:
             return
         if self._size() != self._drawn_size:
@@ -118,8 +118,8 @@ class ProgressDisplay:
         )
 
     def _redraw(self) -> None:
-        """A terminal moves what it shows when its size changes, each in its own way: so the screen
-        is scrolled away and begun again."""
+        """Scrolls the screen away and starts again: each terminal moves its content in its own way
+        when its size changes."""
         self._live.stop()
         self._drawn_size = self._size()
         self._console.size = ConsoleDimensions(*self._drawn_size)
@@ -133,7 +133,7 @@ class ProgressDisplay:
         self._start()
 
     def render(self, width: int) -> Text:
-        """What the display shows, on a terminal of so many columns. One Text: tables take four
+        """The display's content for a terminal of `width` columns. A single Text: tables take four
         times as long."""
         if self._first is None:
             return Text("starting: the first metrics come with log.every_steps\n", style="dim")
@@ -166,7 +166,7 @@ class ProgressDisplay:
             self._first = _Progress(self._share, time.monotonic())
 
     def _bars(self, width: int) -> list[list[tuple[str, str]]]:
-        """The epoch's and the job's, each as (text, style) parts."""
+        """The bars of the epoch and the job, each as (text, style) parts."""
         done = self._fields.get("epochs", 0.0)
         epochs = self._fields.get("of", math.inf)
         epoch_share = done - math.floor(done) if done < epochs else 1.0
@@ -212,7 +212,7 @@ class ProgressDisplay:
         return duration((1.0 - self._share) * seconds_per_job)
 
     def _metrics(self) -> list[tuple[str, str]]:
-        """(name, value) of those that are known."""
+        """(name, value) of each known metric."""
         f = self._fields
         phases = f.get("phase_ms", {})
         step_ms = sum(phases.values())
@@ -240,7 +240,8 @@ class ProgressDisplay:
         return [(name, value) for name, value in metrics if value]
 
     def _slowest_rank(self) -> str:
-        """Empty unless its own work takes a tenth longer than the median of the ranks."""
+        """The slowest rank; empty unless its own work takes a tenth longer than the median of the
+        ranks."""
         least_ms, median_ms, most_ms = self._fields.get("work_ms", (0.0, 0.0, 0.0))
         if most_ms <= SLOW * median_ms or least_ms == most_ms:
             return ""
@@ -288,7 +289,7 @@ class ProgressDisplay:
 
 
 class _LinesAbove:
-    """What the TextWriter writes to: its lines scroll above the display."""
+    """The output of the TextWriter: lines scroll above the display."""
 
     def __init__(self, print_above: Callable[[str], None]) -> None:
         self._print_above = print_above
@@ -298,7 +299,7 @@ class _LinesAbove:
         return len(text)
 
     def close(self) -> None:
-        """The display closes the stream."""
+        """Does nothing: the display closes the stream."""
 
 
 def duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""What a single rank logs: warnings with its number and host, and a log file of its own
+"""The logs of a single rank: warnings with its number and host, and its own log file
 (log.per_rank)."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_WARNINGS = 1000  # different ones of Python that a rank shows
 
 
 class ObjectBroadcast(Protocol):
-    """What exchange() needs of a communicator."""
+    """The part of a communicator that exchange() uses."""
 
     def broadcast_object(self, thing: Any, /) -> Any: ...
 
@@ -35,8 +35,8 @@ class RankWarnings(logging.Handler):
     job of several ranks.
 
     A warning of Python is shown once: by rank 0 at once, by another rank at the next exchange(),
-    unless rank 0 has shown it. Where the reader has paused, training waits for it one second; what
-    comes until it reads again is left out.
+    unless rank 0 has shown it. If the reader has paused, training waits one second; warnings are
+    dropped until it reads again.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
@@ -56,7 +56,7 @@ class RankWarnings(logging.Handler):
             )
 
     def renumber(self, rank: int, size: int) -> None:
-        """Ranks are lost. The formatter keeps the number that the launcher gave."""
+        """Renumbers after a loss of ranks. The formatter keeps the launcher's number."""
         self._rank = rank
         self._size = size
 
@@ -73,7 +73,7 @@ class RankWarnings(logging.Handler):
                 self._show(record)
 
     def exchange(self, communicator: ObjectBroadcast) -> None:
-        """Every rank calls it."""
+        """Exchanges warnings between ranks. Every rank calls it."""
         if self._size > 1:
             with self.lock or contextlib.nullcontext():
                 shown = self._shown_by_rank_0
@@ -109,7 +109,7 @@ class RankWarnings(logging.Handler):
 
 @contextmanager
 def rank_warnings(rank: int, size: int, *, from_script: bool = False) -> Iterator[RankWarnings]:
-    """Sends warnings of Python and of libraries to the object, as long as the block runs; none of a
+    """Sends warnings of Python and of libraries to the object while the block runs, except in a
     script that is the whole job."""
     if from_script and size == 1:
         yield RankWarnings()
@@ -127,7 +127,7 @@ def rank_log(path: Path | None) -> Iterator[None]:
     """Writes warnings, LOGGER.info() and the traceback of an exception that leaves the block to
     this file, RUN/ranks/NAME, line by line.
 
-    None: no file. Raises UserError where the file cannot be opened.
+    None: no file. Raises UserError if the file cannot be opened.
     """
     if path is None:
         yield
@@ -186,7 +186,7 @@ def _capture_logging_and_warnings(handler: logging.Handler) -> Iterator[None]:
 
 
 class _RankFile(logging.StreamHandler[io.TextIOWrapper]):
-    """Drops lines while the disk is full; the job goes on."""
+    """Drops lines while the disk is full; the job continues."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):

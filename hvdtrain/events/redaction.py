@@ -21,7 +21,7 @@ _SECRET_ANYWHERE = re.compile(
     "pass_?(word|wd|phrase|code)|secret|credential|(api|access|account|private)_?key"
 )
 _SECRET_WORDS = {"auth", "oauth", "authorization", "bearer", "jwt", "pwd"}
-# the last word only: max_tokens and pass_through are no secrets
+# the last word only: max_tokens and pass_through are not secrets
 _SECRET_LAST_WORD = re.compile(r"(.*token|pass|key)\d*")
 
 

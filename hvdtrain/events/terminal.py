@@ -24,11 +24,11 @@ REFRESH_S = 1.0  # of the display, which takes two milliseconds
 
 
 class TerminalSink:
-    """Writes on a thread, so that training never waits for a reader: events of steps are dropped,
-    and their lines counted.
+    """Writes on a thread, so that training never waits for a reader: if it is slow, events of steps
+    are dropped and their lines counted.
 
-    An error is reported once, and training goes on without the output: the reader has gone away, or
-    the stream was closed.
+    An error is reported once, and training continues without the output: the reader is gone, or the
+    stream was closed.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class TerminalSink:
         self._background.close(timeout_s)
 
     def _redirect(self) -> None:
-        """What the job prints otherwise scrolls above the display, too."""
+        """Makes other output of the job scroll above the display, too."""
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if is_interactive(stream):
@@ -72,15 +72,14 @@ class TerminalSink:
 
 
 class _LinesToDisplay(io.TextIOBase):
-    """In the place of sys.stdout or sys.stderr: whole lines become events, of which the display
-    shows the lines."""
+    """Replaces sys.stdout or sys.stderr: whole lines become events, and the display shows them."""
 
     def __init__(self, name: str, stream: TextIO, background: BackgroundSink) -> None:
         self.name = name
         self.stream = stream
         self._background = background
         self._begun = ""  # of a line
-        self._stopped = False  # who has kept this object writes to the stream
+        self._stopped = False  # whoever kept this object writes to the stream
 
     def write(self, text: str) -> int:
         if self._stopped:
@@ -107,12 +106,12 @@ class _LinesToDisplay(io.TextIOBase):
 
 
 def warn(message: str) -> None:
-    """Writes a line to the standard error; does nothing where that cannot be written."""
+    """Writes a line to the standard error; does nothing if that fails."""
     print_stderr(f"hvdtrain: {message}", 1.0)
 
 
 def terminal_sink(out: IO[str], config: LogConfig) -> TerminalSink:
-    """The sink for rank 0's standard output, as log.display and log.every_s ask."""
+    """The sink for rank 0's standard output, as log.display and log.every_s select."""
     if config.display == "live" or (config.display == "auto" and is_interactive(out)):
         from hvdtrain.events.progress_display import ProgressDisplay
 
@@ -129,7 +128,7 @@ def terminal_sink(out: IO[str], config: LogConfig) -> TerminalSink:
 def is_interactive(out: IO[str] | None) -> bool:
     """Whether a person reads the output as it comes: a terminal with a size and a TERM.
 
-    Open MPI's mpirun gives ranks a terminal without a size, even where its own output is a pipe.
+    Open MPI's mpirun gives ranks a terminal without a size, even if its own output is a pipe.
     """
     if os.environ.get("TERM", "dumb") == "dumb":
         return False
@@ -140,10 +139,10 @@ def is_interactive(out: IO[str] | None) -> bool:
 
 
 def terminal_size(out: IO[str]) -> os.terminal_size:
-    """Size of the terminal that shows the output; 80 x 24 where there is none.
+    """Size of the terminal that shows the output; 80 x 24 if there is none.
 
-    Open MPI's mpirun gives rank 0 a terminal of its own, and does not change its size when that of
-    mpirun's terminal changes.
+    Open MPI's mpirun gives rank 0 a separate terminal, and does not resize it when mpirun's own
+    terminal is resized.
     """
     if "OMPI_COMM_WORLD_SIZE" in os.environ:
         with contextlib.suppress(OSError):
@@ -156,9 +155,9 @@ def terminal_size(out: IO[str]) -> os.terminal_size:
 
 
 def _size_of(path: str) -> os.terminal_size:
-    """Raises OSError where the path is no terminal."""
+    """The size of a terminal. Raises OSError if the path is not a terminal."""
     if not stat.S_ISCHR(os.stat(path).st_mode):
-        raise OSError(f"{path} is no terminal")
+        raise OSError(f"{path} is not a terminal")
     number = os.open(path, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
     try:
         size = os.get_terminal_size(number)

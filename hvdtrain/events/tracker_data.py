@@ -1,4 +1,4 @@
-"""What trackers store: the numbers of an event by tag ({"train/loss": 0.31, ...}), the
+"""The data that trackers store: the numbers of an event by tag ({"train/loss": 0.31, ...}), the
 configuration, and the id of a resumed run."""
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from hvdtrain.errors import UserError
 from hvdtrain.events import redaction
 from hvdtrain.events.log import Event
 
-METRICS: tuple[str, ...] = ("loss", "accuracy")  # of a job whose event "start" does not say
+METRICS: tuple[str, ...] = ("loss", "accuracy")  # if the event "start" does not name them
 # field -> tag, by kind of event, beside those of metrics. A field of several numbers becomes a tag
 # for each: "speed/phase_ms/forward".
 _STEP = {
     "lr": "train/lr",
     "batch": "train/batch",
     "epochs": "train/epochs",
-    "logged": "train",  # of a script's own loop: what it logs, by name
+    "logged": "train",  # in a custom loop: the logged values, by name
     "samples_per_s": "speed/samples_per_s",
     "tokens_per_s": "speed/tokens_per_s",
     "phase_ms": "speed/phase_ms",
@@ -77,7 +77,7 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 
 
 def metric_names(event: Event, known: tuple[str, ...]) -> tuple[str, ...]:
-    """Metrics of the task, where the event is a "start" that has them; else `known`."""
+    """The task's metrics, if the event is a "start" that names them; else `known`."""
     metrics = event.fields.get("metrics") if event.kind == "start" else None
     return tuple(metrics) if isinstance(metrics, Mapping) else known
 
@@ -98,7 +98,7 @@ def scalars(event: Event, metrics: tuple[str, ...] = METRICS) -> dict[str, float
 
 
 def _metric_tags(kind: str, metrics: tuple[str, ...]) -> dict[str, str]:
-    """The fields that metrics have in an event."""
+    """The event fields of the metrics."""
     if kind == "step":
         return {name: f"train/{name}" for name in metrics}
     tags: dict[str, str] = {}
@@ -115,8 +115,8 @@ def _metric_tags(kind: str, metrics: tuple[str, ...]) -> dict[str, str]:
 
 
 def _numbers(tag: str, value: Any, items: tuple[str, ...]) -> Iterator[tuple[str, float]]:
-    """(tag, number) of a number; one for each inner value of a mapping, and of a list whose items
-    have names."""
+    """(tag, number) for a number, for each inner value of a mapping, and for each item of a list
+    whose items have names."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _numbers(f"{tag}/{name}", inner, ())
@@ -128,8 +128,8 @@ def _numbers(tag: str, value: Any, items: tuple[str, ...]) -> Iterator[tuple[str
 
 
 def load_run_id(path: Path, first: Event) -> str | None:
-    """The id that an earlier start of the job saved; None without one, or where the first event is
-    at step 0: the job starts over."""
+    """The id that an earlier start of the job saved; None without one, or if the first event is at
+    step 0, because the job starts over."""
     if first.step == 0:
         return None
     try:
@@ -147,13 +147,13 @@ def load_run_id(path: Path, first: Event) -> str | None:
 
 
 def save_run_id(path: Path, run_id: str) -> None:
-    """Raises OSError where the file cannot be written."""
+    """Saves the id. Raises OSError if the file cannot be written."""
     with Folder.open(path.parent) as folder:
         folder.replace(path.name, (json.dumps({"run_id": run_id}) + "\n").encode())
 
 
 def require_package(package: str, extra: str) -> None:
-    """Raises UserError where a package is not installed; imports nothing."""
+    """Raises UserError if a package is not installed; imports nothing."""
     if importlib.util.find_spec(package) is None:
         raise UserError(
             f"{package} is not installed", "log.trackers", f"pip install 'hvdtrain[{extra}]'"

@@ -1,5 +1,5 @@
-"""The sinks that write events: TextWriter as lines for people, with the metric that is shown;
-JsonLinesWriter as events.jsonl."""
+"""The sinks that write events: TextWriter writes lines for people, with one metric; JsonLinesWriter
+writes events.jsonl."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from hvdtrain.core.folder import Folder
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import Event
 
-OWN_LOOP = "a script's own loop"  # in the place of a task, in the event "start"
+OWN_LOOP = "a script's own loop"  # instead of a task, in the event "start"
 KEPT = 10_000  # lines that wait in memory while the disk is full; the newest are kept
 BURST = 1000  # events of single steps that are written together
 
 
 class ShownMetric(NamedTuple):
-    """The task's objective, or where that is the loss, its first other metric."""
+    """The metric that lines show: the task's objective, or its first other metric if that is the
+    loss."""
 
     name: str = "accuracy"  # of the fields val_<name> and, of the objective, best_<name>
     column: str = "acc"  # its short name
@@ -33,11 +34,11 @@ class ShownMetric(NamedTuple):
     objective: str = "accuracy"
     unit: str = "images"  # or samples, or tokens, whose rate is shown
     rate: str = "samples_per_s"  # the field that has it
-    is_own_loop: bool = False  # a script's, whose events have what it logs alone
+    is_own_loop: bool = False  # a custom loop, whose events only have what it logs
 
 
 def shown_metric(start: Mapping[str, Any]) -> ShownMetric:
-    """From the fields of an event "start"; accuracy where it has no metrics."""
+    """The shown metric from the fields of an event "start"; accuracy if it names no metrics."""
     metrics = start.get("metrics")
     objective = start.get("objective")
     if not isinstance(metrics, Mapping) or not isinstance(objective, str):
@@ -66,7 +67,7 @@ def shown_metric(start: Mapping[str, Any]) -> ShownMetric:
 
 
 class TextOutput(Protocol):
-    """Where the TextWriter writes whole lines."""
+    """An output for the TextWriter's whole lines."""
 
     def write(self, text: str, /) -> int: ...
 
@@ -74,8 +75,8 @@ class TextOutput(Protocol):
 
 
 class Pace:
-    """Which events the TextWriter needs: those of steps only every_s seconds after the last
-    line."""
+    """Selects the events that the TextWriter needs: events of steps only every_s seconds after the
+    last line."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
@@ -94,8 +95,8 @@ class Pace:
 
 
 class TextWriter:
-    """Writes a line for each event of an epoch or a step, and the lines of the others. No control
-    codes: fit for a log file."""
+    """Writes a line for each event of an epoch or a step, and the lines that other events contain.
+    Writes no control codes, so it suits log files."""
 
     def __init__(self, out: TextOutput) -> None:
         self._out = out
@@ -123,8 +124,8 @@ class TextWriter:
         self._out.write(f"{line}\n")
 
     def drop(self, event: Event) -> None:
-        """The event does not come; the next one is preceded by the number of lines that are left
-        out. From any thread."""
+        """Called for a dropped event, from any thread: the number of missing lines is printed
+        before the next line."""
         self._left_out += 1 if event.kind == "step" else len(event.fields.get("lines", ()))
 
     def close(self) -> None:
@@ -160,7 +161,7 @@ def _named(logged: dict[str, float]) -> str:
 
 
 def _rate(f: dict[str, Any]) -> str:
-    """The learning rate, where it is known: of a script's transformation of optax it is not."""
+    """The learning rate, if known; the rate of a script's optax transformation is unknown."""
     return "" if math.isnan(f["lr"]) else f", lr {f['lr']:.4g}"
 
 
@@ -198,22 +199,22 @@ def _epoch_line(f: dict[str, Any], metric: ShownMetric) -> str:
 
 
 class Owner(Protocol):
-    """Who has the folder of a file."""
+    """The owner of a file's folder."""
 
     def open(self, path: Path, /) -> Folder:
-        """The folder. Raises where another one has its path by now, or it is another's; OSError
-        where it cannot be opened."""
+        """Opens the folder. Raises an error if another folder has its path, or if another job owns
+        it; OSError if it cannot be opened."""
 
     def refuse(self, error: OSError) -> None:
-        """Raises after an error that does not pass: a folder that can no longer be written."""
+        """Raises after a permanent error: a folder that can no longer be written."""
 
 
 class JsonLinesWriter:
-    """Appends one JSON object a line, before the call returns: {"time", "kind", "step", and the
+    """Appends one JSON object per line, before the call returns: {"time", "kind", "step", and the
     event's fields}.
 
-    While the disk is full the newest KEPT lines wait for the next call: training goes on, and no
-    line is written in part. Events of single steps (step_times) are written in bursts, at the
+    While the disk is full, the newest KEPT lines wait for the next call: training continues, and no
+    partial line is written. Events of single steps (step_times) are written in bursts, at the
     latest before the next event of another kind. What the owner raises is raised once; after that
     nothing is written.
     """
@@ -248,8 +249,8 @@ class JsonLinesWriter:
 
 
 def append_event(run: Path, event: Event) -> None:
-    """Adds an event to the events.jsonl of a run whose job is not this one. Raises OSError where
-    there is none or it cannot be written."""
+    """Adds an event to the events.jsonl of another job's run. Raises OSError if the file does not
+    exist or cannot be written."""
     data = line_of(event).encode()
     with Folder.open(run) as folder:
         folder.open_file("events.jsonl").close()
@@ -276,7 +277,7 @@ def to_json(fields: dict[str, Any]) -> str:
 
 
 def _append(folder: Folder, name: str, data: bytes) -> None:
-    """Appends all of it; where that fails the file stays as it was and OSError is raised."""
+    """Appends all of the data. If that fails, the file is unchanged and OSError is raised."""
     with folder.append(name) as file:  # 50 us; no open file is left when a job is killed
         before = file.seek(0, os.SEEK_END)
         try:
@@ -288,7 +289,7 @@ def _append(folder: Folder, name: str, data: bytes) -> None:
 
 
 def finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null, inside lists and mappings too."""
+    """Replaces NaN and infinity, which JSON lacks, by null, inside lists and mappings too."""
     if isinstance(value, dict):
         return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -297,11 +298,11 @@ def finite(value: Any) -> Any:
 
 
 class OutputStream(io.TextIOBase):
-    """Writes past Python's buffer: a thread that waits for the reader of a full pipe holds no lock
-    that the end of the process needs.
+    """Bypasses Python's buffer: a thread that waits for the reader of a full pipe holds no lock
+    that the exit of the process needs.
 
-    What a full disk or a terminal that is gone does not take is lost. Raises UserError where the
-    reader of a pipe has gone away, and what `out` raises where that is no file, as in a notebook.
+    Output that a full disk or a closed terminal does not accept is lost. Raises UserError if the
+    reader of a pipe is gone, and what `out` raises if it is not a file, as in a notebook.
     """
 
     def __init__(self, out: IO[str]) -> None:
@@ -327,7 +328,7 @@ class OutputStream(io.TextIOBase):
         return len(text)
 
     def has(self, letters: str) -> bool:
-        """Whether the encoding has them."""
+        """Whether the encoding supports these letters."""
         with contextlib.suppress(UnicodeEncodeError):
             return bool(letters.encode(self._encoding))
         return False

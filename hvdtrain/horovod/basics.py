@@ -102,7 +102,7 @@ def mpi_enabled() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Whether several threads may call MPI at the same time. Raises ValueError where MPI does not
+    """Whether several threads may call MPI at the same time. Raises ValueError if MPI does not
     run."""
     if not mpi_enabled():
         raise BadCall(
@@ -211,13 +211,13 @@ class ProcessSet:
         self.ranks = sorted(ranks)
 
     def size(self) -> int | None:
-        """The number of its ranks; None where it is not added."""
+        """The number of its ranks; None if it is not added."""
         return (
             None if self.process_set_id is None else len(JOB.engine.ranks_of(self.process_set_id))
         )
 
     def rank(self) -> int | None:
-        """The place of this rank in it; None where it is not added. Raises ValueError on other
+        """The place of this rank in it; None if it is not added. Raises ValueError on other
         ranks."""
         if self.process_set_id is None:
             return None
@@ -248,7 +248,7 @@ _added: list[ProcessSet] = []
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Every rank of the job calls it, also those that are not part of it. Raises ValueError where
+    """Every rank of the job calls it, also those that are not part of it. Raises ValueError if
     there is one of these ranks."""
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)

@@ -65,7 +65,7 @@ class CollectiveCall:
             raise BadCall("no tensors", self.where, "a list of at least one tensor")
 
     def needs_rows(self) -> None:
-        """Raises BadCall where a tensor has no axis 0."""
+        """Raises BadCall if a tensor has no axis 0."""
         if any(tensor.ndim == 0 for tensor in self.tensors):
             raise BadCall(
                 f"{self._kind} does not support scalar inputs: there is no axis 0",
@@ -143,7 +143,7 @@ def synchronize(handle: int) -> Any:
     """Waits for what was begun, and returns its result; None for a handle that was synchronized
     before.
 
-    Raises HorovodInternalError where ranks do not agree, or one of them does not take part: the
+    Raises HorovodInternalError if ranks do not agree, or one of them does not take part: the
     message names them.
     """
     return JOB.wait(handle)
@@ -174,7 +174,7 @@ def op_name(op: int, where: str) -> ReduceOp:
 
 
 def given_op(op: int | None, average: bool | None) -> int:
-    """`average` is the former name of Average and Sum. Raises ValueError where both are given."""
+    """`average` is the former name of Average and Sum. Raises ValueError if both are given."""
     if average is None:
         return Average if op is None else op
     if op is not None:

@@ -137,7 +137,7 @@ def _start_gather(call: CollectiveCall) -> int:
 def allgather(
     tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The tensors of all ranks along axis 0, in the order of ranks. Gradients go through it."""
+    """The tensors of all ranks along axis 0, in rank order. Gradients go through it."""
     if isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled():
         return _Allgather.apply(name, process_set, False, tensor)[0]
     return synchronize(allgather_async(tensor, name, process_set))
@@ -200,8 +200,8 @@ def alltoall_async(
 ) -> int:
     """Begins to send each rank its rows of the tensor: splits[r] of them, in order, or equal parts.
 
-    synchronize() gives the rows received, in the order of ranks, and how many came from each: as
-    splits' own dtype and device.
+    synchronize() gives the rows received, in rank order, and how many came from each: as splits'
+    own dtype and device.
     """
     call = CollectiveCall("alltoall", tensor, name, process_set)
     call.needs_rows()

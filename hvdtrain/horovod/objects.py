@@ -32,7 +32,7 @@ def broadcast_object(
 ) -> Any:
     """The object of rank `root_rank`, on that rank itself. Tensors arrive in host memory.
 
-    Raises ValueError on every rank where the object cannot be sent.
+    Raises ValueError on every rank if the object cannot be sent.
     """
     where = f"broadcast_object {name!r}"
     ranks = process_set.ranks or []
@@ -109,7 +109,7 @@ def _as_bytes(content: bytes) -> torch.Tensor:
 
 
 def to_bytes(thing: Any, secret: str | None, purpose: str, where: str) -> bytes:
-    """secret: Engine.secret. Raises BadCall where it is empty and the object is no data, else what
+    """secret: Engine.secret. Raises BadCall if it is empty and the object is no data, else what
     pickle raises."""
     if secret == "":
         return pack(plain(thing, where), "", purpose)

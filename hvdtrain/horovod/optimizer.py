@@ -346,8 +346,8 @@ class GradientSteps:
 def named(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
 ) -> Names:
-    """The name of each parameter of the optimizer. Raises ValueError where they are not named one
-    by one."""
+    """The name of each parameter of the optimizer. Raises ValueError if they are not named one by
+    one."""
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if named_parameters is None:
         groups = enumerate(optimizer.param_groups)
@@ -383,7 +383,7 @@ def named(
 def parameter_groups(
     names: Names, groups: int | Sequence[Sequence[torch.Tensor]] | None, process_set: ProcessSet
 ) -> list[tuple[torch.Tensor, ...]]:
-    """The groups, which are the same on every rank; none where `groups` is None or 0. Raises
+    """The groups, which are the same on every rank; none if `groups` is None or 0. Raises
     ValueError for what are no groups."""
     if groups is None or groups == 0:
         return []

@@ -51,12 +51,12 @@ class AdaptedGradient(NamedTuple):
 def adapted_gradient(
     g: Array, state: tuple[Any, ...], h: Hyper, beta2: float, eps: float, ops: Ops
 ) -> AdaptedGradient:
-    """The running mean of gradients over the root of the running mean of their squares.
+    """Computes the running mean of gradients over the root of the running mean of their squares.
 
     With m = b1 m + (1 - b1) g and v = b2 v + (1 - b2) g g, corrected for their start at 0 by c1 = 1
     - b1^t and c2 = 1 - b2^t: (m / c1) / (sqrt(v / c2) + eps) = (sqrt(c2) / c1) m / (sqrt(v) + eps
-    sqrt(c2)). t counts the steps of the job, as in timm. torch.optim.Adam counts those of each
-    parameter, which differs for a parameter that gets its first gradient late; in hvdtrain none
+    sqrt(c2)). t counts the steps of the job, as in timm. torch.optim.Adam counts the steps of each
+    parameter, which differs for a parameter that gets its first gradient late. In hvdtrain none
     does, since a parameter that no loss depends on has a gradient of zero.
     """
     t = h.step + 1
@@ -67,7 +67,8 @@ def adapted_gradient(
 
 
 def check_moments(beta2: float, eps: float, key: str = "optim.beta2") -> None:
-    """Raises UserError where beta2 makes no running mean, or eps cannot be added to a divisor."""
+    """Raises UserError if beta2 does not define a running mean, or if eps cannot be added to a
+    divisor."""
     if not 0 <= beta2 < 1:
         what = f"a beta2 of {beta2} makes no running mean"
         raise UserError(what, key, f"give 0 or more and less than 1, as in {key}=0.999")

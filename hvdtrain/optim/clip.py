@@ -16,7 +16,7 @@ def clip(
     total: Callable[[Array], Array] = lambda x: x,
 ) -> list[Array]:
     """The clipped gradients of all parameters; xp is numpy, jax.numpy or torch. Nothing is changed
-    in place. total: adds up over the ranks where each has a part of the gradients.
+    in place. total: sums over ranks, if gradients are sharded.
 
     Each number is clipped to [-max_value, max_value]; then all are scaled by min(1, max_norm /
     norm), where norm is the Euclidean norm over all parameters together (Pascanu, Mikolov, Bengio

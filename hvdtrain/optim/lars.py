@@ -1,5 +1,5 @@
 """LARS: SGD with momentum whose learning rate is scaled, layer by layer, by the norm of the weights
-over that of the gradient."""
+over the norm of the gradient."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class Lars:
 
 
 def both_positive(a: Scalar, b: Scalar) -> Any:
-    """Where neither of two norms is 0."""
+    """Whether both norms are positive."""
     return (a > 0) & (b > 0)
 
 
 def ratio_or_one(numerator: Scalar, denominator: Scalar, where: Any, ops: Ops) -> Scalar:
-    """numerator / denominator, and 1 elsewhere, where nothing is divided: numpy would warn of a
+    """numerator / denominator, and 1 elsewhere without a division: numpy would warn about a
     division by 0."""
     return ops.where(where, numerator / ops.where(where, denominator, 1.0), 1.0)
 

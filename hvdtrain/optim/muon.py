@@ -1,5 +1,5 @@
-"""Muon: momentum whose matrices are made orthogonal, so that a step moves all of their directions
-equally far; the rest by AdamW or SGD."""
+"""Muon: momentum with orthogonalized matrices, so that a step moves all their directions equally
+far; other parameters use AdamW or SGD."""
 
 from __future__ import annotations
 

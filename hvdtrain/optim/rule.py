@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from hvdtrain.core.progress import Hyper
 
-# the array of a parameter, or a list of several, as the Ops take them: rules change it by Ops,
+# the array of a parameter, or a list of several, as the Ops take them; rules change it only by Ops,
 # never by operators
 Array = Any
 # one number for each parameter, as a 0-d array or a row of them: Python's operators and Ops.where
@@ -16,7 +16,7 @@ Scalar = Any
 
 class Ops(Protocol):
     """The array operations of a rule. An argument with a capital letter may be overwritten: use the
-    result in its place.
+    result instead.
 
     Factors `a` are Python numbers or Scalars; with a Python 0.0 nothing is computed. `axpy` is the
     name of BLAS.
@@ -40,8 +40,8 @@ class Ops(Protocol):
         """x / (sqrt(v) + eps), elementwise, in new memory"""
 
     def norm(self, x: Array) -> Scalar:
-        """The Euclidean norm of each parameter's array, which does not depend on another norm: one
-        sum over ranks serves all of them."""
+        """The Euclidean norm of each parameter's array. It must not depend on another norm, so that
+        one sum over ranks computes all of them."""
 
     def orthogonalize(self, x: Array, p: Array, rounds: int, eps: float, dtype: str) -> Array:
         """newton_schulz() of each parameter's array x, of two dimensions or more as a whole, in new
@@ -55,7 +55,7 @@ class Ops(Protocol):
 
 
 class Rule(Protocol):
-    """How parameters are updated. Its state of each parameter is a tuple of arrays of the
+    """An optimizer's update rule. The state of each parameter is a tuple of arrays of the
     parameter's shape, or Scalars."""
 
     @property
@@ -63,7 +63,7 @@ class Rule(Protocol):
         """The default of optim.momentum."""
 
     def of_parameter(self, name: str, shape: tuple[int, ...], excluded: bool) -> Rule:
-        """The rule for one parameter: itself, or without its trust ratio where `excluded` (norms,
+        """The rule for one parameter: itself, or without its trust ratio if `excluded` (norms,
         biases), or another one."""
 
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
@@ -80,9 +80,9 @@ def newton_schulz(x: Array, rounds: int, eps: float, norm: Scalar) -> Array:
     """x -> a x + (b x x' + c (x x')^2) x, `rounds` times from x / max(norm, eps): about the
     orthogonal matrix nearest to x.
 
-    x: (..., out, in), a matrix or a stack of them; norm: its Euclidean norm. The matrix is
-    transposed where it is tall: less work. Source: Jordan 2024, kellerjordan.github.io/posts/muon,
-    as torch.optim.Muon has it.
+    x: (..., out, in), a matrix or a stack of them; norm: its Euclidean norm. A tall matrix is
+    transposed, which is less work. Source: Jordan 2024, kellerjordan.github.io/posts/muon, as
+    torch.optim.Muon has it.
     """
     a = 3.4445
     b = -4.7750

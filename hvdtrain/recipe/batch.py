@@ -111,8 +111,7 @@ def resolve_batch_size(config: Config, ranks: int) -> Config:
 
     Where both keys are set, the command line overrides files. A run folder stores batch.size, and
     with resume=RUN that value overrides a batch.per_rank of a file: the job keeps its batch on
-    another number of ranks. Raises UserError where both keys are set and neither overrides the
-    other.
+    another number of ranks. Raises UserError if both keys are set and neither overrides the other.
     """
     per_rank = config.batch.per_rank
     if per_rank is None:

@@ -102,7 +102,7 @@ def base_batch(config: Config) -> int:
 
 
 def total_epochs(config: Config) -> float | None:
-    """Epochs of the whole job; None where only stop.steps or stop.time ends it."""
+    """Epochs of the whole job; None if only stop.steps or stop.time ends it."""
     return None if config.epochs is None else config.epochs * epoch_multiplier(config)
 
 

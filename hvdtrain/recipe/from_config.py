@@ -38,9 +38,9 @@ def recipe_from_config(
     """The recipe of a job on `dataset` training samples; `momentum` is the optimizer's default
     where optim.momentum is left out.
 
-    context: tokens of a sample, None where samples have none. Raises UserError where keys of the
-    recipe contradict each other, a batch exceeds the data set, the warm-up leaves nothing to the
-    schedule, a length counts tokens that there are not, or a rate is not finite.
+    context: tokens of a sample, None if samples have none. Raises UserError if keys of the recipe
+    contradict each other, a batch exceeds the data set, the warm-up leaves nothing to the schedule,
+    a length counts tokens that there are not, or a rate is not finite.
     """
     check_recipe(config)
     time = clock(config, dataset, context)
@@ -117,8 +117,8 @@ def _steps_until(length: float | str, config: Config, time: Clock, growth: Growt
 
 
 def users_function(config: Config) -> Callable[[float], float] | None:
-    """The schedule that a script gives, or that recipe.function names. Raises UserError where there
-    is none of that name."""
+    """The schedule that a script gives, or that recipe.function names. Raises UserError if there is
+    none of that name."""
     recipe = config.recipe
     if recipe.given is not None:
         function: Callable[[float], float] = recipe.given.make()
@@ -160,7 +160,7 @@ def warmup_start_lr(config: Config) -> float:
 def lr_schedule(config: Config, time: Clock, growth: Growth) -> Schedule:
     """The learning rate for the first batch, over the whole job.
 
-    Raises UserError where the warm-up leaves nothing of the job to the schedule.
+    Raises UserError if the warm-up leaves nothing of the job to the schedule.
     """
     recipe = config.recipe
     warmup = warmup_epochs(config, time, growth)
@@ -199,8 +199,8 @@ def schedule_pieces(recipe: RecipeConfig) -> list[PieceConfig]:
 
 
 def batch_growth(config: Config, time: Clock) -> Growth:
-    """The global batch over the whole job. Raises UserError where a change comes before the one
-    before it."""
+    """The global batch over the whole job. Raises UserError if a change comes before the one before
+    it."""
     recipe = config.recipe
     first = config.batch.size
     if recipe.growth == "decays":
@@ -274,7 +274,7 @@ def _schedule_after_warmup(config: Config, time: Clock, growth: Growth, warmup: 
     The milestones of recipe.schedule=steps count from the beginning of the job; what decays begins
     after the warm-up.
 
-    Raises UserError where the last piece begins at the end of the job or later.
+    Raises UserError if the last piece begins at the end of the job or later.
     """
     pieces = schedule_pieces(config.recipe)
     end = time.end(growth)

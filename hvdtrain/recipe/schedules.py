@@ -82,7 +82,7 @@ class UsersSchedule:
     where: str
 
     def __call__(self, epochs: float) -> float:
-        """Raises UserError where the function gives no number, or one that is no factor."""
+        """Raises UserError if the function gives no number, or one that is no factor."""
         share = _fraction(epochs, 0.0, self.finish)
         factor = self.function(share)
         try:

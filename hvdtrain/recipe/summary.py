@@ -60,7 +60,7 @@ def lr_summary(config: Config, dataset: int, context: int | None = None) -> str:
 
 def noise_summary(config: Config) -> str:
     """gradient noise of variance 0.01 / (1 + step)^0.55; losses of samples weighted with variance
-    2; empty where there is none."""
+    2; empty if there is none."""
     recipe = config.recipe
     parts = []
     if recipe.gradient_noise:

@@ -86,7 +86,7 @@ def spread(values: list[float]) -> Spread:
 
 def differing_keys(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
     """(key, its value in each run) of the keys whose values are not all equal, but for `run`; None
-    where a run lacks the key, its default where it is of an extra: a run records those that it
+    if a run lacks the key, its default where it is of an extra: a run records those that it
     uses."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key != "run")
     values = {
@@ -127,8 +127,8 @@ def is_short(run: RunRecord) -> bool:
 
 
 def changes_between_starts(run: RunRecord) -> str:
-    """What a resumed job changed, as "ranks 1, then 2"; empty where nothing. A start whose steps
-    were all repeated does not count."""
+    """What a resumed job changed, as "ranks 1, then 2"; empty if nothing. A start whose steps were
+    all repeated does not count."""
     starts: list[Fields] = []
     for start in run.events_of("start"):
         starts = [*(old for old in starts if number(old, "step") < number(start, "step")), start]
@@ -225,8 +225,8 @@ def _at_constant_batch(runs: list[RunRecord], scaling: _Scaling) -> list[Scaling
 
 
 def _of_models(group: Sequence[RunRecord]) -> str:
-    """Which ranks have one model together: ", parallel.tensor=2"; empty where every rank has a
-    whole one."""
+    """Which ranks have one model together: ", parallel.tensor=2"; empty if every rank has a whole
+    one."""
     keys = {
         f"{key}={run.config.get(key)}" for run in group for key in _MODEL_KEYS if run.ranks != 1
     }

@@ -55,7 +55,7 @@ class StageTimes(NamedTuple):
 
 
 def mesh_of(run: RunRecord) -> RunMesh | None:
-    """None where every rank has a whole model, or the event is another's."""
+    """None if every rank has a whole model, or the event is another's."""
     start = run.start_event
     sizes = [number(start, f"mesh.{axis}") for axis in _AXES]
     coordinates = start.get("coordinates_of_rank")
@@ -116,7 +116,7 @@ def stages(run: RunRecord, work_ms: Sequence[float]) -> list[StageTimes]:
 
 def bubble(run: RunRecord) -> list[float]:
     """For each rank the share of the time of its passes in which it waits, the mean over steps;
-    empty where it was not measured."""
+    empty if it was not measured."""
     rows = [(numbers(event, "bubble"), number(event, "steps")) for event in run.step_events()]
     rows = [(row, steps) for row, steps in rows if row and steps > 0]
     # a resumed job may have other ranks

@@ -47,7 +47,7 @@ def render_page(
     """The HTML of a report of one run or of several; `labels` are their short names, `command` the
     command line that made it.
 
-    Raises UserError where jinja2 is not installed.
+    Raises UserError if jinja2 is not installed.
     """
     try:
         from jinja2 import Environment, StrictUndefined

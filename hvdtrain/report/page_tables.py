@@ -267,8 +267,8 @@ def ranks(run: RunRecord) -> Table:
 
 
 def mesh_grid(run: RunRecord) -> Table:
-    """Which rank on which host has which place: a row for each place in `data`; empty where every
-    rank has a whole model."""
+    """Which rank on which host has which place: a row for each place in `data`; empty if every rank
+    has a whole model."""
     found = mesh.mesh_of(run)
     if found is None or found.sizes.stage * found.sizes.tensor > _MOST_COLUMNS:
         return Table([], [])
@@ -329,7 +329,7 @@ def stages(run: RunRecord) -> Table:
 
 
 def world_sizes(run: RunRecord) -> Table:
-    """A row for each change of the ranks; none where there was none."""
+    """A row for each change of the ranks; none if there was none."""
     found = summary.world_sizes(run)
     rows = [
         [

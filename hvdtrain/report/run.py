@@ -69,7 +69,7 @@ class RunRecord:
 
     @property
     def start_event(self) -> Fields:
-        """The last start; empty where a crash destroyed it."""
+        """The last start; empty if a crash destroyed it."""
         return next(reversed(self.events_of("start")), {})
 
     @property
@@ -102,7 +102,7 @@ class RunRecord:
 
     @property
     def ranks(self) -> int | None:
-        """Number of ranks at the last start; None where that is not known."""
+        """Number of ranks at the last start; None if that is not known."""
         ranks = number(self.start_event, "ranks")
         return int(ranks) if math.isfinite(ranks) else None
 
@@ -127,7 +127,7 @@ def number(event: Fields, name: str) -> float:
 
 
 def numbers(event: Fields, name: str) -> list[float]:
-    """A field that is a list, with NaN for each item that is not a number; empty where there is no
+    """A field that is a list, with NaN for each item that is not a number; empty if there is no
     list."""
     value = event.get(name)
     return [number({"item": item}, "item") for item in value] if isinstance(value, list) else []
@@ -137,7 +137,7 @@ def read_run(folder: Path, step_times: bool = False) -> RunRecord:
     """Reads the run in a folder, with the events of single steps (log.step_times), which are many,
     only where `step_times`.
 
-    Raises UserError where there is no run, or it cannot be read.
+    Raises UserError if there is no run, or it cannot be read.
     """
     path = folder / "events.jsonl"
     try:
@@ -196,7 +196,7 @@ def _memory_bytes(line: bytes) -> int:
 
 
 def _bounded(events: Iterator[tuple[Fields, int]], path: Path) -> Iterator[Fields]:
-    """Raises UserError where they would take more than MOST_MEMORY_BYTES."""
+    """Raises UserError if they would take more than MOST_MEMORY_BYTES."""
     total = 0
     for event, size in events:
         total += size
@@ -266,7 +266,7 @@ def _without_repeated_steps(events: Iterator[Fields]) -> list[Fields]:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Empty where it cannot be read: a run is worth reporting without its configuration."""
+    """Empty if it cannot be read: a run is worth reporting without its configuration."""
     try:
         return {assignment.key: assignment.value for assignment in read_run_config(folder)}
     except UserError:
@@ -279,7 +279,7 @@ def to_dataframe(run: RunRecord) -> pandas.DataFrame:
 
     A field that an event lacks is NaN. attrs["config"] is the configuration by dotted key,
     attrs["run"] the folder. Rows of single steps are there if the run was read with step_times.
-    Raises UserError where pandas is not installed.
+    Raises UserError if pandas is not installed.
     """
     try:
         import pandas
@@ -383,7 +383,7 @@ def evaluated_data(evaluation: Fields) -> str:
 
 
 def class_results(evaluation: Fields) -> list[ClassResult]:
-    """By label; empty where they are not recorded."""
+    """By label; empty if they are not recorded."""
     samples = numbers(evaluation, "class_samples")
     accuracies = numbers(evaluation, "class_accuracy")
     if len(samples) != len(accuracies):
@@ -414,8 +414,8 @@ def class_names(evaluation: Fields, classes: int) -> list[str]:
 
 
 def confusion_shares(evaluation: Fields) -> list[list[float]] | None:
-    """[label][what the model says] as shares of the samples of the label; None where there is no
-    such square matrix."""
+    """[label][what the model says] as shares of the samples of the label; None if there is no such
+    square matrix."""
     rows = evaluation.get("confusion")
     if not isinstance(rows, list) or not 2 <= len(rows) <= _MOST_CLASSES:
         return None

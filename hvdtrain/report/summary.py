@@ -135,8 +135,7 @@ def joules_per_sample(run: RunRecord) -> float:
 
 
 def measured_hardware(event: Fields) -> set[str] | None:
-    """The kinds of hardware (gpu, cpu) whose joules an event has; None where it does not say
-    which."""
+    """The kinds of hardware (gpu, cpu) whose joules an event has; None if it does not say which."""
     joules = event.get("joules")
     if not isinstance(joules, dict) or (
         not joules and math.isfinite(number(event, "joules_per_sample"))
@@ -171,7 +170,7 @@ def energy_summary(run: RunRecord) -> str:
 
 def memory_summary(run: RunRecord) -> str:
     """What the job took of a rank's memory, and what was predicted of rank 0: 480 MB, 421 predicted
-    (+14.0%); empty where no end tells."""
+    (+14.0%); empty if no end tells."""
     ranks = numbers(run.end_event, "rank_memory_mb")
     predicted = number(run.end_event, "memory_predicted_mb")
     if not finite(ranks):
@@ -216,7 +215,7 @@ def targets(run: RunRecord) -> list[ReachedTarget]:
 
 def rank_work_ms(run: RunRecord) -> list[float]:
     """Own work in a step of each rank, the mean over the epochs on the last number of ranks; empty
-    where no epoch has it."""
+    if no epoch has it."""
     rows = [row for event in run.epoch_events() if (row := numbers(event, "rank_work_ms"))]
     rows = [row for row in rows if len(row) == len(rows[-1])]  # a resumed job may have fewer ranks
     known = [finite(rank) for rank in zip(*rows, strict=True)]
@@ -253,7 +252,7 @@ def median_of_stage(run: RunRecord, work_ms: Sequence[float]) -> list[float]:
 
 
 def host_of(start: Fields, rank: int) -> str:
-    """Empty where it is not known."""
+    """Empty if it is not known."""
     hosts = start.get("host_of_rank")
     return str(hosts[rank]) if isinstance(hosts, list) and 0 <= rank < len(hosts) else ""
 

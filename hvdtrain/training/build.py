@@ -1,5 +1,5 @@
-"""Config -> live objects: the communicator, the learner, the recipe, and the task that task.name
-means, checked."""
+"""Builds the objects of a job from its configuration: communicator, learner, recipe, and the task,
+checked."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def engine_of(config: Config, place: Placement) -> EngineChoice:
 
 
 def connect(config: Config, place: Placement) -> tuple[Communicator, str]:
-    """Connects this rank with the others: the communicator, and why its engine was chosen. Raises
-    UserError where it cannot."""
+    """Connects this rank with the others. Returns the communicator, and why its engine was chosen.
+    Raises UserError if it cannot connect."""
     if place.size > 1 and config.comm.engine in ("auto", "torchdist"):
         # torch.distributed warns of each connection from an address without a host name; read when
         # torch is imported
@@ -75,22 +75,22 @@ def build_learner(config: Config, task: Task, communicator: Communicator) -> Lea
 
 
 def load_libraries(config: Config) -> None:
-    """What the framework would import later, so that memory measured from now on is the job's
-    own."""
+    """Imports what the framework would import later, so that memory measured from now on is the
+    job's own."""
     framework: Any = plugins.load("frameworks", config.framework, config.where("framework"))
     if hasattr(framework, "load_libraries"):
         framework.load_libraries(config)
 
 
 def build_recipe(config: Config, dataset: int, context: int | None) -> Recipe:
-    """Every number of every step of a job on `dataset` training samples, of `context` tokens where
-    they have tokens."""
+    """Builds the recipe of a job on `dataset` training samples, with `context` tokens each if they
+    are text."""
     return recipe_from_config(config, dataset, momentum(config), context)
 
 
 def build_task(train: Source, val: Source, config: Config) -> Task:
-    """The task that task.name means, of both sets. Raises UserError where they do not fit it, or
-    each other, and for wrong options."""
+    """Builds the task that task.name selects, for both sets. Raises UserError if the sets do not
+    fit the task or each other, and for wrong options."""
     name = config.task.name
     where = config.where("task.name")
     standardize = config.task.options.get("standardize")
@@ -124,7 +124,7 @@ def build_task(train: Source, val: Source, config: Config) -> Task:
 
 
 def _build(config: Config, train: Source, val: Source) -> Task:
-    """The task of sources with one x."""
+    """Builds the task for sources with one x."""
     name = config.task.name
     where = config.where("task.name")
     if plugins.is_dotted(name):
@@ -142,8 +142,8 @@ def _build(config: Config, train: Source, val: Source) -> Task:
 
 
 def _build_own(config: Config, train: Source, val: Source) -> Task:
-    """The task of the user's package.module:build, which gets its options, and train, val, name,
-    users_model if it has such parameters."""
+    """Builds the task with the user's package.module:build, which gets its options, and train, val,
+    name and users_model if it has these parameters."""
     name = config.task.name
     where = config.where("task.name")
     known = {"name": name, "train": train, "val": val, "users_model": is_users_model(config.model)}
@@ -160,7 +160,7 @@ def _build_own(config: Config, train: Source, val: Source) -> Task:
 
 
 def _check_takes(config: Config) -> None:
-    """Raises UserError for an option of hvdtrain's tasks that the user's build does not take."""
+    """Raises UserError for an option of hvdtrain's tasks that the user's build does not accept."""
     name = config.task.name
     parameters = plugins.signature_of(plugins.own_function(config.task)).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -180,7 +180,7 @@ def _check_takes(config: Config) -> None:
             raise UserError(what, config.where(f"task.{option}"), fix)
 
 
-# Names that other sums, and other fields of the events "step" and "epoch", have.
+# Names that are taken by other sums and by other fields of the events "step" and "epoch".
 _TAKEN_SUMS = {"count", "nonfinite", "save", *NOISE_SCALE_KEYS}
 _TAKEN_FIELDS = {
     "count",
@@ -213,7 +213,8 @@ _TAKEN_FIELDS |= {
 
 
 def check_task(config: Config, task: Task) -> None:
-    """Raises UserError where the task's metrics do not make sense, or other keys do not fit it."""
+    """Raises UserError if the task's metrics are inconsistent, or if other keys do not fit the
+    task."""
     where = config.where("task.name")
     names = [metric.name for metric in task.metrics]
     if (
@@ -266,10 +267,10 @@ def check_task(config: Config, task: Task) -> None:
 
 
 def restore_task(config: Config, facts: dict[str, Any]) -> Task:
-    """The task of a checkpoint, of its Task.facts(), without its data.
+    """Restores a checkpoint's task from its Task.facts(), without its data.
 
-    Raises KeyError, TypeError, ValueError or OverflowError where they are missing or impossible,
-    UserError where the task cannot do that.
+    Raises KeyError, TypeError, ValueError or OverflowError if facts are missing or invalid, and
+    UserError if the task cannot be restored.
     """
     name = config.task.name
     where = config.where("task.name")
@@ -286,8 +287,8 @@ def restore_task(config: Config, facts: dict[str, Any]) -> Task:
 
 
 def job_transform(task: Task, config: Config) -> Transform | Transforms | None:
-    """What a job does to x, or to each of several inputs, as its model gets it; None of a task that
-    says nothing about it."""
+    """The transform of x, or of each of several inputs, before the model gets it; None if the task
+    does not define one."""
     dtype = "float64" if config.speed.precision == "fp64" else "float32"
     keeps_integers = is_users_model(config.model)
     channels_last = config.framework in ("jax", "keras")
@@ -303,7 +304,7 @@ def job_transform(task: Task, config: Config) -> Transform | Transforms | None:
 
 
 def planned_task(config: Config, source: Source) -> Task:
-    """The task of a job that is only described: of images without the statistics of their pixels,
+    """Builds the task of a job that is only described. For images it omits the pixel statistics,
     which take a pass over all of them."""
     if config.task.name == "classification" and isinstance(source, LabelledImages):
         ignored = plugins.convert_options(config.task, "tasks").get("ignore_label")

@@ -1,4 +1,4 @@
-"""What a data set computes of its training samples, the same on all ranks."""
+"""An array that a data set computes from its training samples, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hvdtrain.data.unfinished import Unfinished
 
 
 class CommonArray:
-    """The array that unfinished samples wait for: rank 0 computes it when it is needed first, or
-    reads it from a run folder."""
+    """The array that unfinished samples need. Rank 0 computes it at its first use, or reads it from
+    a run folder."""
 
     def __init__(self, communicator: Communicator, run: Path | None = None) -> None:
         self._communicator = communicator
@@ -23,8 +23,8 @@ class CommonArray:
         self._array: np.ndarray | None = None
 
     def finish(self, samples: Unfinished, train: Callable[[], Unfinished]) -> Source:
-        """Every rank calls it. train() gives the training samples. Raises UserError where there is
-        no array, or it does not fit."""
+        """Completes the samples with the array. Every rank calls it. train() returns the training
+        samples. Raises UserError if there is no array or it does not fit."""
         if self._array is None:
             run = self._run
             array = on_rank_0_only(

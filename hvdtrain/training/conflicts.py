@@ -2,9 +2,9 @@
 configuration is read, by every command.
 
 train, check, plan and bench call refuse_conflicts() or one of its two variants before data or a
-model exist. What excludes what is said by each feature, in hvdtrain/features. What needs more than
-the configuration, the engine's name and the number of ranks stays with the code that knows it: the
-shape of the data, the layers of the model, the GPUs and compilers of a host.
+model exist. Each feature in hvdtrain/features declares what it excludes. Checks that need more than
+the configuration, the engine's name and the number of ranks stay with the code that has the
+information: the shape of the data, the layers of the model, the GPUs and compilers of a host.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def refuse_conflicts(config: Config, engine: str, ranks: int) -> None:
 
 
 def refuse_before_connecting(config: Config, place: Placement) -> None:
-    """Calls refuse_conflicts() before the engine starts, where this process knows the number of
-    ranks and the whole configuration.
+    """Calls refuse_conflicts() before the engine starts, if this process knows the number of ranks
+    and the whole configuration.
 
-    It does not without a launcher that is known, nor with resume=RUN, whose configuration rank 0
-    alone reads.
+    It is skipped without a known launcher, and with resume=RUN, whose configuration only rank 0
+    reads.
     """
     if place.launcher != NO_LAUNCHER.launcher and config.resume in ("auto", "no"):
         engine = engine_of(config, place).engine
@@ -44,8 +44,8 @@ def refuse_before_connecting(config: Config, place: Placement) -> None:
 
 
 def refuse_on_every_engine(config: Config, ranks: int) -> None:
-    """Calls refuse_conflicts() where the launcher is not known: raises UserError where no engine
-    that comm.engine allows fits."""
+    """Checks conflicts when the launcher is unknown: raises UserError if none of the engines that
+    comm.engine allows fits."""
     errors = []
     for engine in possible_engines(config.comm.engine, ranks):
         try:

@@ -1,4 +1,4 @@
-"""What of the data is compared: between ranks, and at a resume."""
+"""The facts about the data that are compared between ranks and at a resume."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OF_TASK = " of the task"  # after the names of all others
 
 
 def data_facts(config: Config, datasets: Datasets) -> dict[str, Any]:
-    """What of the data must be equal on all ranks, by the name that a message gives it."""
+    """The facts about the data that must be equal on all ranks, by their names in messages."""
     task = datasets.task
     train = datasets.train
     val = datasets.val
@@ -47,7 +47,7 @@ def data_facts(config: Config, datasets: Datasets) -> dict[str, Any]:
 
 
 def facts_of_task(found: dict[str, Any]) -> dict[str, Any]:
-    """Task.facts() again, from data_facts()."""
+    """Extracts Task.facts() from data_facts()."""
     names = {shown: name for name, shown in _FACT_NAMES.items()}
     facts = {
         names.get(shown, shown.removesuffix(_OF_TASK)): value for shown, value in found.items()
@@ -56,13 +56,13 @@ def facts_of_task(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def digests(source: Source, name: str, seed: int) -> dict[str, Any]:
-    """Digests of labels and images, or of arrays, by the name that a message gives them."""
+    """Digests of labels and images, or of arrays, by their names in messages."""
     return {f"digest of the {name} {part}": value for part, value in source.digests(seed).items()}
 
 
 def identity(config: Config, datasets: Datasets) -> Identity:
-    """What a checkpoint keeps, to be compared at a resume: the seed and the training set, of which
-    all labels."""
+    """The facts that a checkpoint keeps for comparison at a resume: the seed, and a digest of the
+    training set with all labels."""
     task = datasets.task
     # a checkpoint that names no task is of classification
     named = {} if task.name == Classification.name else {"task": task.name}

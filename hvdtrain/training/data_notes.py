@@ -33,7 +33,7 @@ def notes(config: Config, datasets: Datasets) -> list[str]:
 
 
 def _notes_on_blocks(config: Config, train: Source) -> list[str]:
-    """A line where blocks of files are decoded more than once in an epoch, for want of memory."""
+    """A line if blocks of files are decoded more than once in an epoch because memory is short."""
     files = stored_in(train)
     if files is None or files.rows_of_block is None:
         return []

@@ -32,7 +32,7 @@ from hvdtrain.training.model_inputs import names_to_keep
 
 
 class Datasets(NamedTuple):
-    """What a rank reads by itself, without other ranks."""
+    """The data that a rank reads without other ranks."""
 
     train: Source
     val: Source
@@ -41,10 +41,10 @@ class Datasets(NamedTuple):
 
 
 def open_datasets(config: Config, communicator: Communicator | None = None) -> Datasets:
-    """Opens both sets; every rank of a communicator calls it, which makes what is computed of the
-    data the same on all of them.
+    """Opens both sets. Every rank of a communicator calls it, so that values computed from the data
+    are the same on all of them.
 
-    Raises UserError where data are missing or broken, or do not fit the recipe or the augmentation.
+    Raises UserError if data are missing or broken, or do not fit the recipe or the augmentation.
     """
     sources = _open_sources(config, CommonArray(communicator or SingleProcessCommunicator()))
     train = packed_rows(config, sources.train, "training")
@@ -67,8 +67,8 @@ def open_datasets(config: Config, communicator: Communicator | None = None) -> D
 
 
 def _with_free_names(config: Config, source: Source, task: Task) -> Source:
-    """The source without fields that have the name of something else in a batch. Raises UserError
-    where the task has such a field."""
+    """Drops fields whose names are used for something else in a batch. Raises UserError if the task
+    needs such a field."""
     taken = [name for name in source.fields if name in BATCH_KEYS]
     if used := [name for name in taken if name in task.fields]:
         what = f"the data have a field named {used[0]}, and a batch has something else by that name"
@@ -77,12 +77,12 @@ def _with_free_names(config: Config, source: Source, task: Task) -> Source:
 
 
 def recipe_of(config: Config, datasets: Datasets) -> Recipe:
-    """Every number of every step of a job on these data."""
+    """The recipe of a job on these data."""
     return build_recipe(config, len(datasets.train), tokens_of_sample(datasets.task))
 
 
 def check_augmentation(config: Config, source: Source) -> None:
-    """Raises UserError where the data are no images that can be augmented so."""
+    """Raises UserError if the data are not images that support this augmentation."""
     x = source.fields.get("x")
     if x is not None and is_image(x):
         height, width, channels = x.shape
@@ -99,7 +99,7 @@ def check_augmentation(config: Config, source: Source) -> None:
 
 
 def _check_augmented(config: Config, task: Task) -> None:
-    """Raises UserError where the model gets no x, which is what is augmented."""
+    """Raises UserError if the model gets no x: only x can be augmented."""
     if augment.is_enabled(config.augment) and "x" not in task.fields:
         what = f"augmentation is of x, and the model gets {', '.join(task.input_fields)}"
         raise UserError(
@@ -110,7 +110,7 @@ def _check_augmented(config: Config, task: Task) -> None:
 
 
 def _check_reading(config: Config, *sources: Source) -> None:
-    """Raises UserError where threads would run the user's code beside the training."""
+    """Raises UserError if threads would run the user's code during training."""
     data = config.data
     key = "readers" if data.readers else "ahead"
     if (data.ahead or data.readers) and any(source.reads_in_process for source in sources):
@@ -127,8 +127,7 @@ def _check_reading(config: Config, *sources: Source) -> None:
 
 
 def _check_lengths(config: Config, train: Source, task: Task) -> None:
-    """Raises UserError where samples of different lengths come to a task or a model that takes
-    those of one."""
+    """Raises UserError if variable-length samples meet a task or a model that needs one length."""
     where = config.where("data.pad")
     named = task.name
     if config.data.pack is not None and not task.takes_lengths:
@@ -176,8 +175,8 @@ def _check_lengths(config: Config, train: Source, task: Task) -> None:
 
 
 def build_source(config: Config, split: Split, array: CommonArray | None = None) -> Source:
-    """One of the two sets. It needs no ranks: missing data is reported before any rank waits for
-    another. Raises UserError.
+    """Opens one of the two sets. It needs no other ranks, so missing data is reported before any
+    rank waits for another. Raises UserError.
 
     array: what unfinished samples wait for; without it, this process computes it.
     """
@@ -196,7 +195,8 @@ def _open(config: Config, split: Split, array: CommonArray) -> Source:
 
 
 def _open_sources(config: Config, array: CommonArray) -> Division:
-    """Both sets. Raises UserError, for class folders that do not fit before an image is decoded."""
+    """Opens both sets. Raises UserError; mismatched class folders are reported before an image is
+    decoded."""
     if config.data.val_share is not None:
         return divided(config, config.data.val_share, _open(config, "train", array))
     check_splits = (

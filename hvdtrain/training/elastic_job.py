@@ -1,5 +1,5 @@
-"""The one place where the loss of a rank is caught: the living ranks go on as a smaller job, and
-one of them writes the run folder. A job without guard.lost does not import it."""
+"""Catches the loss of a rank, in one place: the surviving ranks continue as a smaller job, and one
+of them writes the run folder. A job without guard.lost does not import it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ElasticJob(RunningJob):
         self._ranks = ranks
         self._successor = successor
         self._watchdog = watchdog
-        self._hosts = list(job.hosts)  # by the numbers of the launcher
+        self._hosts = list(job.hosts)  # by the launcher's rank numbers
         self._total = now.progress.total
         job.memory_copy = MemoryCopy(job.learner, ranks, now)
         successor.share_lock(job.communicator)
@@ -68,7 +68,7 @@ class ElasticJob(RunningJob):
         former_rank = ranks.rank
         while True:
             try:
-                job.heartbeat.beat("going on without lost ranks", job.heartbeat.epoch, step)
+                job.heartbeat.beat("continuing without lost ranks", job.heartbeat.epoch, step)
                 lost += ranks.shrink()
                 detect_s = time.perf_counter() - began_s
                 how = self._how_to_go_on(former_rank)
@@ -99,14 +99,14 @@ class ElasticJob(RunningJob):
         return now
 
     def _how_to_go_on(self, former_rank: int) -> GoOn | None:
-        """None where all go back to a sync point. A collective."""
+        """How the survivors continue; None if all go back to a sync point. A collective."""
         learner = self.job.learner
         copy = self.job.memory_copy
         assert copy is not None
         return learner.how_to_go_on(former_rank, copy.now.progress.step)
 
     def _restore(self, ranks: Elastic, how: GoOn | None) -> RolledBack:
-        """Everything that depends on which ranks there are. A collective."""
+        """Restores everything that depends on the set of ranks. A collective."""
         job = self.job
         assert job.memory_copy is not None
         if self._watchdog is not None:
@@ -127,8 +127,8 @@ class ElasticJob(RunningJob):
         return restored
 
     def _read_checkpoint(self) -> TrainState:
-        """The state of the newest one, where a rank and the one with the copy of its parts are
-        lost. A collective."""
+        """Loads the newest checkpoint, if a rank was lost together with the rank that had the copy
+        of its parts. A collective."""
         try:
             now = self.job.checkpoints.roll_back()
         except UserError as error:
@@ -148,9 +148,9 @@ class ElasticJob(RunningJob):
     def _tell(self, loss: RankFailure, now: TrainState) -> None:
         job = self.job
         p = now.progress
-        step = loss.step if loss.goes_on else p.step  # from which training goes on
+        step = loss.step if loss.goes_on else p.step  # from which training continues
         left = job.communicator.size
-        then = f"{left} go on"
+        then = f"{left} continue"
         reasons = (each.why_over(loss.ranks, left) for each in job.config.sections)
         why = next(filter(None, reasons), "")
         if job.config.guard.lost == "restart" or why:
@@ -169,7 +169,7 @@ class ElasticJob(RunningJob):
 
 
 def _what_was_lost(loss: RankFailure) -> str:
-    """For the line of the event."""
+    """What was lost, for the event's line."""
     if loss.restored_from == "checkpoint":
         return ", the newest checkpoint: the copies of some parts are lost"
     if loss.given_again:
@@ -177,11 +177,11 @@ def _what_was_lost(loss: RankFailure) -> str:
     return ""
 
 
-_TAIL_BYTES = 2**18  # of events.jsonl, which have those of the last sync points
+_TAIL_BYTES = 2**18  # of events.jsonl, enough for the events of the last sync points
 
 
 class Successor:
-    """On every rank: what rank 0 needs if it was not rank 0 before."""
+    """What a rank needs to take over as rank 0; kept on every rank."""
 
     def __init__(
         self,
@@ -196,14 +196,14 @@ class Successor:
         self._lock = lock
         self._open_sinks = open_sinks
         self._make_saver = make_saver
-        self._token = ""  # of the lock of the rank that writes now
+        self._token = ""  # of the current writer's lock
 
     def share_lock(self, communicator: Communicator) -> None:
-        """Tells every rank which lock it may take over. A collective."""
+        """Broadcasts the token of the lock that a rank may take over. A collective."""
         self._token = on_rank_0(communicator, lambda: self._lock.token)
 
     def take_over(self, job: Job, now: TrainState) -> None:
-        """On rank 0. Raises UserError where this rank cannot write the run folder."""
+        """Takes over the run folder, on rank 0. Raises UserError if this rank cannot write it."""
         if job.checkpoints.saver is not None:
             return
         try:
@@ -226,7 +226,7 @@ def _key(event: Event) -> tuple[str, int]:
 
 
 def _last_events(run: Path) -> set[tuple[str, int]]:
-    """Kind and step of those that are in the file. Raises OSError."""
+    """Kind and step of the last events in the file. Raises OSError."""
     kinds_and_steps = set()
     with Folder.open(run) as folder, folder.open_file("events.jsonl") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))

@@ -1,5 +1,5 @@
-"""The metrics of a model on a data set, and of classes what it takes each for: exact sums over all
-ranks, whatever their number."""
+"""The metrics of a model on a data set, and its confusion matrix: exact sums over any number of
+ranks."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ MOST_CONFUSED = 1000  # classes of a confusion matrix: 8 MB that are reduced ove
 
 
 class ClassCounts(NamedTuple):
-    """Over all samples of a data set of classes, the same on all ranks."""
+    """Counts over all samples of a data set with classes, the same on all ranks."""
 
     samples: np.ndarray  # int64 (classes,), how many there are of each class
-    right: np.ndarray  # int64 (classes,), and how many of them the model says
+    right: np.ndarray  # int64 (classes,), how many of them the model predicts correctly
     confusion: (
         np.ndarray | None
-    )  # int64 (classes, classes), [label, what the model says]; None for more than MOST_CONFUSED classes  # noqa: E501
+    )  # int64 (classes, classes), [label, prediction]; None for more than MOST_CONFUSED classes
 
 
 class Evaluation(NamedTuple):
-    """Over all samples of a data set, the same on all ranks."""
+    """The result of an evaluation over all samples of a data set, the same on all ranks."""
 
     samples: int
     metrics: dict[str, float]  # of the task, by name
@@ -70,7 +70,7 @@ def evaluate(
 
 
 class _ClassCounter:
-    """How often this rank's samples of each class are taken for which class."""
+    """Counts this rank's samples by class and predicted class."""
 
     def __init__(self, classes: int, ignored: int | None) -> None:
         self.classes = classes
@@ -92,13 +92,13 @@ class _ClassCounter:
             np.add.at(self.confusion, (labels[known], said[known]), 1)
 
     def counts(self) -> dict[str, np.ndarray]:
-        """To add up over ranks, float64 (n,) each."""
+        """Counts to sum over ranks, float64 (n,) each."""
         counts = {"classes.samples": self.samples, "classes.right": self.right}
         counts |= {} if self.confusion is None else {"classes.confusion": self.confusion.ravel()}
         return {name: array.astype(np.float64) for name, array in counts.items()}
 
     def of_all_ranks(self, total: Sums) -> ClassCounts:
-        """From the sums of counts()."""
+        """The counts of all ranks, from the sums of counts()."""
         # exact: float64 has whole numbers up to 2**53
         whole = {name: np.rint(total[name]).astype(np.int64) for name in self.counts()}
         confusion = (
@@ -116,11 +116,11 @@ def predict(
     communicator: Communicator,
     heartbeat: Heartbeat,
 ) -> Iterator[tuple[np.ndarray, Predictions]]:
-    """This rank's share of the samples, in order: the indices of a batch, int64 (n,), and what the
-    model says about it.
+    """Yields predictions for this rank's share of the samples, in order: the indices of a batch,
+    int64 (n,), and the model's output.
 
-    A collective where the learner is sharded: then the model is called for an empty batch too,
-    which is not yielded.
+    A collective if the learner is sharded: the model is then also called for empty batches, which
+    are not yielded.
     """
     ahead, readers = read_ahead_of(config.data, source, communicator.local_size)
     batches = evaluation_batches(

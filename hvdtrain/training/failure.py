@@ -1,5 +1,5 @@
-"""The end of all ranks where one fails: the error is reported, also a limit of the system, and
-every process ends within seconds."""
+"""Ends all ranks when one fails: reports the error, including limits of the system, and ends every
+process within seconds."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ FLUSH_S = (
 ABORT_S = 10  # an abort that hangs ends by SIGALRM
 # a rank of a host where another one reports an error waits this long to be ended by that one
 NEXT_S = 10.0
-# What the ranks of a job have in common; where other jobs of one SLURM step have the same, they
-# wait for each other's reports, too.
+# What the ranks of a job have in common. Jobs of one SLURM step that share it wait for each other's
+# reports, too.
 _JOB = (
     "PMIX_NAMESPACE",
     "SLURM_JOB_ID",
@@ -50,21 +50,21 @@ _JOB = (
     "MASTER_PORT",
     "SUBMITIT_LOCAL_JOB_ID",
 )
-_held: list[socket.socket] = []  # until the process ends, by one that has an error to report
+_held: list[socket.socket] = []  # held until the process ends, if it has an error to report
 
 
 def report_crashes() -> None:
-    """Has a process that the system ends print where it was: a bus error, where a mapped file was
-    cut off, says nothing otherwise."""
+    """Makes a process print its stack when the system kills it: a bus error, after a mapped file
+    was truncated, is silent otherwise."""
     if not faulthandler.is_enabled():
         with contextlib.suppress(
             ValueError, AttributeError, RuntimeError
-        ):  # a standard error that is no file, as in a notebook
+        ):  # a standard error that is not a file, as in a notebook
             faulthandler.enable()
 
 
 class RankFailed(Exception):
-    """The job is over with this exit code: the error was reported already."""
+    """Ends the job with this exit code: the error has already been reported."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"exit code {code}")
@@ -82,9 +82,9 @@ def end_every_rank(
     """Reports the error on the standard error and ends all ranks: if one rank ended alone, the
     others would wait forever.
 
-    `communicator` is None before the ranks are connected. doing: the rank's place in the mesh, and
-    what it did. echo_s: how long to wait for the report of another rank, where the caller knows
-    better. Returns the exit code where no other rank is connected to this one.
+    communicator: None before the ranks are connected. doing: the rank's place in the mesh, and what
+    it did. echo_s: how long to wait for another rank's report, if the caller knows better. Returns
+    the exit code if no other rank is connected to this one.
     """
     if isinstance(error, BrokenPipeError):
         discard_unwritten_output()
@@ -103,7 +103,7 @@ def end_every_rank(
     elif rank:
         time.sleep(ECHO_S if communicator is not None else UNCONNECTED_ECHO_S)
     wait_for_the_report_of_another(communicator)
-    if rank or code not in (USER, DIVERGED):  # of those two rank 0's message is that of all ranks
+    if rank or code not in (USER, DIVERGED):  # for these two, rank 0's message stands for all ranks
         message += (
             f"\nrank {rank} on {socket.gethostname()}{doing}: the error above ends the {what}"
         )
@@ -113,8 +113,8 @@ def end_every_rank(
 
 
 def _of_user_error(error: UserError) -> str:
-    """Its three lines; where the user's own code raised what it was made of, that traceback before
-    them, and where it was."""
+    """Formats the error's three lines. If the user's code raised its cause, the traceback comes
+    first, with the line of that code."""
     lines = [f"hvdtrain: {error}", *getattr(error, "__notes__", ())]
     if error.__cause__ is not None and own_frame(error.__cause__) is not None:
         lines.insert(0, without_frames_of_hvdtrain(error.__cause__))
@@ -122,8 +122,8 @@ def _of_user_error(error: UserError) -> str:
 
 
 class _UserErrorHook:
-    """A sys.excepthook: a UserError that the script does not catch is told in its own lines, with
-    the script's line, and is its code."""
+    """A sys.excepthook that prints an uncaught UserError without a traceback, with the script's
+    line, and exits with its code."""
 
     installed = False
 
@@ -149,20 +149,22 @@ class _UserErrorHook:
 
 
 def report_user_errors() -> None:
-    """From now on, in a script: not where an interpreter shows its own tracebacks."""
+    """Installs the hook in a script, but not if an interpreter shows its own tracebacks."""
     if not (_UserErrorHook.installed or hasattr(sys, "ps1") or sys.flags.interactive):
         _UserErrorHook.installed = True
         sys.excepthook = _UserErrorHook()
 
 
 def wait_for_the_report_of_another(communicator: Communicator | None = None) -> None:
-    """Until no other rank of the job on this host reports an error, but NEXT_S at most: the one
-    that reports ends the others.
+    """Waits until no other rank of the job on this host is reporting an error, NEXT_S at most: the
+    one that reports ends the others.
 
-    It holds an abstract Unix address (unix(7)), to which nobody can connect, and which is free
-    again when its process has ended.
+    The reporting rank holds an abstract Unix address (unix(7)); nobody can connect to it, and it is
+    free again when the process ends.
     """
-    with contextlib.suppress(UserError):  # of a launcher's variables: it may be what is reported
+    with contextlib.suppress(
+        UserError
+    ):  # about a launcher's variables: it may be the error being reported
         if is_only_process(communicator):
             return
     if _held or not any(key in os.environ for key in _JOB):
@@ -188,8 +190,8 @@ def wait_for_the_report_of_another(communicator: Communicator | None = None) -> 
 
 
 def discard_unwritten_output() -> None:
-    """Drops what a closed pipe or a full disk does not take: Python would try again at its end, and
-    exit with 120."""
+    """Drops output that a closed pipe or a full disk does not accept: Python would retry at exit,
+    and exit with 120."""
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed before the start
         try:
             stream.flush()
@@ -207,13 +209,11 @@ def is_only_process(communicator: Communicator | None) -> bool:
 
 
 def abort_every_rank(code: int, communicator: Communicator | None) -> None:
-    """Ends all ranks without a word. Returns only where no other rank is connected to this one."""
+    """Ends all ranks without a message. Returns only if no other rank is connected to this one."""
     if communicator is not None and communicator.size > 1:
         _prepare_abort()
         communicator.abort(code)
-    if (
-        communicator is None and "mpi4py.MPI" in sys.modules
-    ):  # a rank that failed while it connected
+    if communicator is None and "mpi4py.MPI" in sys.modules:  # this rank failed while connecting
         from hvdtrain.comm.mpi import abort_world, has_several_ranks
 
         if has_several_ranks():
@@ -249,15 +249,15 @@ _NO_MEMORY = (
 
 
 def check_limits() -> None:
-    """Before NumPy is imported. Raises UserError where `ulimit -v` leaves fewer addresses than any
-    job needs."""
+    """Called before NumPy is imported. Raises UserError if `ulimit -v` leaves less address space
+    than any job needs."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != _UNLIMITED and soft < _LEAST_ADDRESSES:
         raise _no_addresses_left()
 
 
 def limit_reached(error: BaseException) -> UserError | None:
-    """None for any other error."""
+    """The error for a limit of the system; None for any other error."""
     for each in _chain(error):
         if isinstance(each, RuntimeError) and "can't start new thread" in str(each):
             return _no_threads()
@@ -269,8 +269,8 @@ def limit_reached(error: BaseException) -> UserError | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and those during whose handling it came, the last first: a thread that has not
-    begun cannot be joined, either."""
+    """The error and the errors in whose handling it was raised, newest first. (Joining a thread
+    that never started raises another error.)"""
     each: BaseException | None = error
     while each is not None:
         yield each
@@ -294,7 +294,8 @@ def _no_threads() -> UserError:
 
 
 def _no_addresses(error: BaseException) -> UserError | None:
-    """None where `ulimit -v` does not limit them: then the memory itself is used up."""
+    """The error for exhausted address space; None without `ulimit -v`: the memory itself is then
+    used up."""
     if not _limit("v", resource.RLIMIT_AS, 1024, ""):
         return None
     limit = _no_addresses_left()
@@ -306,10 +307,10 @@ def _no_addresses(error: BaseException) -> UserError | None:
 def _no_addresses_left() -> UserError:
     where = ", ".join(_limit("v", resource.RLIMIT_AS, 1024, " kB"))
     fix = "ulimit -v unlimited: libraries reserve far more addresses than they use memory"
-    return UserError("this process may have no more addresses of memory", where, fix)
+    return UserError("this process has no more address space", where, fix)
 
 
 def _limit(option: str, which: int, unit: int, name: str) -> list[str]:
-    """One text, none without a limit."""
+    """The limit as a list of one text; empty without a limit."""
     soft, _ = resource.getrlimit(which)
     return [] if soft == _UNLIMITED else [f"ulimit -{option} {soft // unit}{name}"]

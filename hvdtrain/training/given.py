@@ -1,4 +1,4 @@
-"""What hvdtrain.train() is given as objects, as the configuration and the job take them."""
+"""Converts the objects passed to hvdtrain.train() for the configuration and the job."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Makers = Mapping[str, Given]  # by section
 
 
 def given_model(model: Any) -> Given:
-    """A model of Keras, a torch module, what framework=jax takes, or a function without a name.
-    Raises UserError for all else."""
+    """Converts a Keras model, a torch module, a model that framework=jax supports, or a function
+    without a name. Raises UserError for other types."""
     if any(
         kind.__name__ == "Model" and kind.__module__.startswith("keras.")
         for kind in type(model).__mro__
-    ):  # on torch a module too
+    ):  # with the torch backend it is a module, too
         from hvdtrain.frameworks.keras_objects import GivenKerasModel
 
         of_keras = GivenKerasModel(model)
@@ -38,7 +38,7 @@ def given_model(model: Any) -> Given:
 
         given = GivenModel(model)
         return Given(name_of_object(model), given, {"model": model}, given.take)
-    if "jax" in sys.modules:  # else it is nothing of JAX
+    if "jax" in sys.modules:  # else it cannot be a JAX object
         from hvdtrain.frameworks.jax.given import given_model as given_model_of_jax
 
         if (of_jax := given_model_of_jax(model)) is not None:
@@ -60,7 +60,7 @@ def given_model(model: Any) -> Given:
 
 
 def given_data(train: Any, val: Any) -> Given:
-    """Two sets, or one that data.val_share divides."""
+    """Converts two sets, or one that data.val_share splits."""
 
     def of(split: Split) -> Any:
         source = train if split == "train" else val
@@ -75,8 +75,8 @@ def given_data(train: Any, val: Any) -> Given:
 
 
 def given_weights(weights: Any, data: Given | None) -> tuple[str, Given | None]:
-    """data.sample_weights, and the data with an array of weights. Raises UserError where there are
-    no samples that it is of."""
+    """The value of data.sample_weights, and the data with an array of weights. Raises UserError if
+    there are no samples for it."""
     if isinstance(weights, str):
         return weights, data
     where = "hvdtrain.train(), sample_weights"
@@ -97,8 +97,8 @@ def given_weights(weights: Any, data: Given | None) -> tuple[str, Given | None]:
 
 
 def given_task(loss: Any, metrics: Mapping[str, Any] | None, objective: str | None) -> Given:
-    """A loss, whose task has the name of its function; or metrics alone, of the task that task.name
-    means."""
+    """Converts a loss, whose task is named after its function, or only metrics, for the task that
+    task.name selects."""
     own = read_metrics(metrics)
     objects = {f"metric {name}": one.function for name, one in own.items()} | {
         f"metric {name}, of": one.of for name, one in own.items()
@@ -136,11 +136,11 @@ def given_task(loss: Any, metrics: Mapping[str, Any] | None, objective: str | No
 
 
 def given_optimizer(optimizer: Any) -> Given:
-    """A transformation of gradients as optax has them, or a function of torch's named parameters,
-    both with rates of their own; or a function without a name, which makes an optimizer of the
-    recipe's rate.
+    """Converts an optax transformation or a function of torch's named parameters, both with their
+    own learning rates; or a function without a name, which creates an optimizer with the recipe's
+    rate.
 
-    Raises UserError for all else.
+    Raises UserError for other types.
     """
     init, update = (getattr(optimizer, name, None) for name in ("init", "update"))
     if callable(init) and callable(update):
@@ -172,7 +172,7 @@ def given_optimizer(optimizer: Any) -> Given:
 
 
 def given_hooks(hooks: Any) -> Given:
-    """Raises UserError for what is no list of hooks."""
+    """Converts hooks. Raises UserError for anything but a list of hooks."""
     found = check_hooks(hooks)
     return Given(
         None, lambda: found, {f"hook {number}": type(hook) for number, hook in enumerate(found, 1)}
@@ -180,7 +180,7 @@ def given_hooks(hooks: Any) -> Given:
 
 
 def given_schedule(schedule: Any) -> Given:
-    """Raises UserError for what is no function."""
+    """Converts a schedule. Raises UserError for anything but a function."""
     if not callable(schedule):
         what = f"schedule is a {type(schedule).__name__}"
         raise UserError(
@@ -192,8 +192,8 @@ def given_schedule(schedule: Any) -> Given:
 
 
 def with_given(config: Config, given: Makers) -> Config:
-    """The configuration of a job whose script gives these objects. Raises UserError where it says
-    otherwise."""
+    """Adds these objects of a script to the configuration. Raises UserError if the configuration
+    contradicts them."""
     objects = given["data"].objects if "data" in given else {}
     if config.data.val_share is not None and "sample_weights" in objects:
         what = (

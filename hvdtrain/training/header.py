@@ -1,5 +1,5 @@
-"""The events start, end and stop of a job, and their lines: what will run, what was reached, how to
-resume it."""
+"""The events start, end and stop of a job, and their lines: the plan, the results and how to
+resume."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CLASS_NAMES_WIDTH = 40  # letters of class names in the header
 
 
 def emit_start(job: Job, start: Start, engine_reason: str) -> None:
-    """The event "start"; engine_reason: why the communicator is this one."""
+    """Emits the event "start". engine_reason: why this engine was chosen."""
     job.log.emit(
         "start",
         start.train_state.progress.step,
@@ -74,7 +74,7 @@ def emit_start(job: Job, start: Start, engine_reason: str) -> None:
 
 
 def emit_end(job: Job, start: Start, now: TrainState, reason: str, memory: dict[str, Any]) -> None:
-    """The event "end", of a job that is over; memory: fields of what it took."""
+    """Emits the event "end" of a complete job. memory: fields of its memory use."""
     lines = done(job, start.train_state, now, reason, start.run, memory)
     job.log.emit(
         "end",
@@ -90,8 +90,8 @@ def emit_end(job: Job, start: Start, now: TrainState, reason: str, memory: dict[
 def emit_stop(
     job: Job, start: Start, now: TrainState, reason: str, failure: str, memory: dict[str, Any]
 ) -> None:
-    """The event "stop", of a job that had to stop before its end; failure: why its last checkpoint
-    is not written, or empty."""
+    """Emits the event "stop" of a job that had to stop early. failure: why its last checkpoint was
+    not written, or empty."""
     lines = stopped(job, now, reason, failure, start.run, memory)
     job.log.emit(
         "stop",
@@ -114,8 +114,7 @@ def _ranks_of_hosts(hosts: Sequence[str]) -> str:
 
 
 def fields_of_ranks(config: Config, engine: str, hosts: list[str]) -> dict[str, Any]:
-    """Fields of the event "start", of the trainer and of a script's own loop; hosts: of each
-    rank."""
+    """Fields of the event "start", for the trainer and for custom loops. hosts: of each rank."""
     of_features = [
         field for feature in FEATURES for field in feature.start_fields(config, len(hosts)).items()
     ]
@@ -132,8 +131,8 @@ def fields_of_ranks(config: Config, engine: str, hosts: list[str]) -> dict[str, 
 def lines_of_ranks(
     config: Config, engine: str, hosts: Sequence[str], engine_reason: str
 ) -> list[str]:
-    """First lines of the header, of the trainer and of a script's own loop; engine_reason: why the
-    communicator is this one."""
+    """The first lines of the header, for the trainer and for custom loops. engine_reason: why this
+    engine was chosen."""
     of_features = [line for feature in FEATURES for line in feature.ranks_lines(config, hosts)]
     return [
         f"ranks   {len(hosts)} ({_ranks_of_hosts(hosts)}), engine {engine}: {engine_reason}",
@@ -142,7 +141,7 @@ def lines_of_ranks(
 
 
 def header(job: Job, start: Start, engine_reason: str) -> list[str]:
-    """What will run, in about ten lines."""
+    """Describes what will run, in about ten lines."""
     config = job.config
     readers = job.config.readers(job.communicator.size)
     counts = f"{job.prefetcher.samples:,} training and {job.val_samples:,} validation samples"
@@ -210,19 +209,18 @@ def header(job: Job, start: Start, engine_reason: str) -> list[str]:
 
 
 def inputs_lines(task: Task, config: Config) -> list[str]:
-    """What is done to x before the model gets it."""
+    """Lines about the transform of x."""
     transform = job_transform(task, config)
     return [] if transform is None else [f"inputs  {transform.summary}"]
 
 
 def end_fields(job: Job, now: TrainState) -> dict[str, Any]:
-    """Fields of the events "end" and "stop", beside their lines: of the whole job, over all its
-    runs."""
+    """Fields of the events "end" and "stop", for the whole job over all its runs."""
     joules = job_energy(now, job.telemetry.energy.kinds)
     p = now.progress
     trained = now.trained_images + now.trained_samples
     trained_s = now.trained_s + now.epoch_s
-    # of a sample; with padding they are not counted over the job
+    # the unit of a sample's rate; with padding, tokens are not counted over the job
     tokens = job.task.sample_weight if "tokens" in job.task.sums else None
     return {
         f"val_{now.objective}": now.last,
@@ -245,7 +243,7 @@ def end_fields(job: Job, now: TrainState) -> dict[str, Any]:
 def done(
     job: Job, before: TrainState, now: TrainState, reason: str, run: Path, memory: dict[str, Any]
 ) -> list[str]:
-    """Last lines of a job that is over; `before`: where this run of it began."""
+    """The last lines of a complete job. before: the state at which this run began."""
     reached = (
         f"validation {now.objective} {now.last:.4f} after {now.progress.epochs:.2f} epochs and "
         f"{now.seconds:.1f} s"
@@ -255,8 +253,7 @@ def done(
     if now.progress.step == before.progress.step:
         lines.insert(
             0,
-            f"nothing was trained: {run} has a job that was over before; another run=, or more "
-            "epochs= than it has",
+            f"nothing to do: run {run} is already complete. Use another run=, or increase epochs=.",
         )
     return [*lines, f"report   {command_line('report', path_argument(run))}", f"run folder: {run}"]
 
@@ -264,7 +261,7 @@ def done(
 def stopped(
     job: Job, now: TrainState, reason: str, failure: str, run: Path, memory: dict[str, Any]
 ) -> list[str]:
-    """Last lines of a job that has to stop before its end; failure: why its last checkpoint is not
+    """The last lines of a job that has to stop early. failure: why its last checkpoint was not
     written, or empty."""
     step = now.progress.step
     checkpoint = (
@@ -320,7 +317,7 @@ def reached_line(one: Reached, unit: str) -> str:
 
 
 def _device(gpu: Gpu | None) -> str:
-    """The product that rank 0 computes on."""
+    """The name of rank 0's device."""
     if gpu:
         return gpu.name
     try:
@@ -334,13 +331,13 @@ def _device(gpu: Gpu | None) -> str:
 
 
 def metric_fields(metric: Metric) -> dict[str, Any]:
-    """How a metric is shown, for those that read the events."""
+    """How a metric is displayed, for readers of the events."""
     return {"better": metric.better, "column": metric.short_name, "percent": metric.percent}
 
 
 def first_names(names: Sequence[str] | None) -> str:
-    """First names of the classes, after their number: `: T-shirt/top, Trouser, Pullover, Dress,
-    ...`; empty where they have no names."""
+    """The first class names, to follow the number of classes: `: T-shirt/top, Trouser, Pullover,
+    Dress, ...`; empty if classes have no names."""
     first = ""
     for name in map(short, names or ()):
         if len(first) + len(name) > CLASS_NAMES_WIDTH:
@@ -356,7 +353,7 @@ def _reading(job: Job, readers: int) -> str:
 
 
 def _share(count: int, size: int) -> str:
-    """How many of `count` a rank has: 359 or 360."""
+    """A rank's share of `count`, such as "359 or 360"."""
     (first, first_end), (last, last_end) = (
         share_bounds(count, 0, size),
         share_bounds(count, size - 1, size),
@@ -366,14 +363,15 @@ def _share(count: int, size: int) -> str:
 
 
 def _own_rate(config: Config) -> str:
-    """What the rate of the recipe multiplies, where a script's optimizer has one inside."""
+    """The factor text of the recipe's rate, if a script's optimizer has its own rate."""
     return (
         "its own rate times " if config.optim.given is not None and config.optim.given.unset else ""
     )
 
 
 def _decay_of_class(config: Config) -> list[str]:
-    """The weight decay of a class of torch.optim, whose default is another for each."""
+    """A line about the weight decay of a class of torch.optim, whose default differs between
+    classes."""
     found = decay(config) if plugins.is_dotted(config.optim.name) else None
     if found is None:
         return []
@@ -388,14 +386,15 @@ def _decay_of_class(config: Config) -> list[str]:
 
 
 def _drops(module: Any) -> bool:
-    """Whether a model of torch has layers that draw while it trains."""
+    """Whether a torch model has layers that are random in training."""
     layers = module.modules() if hasattr(module, "modules") else ()
     shares = [getattr(layer, "p", 0) for layer in layers if "Dropout" in type(layer).__name__]
     return any(isinstance(p, (int, float)) and p > 0 for p in shares)
 
 
 def _norm_summary(config: Config, samples: int) -> str:
-    """Over what batch norm takes its statistics; `samples` of one forward pass."""
+    """Describes the samples that batch norm computes statistics over. samples: in one forward
+    pass."""
     if config.norm.kind == "sync":
         return "batch norm over the samples of all ranks"
     small = (

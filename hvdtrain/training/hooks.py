@@ -1,5 +1,5 @@
-"""Hooks: the user's own calls in the trainer's loop, with a state in the checkpoint, values in the
-log, a stop that all ranks agree on."""
+"""Hooks: user callbacks in the trainer's loop, with state in the checkpoint, values in the log, and
+stops that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -35,47 +35,48 @@ _FIX = "a subclass of hvdtrain.Hook: its object, or in hooks=[package.module:Cla
 
 
 class Hook:
-    """Base class of a user's own calls in the loop of hvdtrain.train(). Each does nothing until a
-    subclass says otherwise.
+    """Base class of user callbacks in the loop of hvdtrain.train(). Methods do nothing unless a
+    subclass overrides them.
 
-    They are called on every rank, in the order in which the hooks were given; those of a hook with
-    `on_rank_0_only` on rank 0 alone. A hook changes nothing that ranks must have equal, unless it
-    does so on every rank alike. What it raises ends the job on all ranks.
+    They are called on every rank, in the order in which hooks are listed; a hook with
+    `on_rank_0_only` is called only on rank 0. A hook may change state that ranks share only if it
+    makes the same change on every rank. An exception ends the job on all ranks.
     """
 
     on_rank_0_only = False
 
     def on_start(self, training: Training) -> None:
-        """Before the first step of this start, which may be a resume: the state is loaded."""
+        """Called before the first step of this start, which may be a resume; the state has been
+        loaded."""
 
     def after_step(self, training: Training) -> None:
-        """After each step. Steps are queued on a GPU: what waits for it, as training.loss, costs
-        time in every step."""
+        """Called after each step. Steps are queued on a GPU: reading training.loss waits for it,
+        which costs time in every step."""
 
     def after_evaluation(self, training: Training, metrics: Mapping[str, float]) -> None:
-        """After each evaluation; metrics: of the validation set by name, equal on all ranks."""
+        """Called after each evaluation. metrics: of the validation set by name, equal on all
+        ranks."""
 
     def before_checkpoint(self, training: Training) -> None:
-        """Before the state is taken for a checkpoint."""
+        """Called before the state is saved in a checkpoint."""
 
     def on_end(self, training: Training) -> None:
-        """After the last step of this start, before the last checkpoint: where the job is over, or
-        stops to be resumed."""
+        """Called after the last step of this start, before the last checkpoint: the job is
+        complete, or stops to be resumed."""
 
     def state_dict(self) -> Any:
-        """What the checkpoint keeps of it: a tree of JSON without NaN, whose keys are texts. Rank
-        0's is kept, and every rank gets it.
+        """The state to save in checkpoints: a JSON tree without NaN, whose keys are strings. Rank
+        0's is saved, and every rank loads it.
 
-        It is called after the first step too, so that what a checkpoint would change is an error
-        then.
+        It is also called after the first step, to report values that a checkpoint would change.
         """
 
     def load_state_dict(self, state: Any) -> None:
-        """Takes what state_dict() gave; not called where that was None."""
+        """Loads what state_dict() returned; not called if that was None."""
 
 
 class Training:
-    """What a hook sees of the job on this rank."""
+    """A hook's view of the job on this rank."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class Training:
         # done
         self.step = 0
         self.epochs = 0.0
-        self.called = ""  # the hook that is called
+        self.called = ""  # the hook being called
         self.is_on_one_rank = False  # no other rank calls that hook
         self.request = ""  # to stop, and why
         self.is_over = False  # no event follows
@@ -115,21 +116,21 @@ class Training:
 
     @property
     def model(self) -> Any:
-        """The torch.nn.Module or keras.Model that is trained; None where the framework's models are
+        """The torch.nn.Module or keras.Model being trained; None if the framework's models are
         functions."""
         return self._learner.module
 
     @property
     def loss(self) -> float:
-        """This rank's loss in the last step, of its samples, tokens or pixels; NaN without any. The
-        host waits for the device."""
+        """This rank's loss in the last step, a mean over its samples, tokens or pixels; NaN without
+        any. The host waits for the device."""
         if not self._sums.get("count"):
             return math.nan
         return self._metric.of({name: host_value(value) for name, value in self._sums.items()})
 
     def weights(self) -> Arrays:
-        """Weights and buffers, by the names of the model's state dict. A collective: in a hook that
-        every rank has."""
+        """Weights and buffers, by the names of the model's state dict. A collective, so only for
+        hooks that run on every rank."""
         if self.is_on_one_rank:
             raise UserError(
                 "training.weights() of a hook of rank 0 alone",
@@ -140,22 +141,22 @@ class Training:
         return {name: state[own] for name, own in self._learner.state_dict_names().items()}
 
     def log(self, **values: Any) -> None:
-        """Means, over this hook's ranks and its calls, in the next event `step`; of
-        after_evaluation() in the event `epoch`."""
+        """Logs values: their means over ranks and calls appear in the next event `step`, or in the
+        event `epoch` from after_evaluation()."""
         self._check_goes_on("log")
         for name, value in values.items():
             if name in self._taken:
                 raise UserError(
-                    f"training.log({name}=...): {name} is a name of the trainer's",
+                    f"training.log({name}=...): {name} is a name that the trainer uses",
                     self.called,
-                    f"another one: my_{name}",
+                    f"another name: my_{name}",
                 )
             total, count = self._logged.get(name, (0.0, 0))
             self._logged[name] = (total + scalar(name, value, self.called), count + 1)
 
     def stop(self, reason: str) -> None:
-        """Ends the job on all ranks at the next sync point (log.every_steps), as its last step
-        does: with an evaluation and exit code 0."""
+        """Ends the job on all ranks at the next sync point (log.every_steps), as after its last
+        step: with an evaluation and exit code 0."""
         self._check_goes_on("stop")
         self.request = f"hook {self.called}: {short(str(reason), 200)}"
 
@@ -168,18 +169,18 @@ class Training:
             )
 
     def at(self, p: Progress, sums: Sums | None = None) -> None:
-        """p: of the steps done; sums: of the last one, where that is another than before."""
+        """Sets the position. p: the steps done; sums: of the last step, if there was a new one."""
         self.step = p.step
         self.epochs = p.epochs
         self._sums = self._sums if sums is None else sums
 
     def forget(self) -> None:
-        """What was logged and asked for in steps that are made again."""
+        """Drops what was logged and requested in steps that will be repeated."""
         self._logged = {}
         self.request = ""
 
     def take_logged(self) -> dict[str, tuple[float, int]]:
-        """name -> (values added up, how many) since the last time. The host waits for the
+        """name -> (sum of values, their number) since the last call. The host waits for the
         device."""
         logged = self._logged
         self._logged = {}
@@ -187,7 +188,7 @@ class Training:
 
 
 def trainers_names(task: Task) -> set[str]:
-    """What no hook logs: fields of events that the trainer has, beside which trackers show a
+    """Names that hooks cannot log: the trainer's fields of events, which trackers show beside a
     hook's."""
     return {
         *(metric.name for metric in task.metrics),
@@ -214,7 +215,7 @@ class Hooks:
             counts[name := type(hook).__name__] += 1
             self._names.append(name if counts[name] == 1 else f"{name} {counts[name]}")
         self._means: dict[str, float] = {}
-        self._ended_by = ""  # the same on every rank
+        self._ended_by = ""  # why a hook has ended the job; the same on every rank
         self._are_states_checked = False
         # steps, and those at the last evaluation, of the checkpoint that hooks were told of last
         self._told = (
@@ -223,7 +224,7 @@ class Hooks:
         )
 
     def summary(self) -> list[str]:
-        """A line of the header, where there are hooks."""
+        """A line for the header, if there are hooks."""
         of = [
             name + " (rank 0)" * hook.on_rank_0_only
             for name, hook in zip(self._names, self._hooks, strict=True)
@@ -231,8 +232,8 @@ class Hooks:
         return [f"hooks   {', '.join(of)}"] if of else []
 
     def load(self, now: TrainState) -> list[str]:
-        """Gives each hook its state, from which it goes on; lines on those of a checkpoint that
-        nobody takes."""
+        """Loads each hook's state; returns lines about states in the checkpoint that no hook
+        loads."""
         self._training.forget()
         for name, hook in zip(self._names, self._hooks, strict=True):
             if now.hooks.get(name) is not None:
@@ -244,7 +245,7 @@ class Hooks:
             if state is not None and name not in self._names
         ]
         return [
-            f"the checkpoint has the state of a hook {name}, which this job has not"
+            f"the checkpoint contains state for hook {name}, which this job does not define"
             for name in left
         ]
 
@@ -253,7 +254,7 @@ class Hooks:
         self._each(lambda hook: hook.on_start(self._training))
 
     def after_step(self, p: Progress, sums: Sums) -> None:
-        """p: after the step, whose sums these are."""
+        """Calls after_step() of the hooks. p: after the step; sums: of the step."""
         if self._hooks:
             self._training.at(p, sums)
             self._each(lambda hook: hook.after_step(self._training))
@@ -262,14 +263,15 @@ class Hooks:
                 self._are_states_checked = True
 
     def after_evaluation(self, now: TrainState, metrics: Mapping[str, float]) -> TrainState:
-        """The state, at its end where a hook asks for that. A collective where there are hooks."""
+        """Calls after_evaluation() of the hooks; returns the state, marked as complete if a hook
+        asks for that. A collective if there are hooks."""
         self._training.at(now.progress)
         self._each(lambda hook: hook.after_evaluation(self._training, metrics))
         self.exchange()
         return self.ended(now)
 
     def exchange(self) -> None:
-        """Adds up over ranks what was logged, and agrees to stop. A collective where there are
+        """Sums logged values over ranks, and agrees whether to stop. A collective if there are
         hooks."""
         if not self._hooks:
             return
@@ -285,8 +287,7 @@ class Hooks:
         self._ended_by = next((request for _, request in of_ranks if request), "")
 
     def ended(self, now: TrainState) -> TrainState:
-        """The state of a job that has no more samples to read, where a hook of any rank has asked
-        for that."""
+        """The state with the job marked as complete, if a hook on any rank asked for that."""
         return (
             replace(now, progress=now.progress.end_here(), ended_by=self._ended_by)
             if self._ended_by
@@ -294,13 +295,13 @@ class Hooks:
         )
 
     def fields(self) -> dict[str, Any]:
-        """The field of an event that has what was logged."""
+        """The event field with logged values."""
         means = self._means
         self._means = {}
         return {"logged": means} if means else {}
 
     def with_states(self, now: TrainState, *, before_checkpoint: bool) -> TrainState:
-        """The state with those of the hooks, as a checkpoint keeps them."""
+        """The state with the hooks' states, as a checkpoint stores them."""
         if not self._hooks:
             return now
         at = (now.progress.step, now.evaluated)
@@ -317,8 +318,8 @@ class Hooks:
                 text = json.dumps(state, allow_nan=False)
                 same = json.loads(text)
             except (TypeError, ValueError, RecursionError) as error:
-                what = f"state_dict() of hook {name} gave what is no JSON: {error}"
-                raise UserError(what, name, f"{_FIX_STATE}; None in place of NaN") from None
+                what = f"state_dict() of hook {name} returned something that is not JSON: {error}"
+                raise UserError(what, name, f"{_FIX_STATE}; None instead of NaN") from None
             if change := _changed_by_json(state, same, "state"):
                 raise UserError(
                     f"state_dict() of hook {name} would be another after a resume: {change}",
@@ -335,7 +336,7 @@ class Hooks:
         return states
 
     def end(self, now: TrainState) -> TrainState:
-        """The state of the last checkpoint of this start."""
+        """Calls on_end() of the hooks; returns the state for the last checkpoint."""
         self._training.is_over = True
         self._each(lambda hook: hook.on_end(self._training))
         return self.with_states(now, before_checkpoint=True)
@@ -352,8 +353,7 @@ class Hooks:
 
 
 def _changed_by_json(state: Any, same: Any, path: str) -> str:
-    """What JSON has made another thing of; empty where all is as it was. A NumPy float is a
-    float."""
+    """The first value that JSON changes; empty if nothing changes. A NumPy float is a float."""
     if isinstance(state, np.float64):
         return ""
     if type(state) is not type(same):
@@ -374,14 +374,13 @@ def _changed_by_json(state: Any, same: Any, path: str) -> str:
 
 
 def hooks_of(config: Config) -> list[Hook]:
-    """Hooks of `hooks=` first, then those that the script gives. Raises UserError for what is
-    none."""
+    """The hooks of `hooks=`, then the script's. Raises UserError for anything else."""
     found = [_made(name, config.where("hooks")) for name in config.hooks if not is_object(name)]
     return [*found, *check_hooks(config.given_hooks)]
 
 
 def _made(name: str, where: str) -> Hook:
-    """What package.module:Class makes."""
+    """Creates a hook from package.module:Class."""
     if of_python(name):
         raise UserError(f"{short(name)} is a part of Python, not a hook", where, _FIX)
     kind = load_dotted(name, where)
@@ -397,11 +396,11 @@ def _made(name: str, where: str) -> Hook:
 
 
 def check_hooks(hooks: Any) -> list[Hook]:
-    """The hooks that a script gives. Raises UserError for what is none."""
+    """Checks the hooks that a script passes. Raises UserError for anything else."""
     where = "hvdtrain.train(), hooks"
     if not isinstance(hooks, Sequence) or isinstance(hooks, str):
         raise UserError(f"hooks is a {type(hooks).__name__}", where, "a list of them")
     for hook in hooks:
         if not isinstance(hook, Hook):
-            raise UserError(f"{short(repr(hook))} is no hook", where, _FIX)
+            raise UserError(f"{short(repr(hook))} is not a hook", where, _FIX)
     return list(hooks)

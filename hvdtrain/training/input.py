@@ -1,5 +1,5 @@
-"""The samples of each step: which ones a rank reads in how many passes, read on other threads while
-earlier steps are trained on."""
+"""The samples of each step: which ones a rank reads, in how many micro-batches, prefetched by other
+threads during earlier steps."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def split_step(
     draws: Shuffle | None = None,
     lengths: np.ndarray | None = None,
 ) -> list[Positions]:
-    """The samples of this rank's micro-batches, in the step of `batch` samples over all ranks that
-    follows `progress`.
+    """Returns the samples of this rank's micro-batches in the step after `progress`, which has
+    `batch` samples over all ranks.
 
-    draws: in place of data.shuffle. lengths: int64 (dataset,) of data.bucket_by, which puts similar
+    draws: replaces data.shuffle. lengths: int64 (dataset,) of data.bucket_by, which puts similar
     ones into one micro-batch.
 
     Every rank gets the same number of micro-batches, since a forward or backward pass may contain
@@ -79,7 +79,7 @@ def split_step(
     return [micro_batch for positions in shares for micro_batch in positions.split(passes)]
 
 
-DEFAULT_BLOCK = 256  # samples, of data that are not stored in blocks
+DEFAULT_BLOCK = 256  # samples, for data that are not stored in blocks
 
 
 def block_shuffle(config: DataConfig) -> BlockShuffle | None:
@@ -92,8 +92,8 @@ def block_shuffle(config: DataConfig) -> BlockShuffle | None:
 
 
 def ranks_read_own_blocks(config: Config) -> bool:
-    """Whether ranks may divide a step by block, each in its order in the step: where nothing else
-    decides which rank reads a sample."""
+    """Whether ranks may divide a step by block: nothing else may decide which rank reads a
+    sample."""
     is_free = (
         config.data.shuffle == "full"
         and config.data.sampling == "global"
@@ -118,7 +118,7 @@ def lengths_to_sort_by(config: DataConfig, source: Source) -> np.ndarray | None:
     if lengths is None:
         fix = f"{' or '.join(config.pad)}, or length: that of {next(iter(config.pad))}"
         raise UserError(
-            f"data.bucket_by={config.bucket_by} is no field whose samples have different lengths",
+            f"data.bucket_by={config.bucket_by} is not a variable-length field",
             where,
             fix,
         )
@@ -126,8 +126,8 @@ def lengths_to_sort_by(config: DataConfig, source: Source) -> np.ndarray | None:
 
 
 def passes_of_step(config: Config, largest_share: int, batch: int, first_batch: int) -> int:
-    """Passes of a step: micro_batches_per_step(); a pipeline takes more of them, so that its ranks
-    wait less."""
+    """The number of passes of a step: micro_batches_per_step(), but more for a pipeline, so that
+    its ranks wait less."""
     passes = micro_batches_per_step(config.batch, largest_share, batch, first_batch)
     parallel = config.parallel
     if parallel.pipeline == 1 or isinstance(config.batch.micro, int):
@@ -138,15 +138,16 @@ def passes_of_step(config: Config, largest_share: int, batch: int, first_batch: 
 def micro_batches_per_step(
     config: BatchConfig, largest_share: int, batch: int, first_batch: int
 ) -> int:
-    """Forward passes of a rank in a step of `batch` samples over all ranks, of which no rank reads
-    more than `largest_share`."""
+    """The number of forward passes of a rank in a step of `batch` samples over all ranks, if no
+    rank reads more than `largest_share`."""
     if isinstance(config.micro, int):
         return -(-largest_share // config.micro)
     return parts_of_step(config, batch, first_batch)
 
 
 def parts_of_step(config: BatchConfig, batch: int, first_batch: int) -> int:
-    """Into how many parts a step of `batch` samples is divided before the ranks share them.
+    """The number of parts that a step of `batch` samples is divided into before the ranks share
+    them.
 
     Without batch.micro a step takes one pass, and more once the batch has grown beyond the job's
     first one, so that memory stays constant.
@@ -164,11 +165,11 @@ def fewest_samples(config: Config, batch: int, first_batch: int, readers: int) -
 def read_batch(
     source: Source, positions: Positions, hyper: Hyper, config: Config, cached_on_device: bool
 ) -> Batch:
-    """The samples at `positions`, with their augmentation parameters, and random loss weights where
-    recipe.sample_noise is set.
+    """Reads the samples at `positions`, with their augmentation parameters, and random loss weights
+    if recipe.sample_noise is set.
 
-    Where the learner has cached the data set on the device, the batch holds the numbers of the
-    samples in place of their fields.
+    If the learner has cached the data set on the device, the batch contains sample indices instead
+    of fields.
     """
     samples, epochs = positions
     batch: Batch = (
@@ -180,9 +181,7 @@ def read_batch(
         config.augment.replace(resized_crop=0.0) if source.crops_at_random else config.augment
     )
     if augment.is_enabled(augmentation):
-        height, width, channels = source.fields[
-            "x"
-        ].shape  # check_augmentation() has made sure of it
+        height, width, channels = source.fields["x"].shape  # check_augmentation() guarantees it
         shape = height, width, channels
         parameters = augment.draw(augmentation, config.seed, epochs, samples, shape)
         batch["augmentation"] = parameters
@@ -210,8 +209,8 @@ def read_batch(
 
 
 def _partners(batch: Batch, partners: Batch, masks: tuple[str, ...]) -> Batch:
-    """What a batch gets of the samples that it is mixed with: images and labels; of masks the
-    pixels in its boxes, and then no label."""
+    """Adds to a batch the samples that it is mixed with: images and labels. For masks, the pixels
+    in its boxes, and no label."""
     if not masks:
         return {"partner_x": partners["x"], "partner_y": partners["y"]}
     del batch["mixup_weight"]
@@ -224,7 +223,7 @@ MOST_READERS = 8
 
 
 class StepInput(NamedTuple):
-    """What Learner.step() takes."""
+    """The input of Learner.step()."""
 
     hyper: Hyper
     # DeviceBatch of the framework; equally many on every rank, some may be empty
@@ -232,22 +231,21 @@ class StepInput(NamedTuple):
 
 
 class ReadAhead(NamedTuple):
-    """How far ahead samples are read, and by how many threads."""
+    """How many steps are prefetched, and by how many threads."""
 
-    steps: int  # 0: each step is read when it is taken, on the thread that takes it
+    steps: int  # 0: no prefetching, take() reads each step itself
     readers: int  # threads; each reads a whole step
 
 
 class _Pending(NamedTuple):
-    """A step that is being read."""
+    """A step being read."""
 
     progress: Progress
     future: Future[StepInput]
 
 
 class Prefetcher:
-    """Reads the steps that follow the one that was taken: which samples they use depends on
-    progress alone."""
+    """Prefetches the next steps; their samples depend only on progress."""
 
     def __init__(
         self,
@@ -286,7 +284,7 @@ class Prefetcher:
         self._shuffle: Shuffle | None = (
             BlocksOfRanks(known.rows) if known is not None and ranks > 1 else draws
         )
-        # of which each block is decoded once, if they fit into memory: nothing has to be told
+        # each block is decoded once, if they fit into memory: nothing to report
         window = block_shuffle(config.data)
         is_told = known is not None and (
             window is None or window.block * window.window > known.kept
@@ -296,7 +294,7 @@ class Prefetcher:
         )
 
     def take(self, progress: Progress) -> StepInput:
-        """The input of the step that follows `progress`. Raises what its reader raised."""
+        """The input of the step that follows `progress`. Raises its reader's error."""
         began = time.perf_counter()
         try:
             if self._pool is None:
@@ -314,8 +312,7 @@ class Prefetcher:
             self.waited_s += time.perf_counter() - began
 
     def evaluation(self, source: Source, batches: list[np.ndarray]) -> Iterator[Any | None]:
-        """Batches on the device, as device_batches() has them, read ahead as far as the steps
-        are."""
+        """Batches on the device, from device_batches(), prefetched like steps."""
         return device_batches(
             source,
             batches,
@@ -334,13 +331,13 @@ class Prefetcher:
         return StepInput(hyper, micro_batches)
 
     def drain(self) -> None:
-        """Waits until every step that is being read is done, and discards it."""
+        """Waits until every pending read is done, and discards the results."""
         while self._queue:
             self._queue.popleft().future.exception()
 
     def close(self, wait: bool = True) -> None:
-        """Discards what was read ahead and ends the readers; with wait=False without waiting for a
-        read that may hang."""
+        """Discards prefetched steps and ends the readers; wait=False does not wait for a read that
+        may hang."""
         self.discard()
         if self._pool is not None:
             self._pool.shutdown(wait=wait, cancel_futures=True)
@@ -366,7 +363,8 @@ class Prefetcher:
             self._submit(step)
 
     def _following(self, progress: Progress) -> Iterator[Progress]:
-        """`progress`, and that after each step from it on, up to the end of the job."""
+        """Yields `progress`, then the progress after each further step, up to the end of the
+        job."""
         yield progress
         while True:
             progress = progress.advance(self._recipe.at(progress).batch)
@@ -399,7 +397,7 @@ class Prefetcher:
         )
 
     def _samples_of(self, progress: Progress) -> np.ndarray:
-        """All that a step reads, in this order: samples, and what they are mixed with."""
+        """All samples that a step reads: its samples, then the ones they are mixed with."""
         found = [np.empty(0, np.int64)]
         for samples, epochs in self._positions(progress):
             partners = partners_of(
@@ -409,7 +407,7 @@ class Prefetcher:
         return np.concatenate(found)
 
     def discard(self) -> None:
-        """Forgets what was read ahead, as where other ranks read other samples from now on."""
+        """Drops prefetched steps, for example because ranks have changed and read other samples."""
         while self._queue:
             self._queue.popleft().future.cancel()
         if self._upcoming is not None:
@@ -424,10 +422,10 @@ def device_batches(
     ahead: int,
 ) -> Iterator[Any | None]:
     """A DeviceBatch of the samples of each batch (int64 (n,)), in order; None for an empty batch,
-    which only a learner that is_sharded takes: its forward pass is a collective.
+    which only a learner with is_sharded accepts: its forward pass is a collective.
 
-    The threads of `pool` read up to `ahead` batches ahead; without a pool each is read when it is
-    taken. Raises what reading raises.
+    The threads of `pool` prefetch up to `ahead` batches; without a pool each batch is read when
+    needed. Raises the reader's errors.
     """
 
     def prepare(samples: np.ndarray) -> Any | None:
@@ -446,26 +444,26 @@ def device_batches(
 
 
 def is_read_at_once(source: Source) -> bool:
-    """Whether the thread that needs samples reads them: a copy from memory, or the user's code in
-    this process."""
+    """Whether samples are read by the thread that needs them: for copies from memory, and for the
+    user's code in this process."""
     return source.reads_from_memory or source.reads_in_process
 
 
 def read_ahead_of(
     config: DataConfig, source: Source, ranks_on_host: int, *, cached: bool = False
 ) -> ReadAhead:
-    """How far ahead a source is read: not where the user's code would run on other threads than the
-    one that trains."""
+    """How far a source is prefetched: not at all if the user's code would run on other threads than
+    the training thread."""
     if source.reads_in_process:
         return ReadAhead(0, 1)
     return choose_read_ahead(config, cached or is_read_at_once(source), ranks_on_host)
 
 
 def choose_read_ahead(config: DataConfig, is_fast: bool, ranks_on_host: int = 1) -> ReadAhead:
-    """data.ahead and data.readers, or their defaults: none where reading `is_fast`, else this
-    rank's part of the cores.
+    """data.ahead and data.readers, or their defaults: no prefetching if reading `is_fast`, else by
+    this rank's share of the cores.
 
-    A reader reads a whole step, so there are at least as many steps ahead as readers.
+    A reader reads a whole step, so at least as many steps are prefetched as there are readers.
     """
     if config.ahead == 0 or (config.ahead is None and is_fast and not config.readers):
         return ReadAhead(0, 1)

@@ -1,4 +1,4 @@
-"""The objects of one rank of a job, and how they are made."""
+"""The objects of one rank of a job, and how they are created."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Job:
     learner: Learner
     recipe: Recipe
     prefetcher: Prefetcher  # of the training samples
-    val: Source  # what an evaluation reads
+    val: Source  # the samples of an evaluation
     val_samples: int  # of the whole validation set
     log: Log
     heartbeat: Heartbeat
@@ -72,7 +72,7 @@ class Job:
     hooks: Hooks
     noise_scale: NoiseScale
     memory: MemoryMeter | None  # None for a job that writes nothing
-    # where the job goes back to when ranks are lost; None where that ends it
+    # the state to return to when ranks are lost; None if a loss ends the job
     memory_copy: MemoryCopy | None
     clock: Callable[[], float]  # seconds spent in this job, over all its runs
     unfinished: StepsSinceSync | None = None  # between two sync points
@@ -97,12 +97,12 @@ def make_job(
     recipe: Recipe | None = None,
     hooks: Sequence[Hook] = (),
 ) -> Job:
-    """The job that continues from `start`. Every rank calls it, with its learner in the common
-    state.
+    """Creates the job that continues from `start`. Every rank calls it, with its learner in the
+    common state.
 
     run: the run folder, where rank 0 writes checkpoints; None for a job that writes nothing.
-    checkpoint_limit_bytes: files of a checkpoint that are larger are not read. record_config,
-    open_run: as Saver's. recipe: where it is there already.
+    checkpoint_limit_bytes: larger checkpoint files are rejected. record_config, open_run: see
+    Saver. recipe: if already computed.
     """
     hosts = communicator.allgather_object(socket.gethostname())
     saver = None
@@ -173,7 +173,7 @@ def make_health(
     hosts: list[str],
     probe: Probe | None = None,
 ) -> HealthMonitor:
-    """What stops a loop early; the trainer's, and a script's own."""
+    """Creates the monitor that can stop the trainer's loop, or a custom loop, early."""
     deadline = deadline_of(config, heartbeat) if communicator.rank == 0 else None
     return HealthMonitor(
         config.guard, communicator, signals, heartbeat, hosts, checkpoints, deadline, probe
@@ -190,8 +190,8 @@ def make_saver(
     record_config: Callable[[], None] | None,
     open_run: OpenFolder,
 ) -> Saver:
-    """What writes the checkpoints of a loop that goes on from `now`; limit_bytes, record_config,
-    open_run: as Saver's."""
+    """Creates the checkpoint writer of a loop that continues from `now`. limit_bytes,
+    record_config, open_run: see Saver."""
     kept = config.checkpoint
     if config.stop.restore_best:
         kept = kept.replace(keep_best=max(1, kept.keep_best))
@@ -210,10 +210,10 @@ def make_saver(
 
 
 def on_other_ranks(job: Job, now: TrainState) -> Job:
-    """The job as it goes on from `now` where the communicator has other ranks than before. Every
-    rank calls it.
+    """The job that continues from `now` after the communicator's ranks have changed. Every rank
+    calls it.
 
-    What reads and writes goes on as it is: readers, the log, the writer of checkpoints.
+    Readers, the log and the checkpoint writer are kept.
     """
     hosts = job.communicator.allgather_object(socket.gethostname())
     deadline = job.health.deadline
@@ -239,13 +239,14 @@ def on_other_ranks(job: Job, now: TrainState) -> Job:
 
 
 def deadline_of(config: Config, heartbeat: Heartbeat) -> Deadline:
-    """When this job has to stop, by guard.max_time and the batch system; for rank 0."""
+    """The time at which this job has to stop, from guard.max_time and the batch system; for rank
+    0."""
     return Deadline(
         config.guard.max_time, os.environ, heartbeat.started_s, time.time(), time.monotonic
     )
 
 
 def clock_from(before_s: float) -> Callable[[], float]:
-    """A clock that begins now, at before_s: the seconds of the runs before this one."""
+    """A clock that starts now at before_s, the seconds of earlier runs."""
     began_s = time.perf_counter()
     return lambda: before_s + time.perf_counter() - began_s

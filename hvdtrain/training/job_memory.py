@@ -1,5 +1,5 @@
-"""The memory of a job whose ranks are connected: its forecast, batch.micro=auto, what it took, and
-advice where it runs out."""
+"""The memory of a job whose ranks are connected: its forecast, batch.micro=auto, measurements, and
+advice if it runs out."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from hvdtrain.training.telemetry.telemetry import peak_memory_bytes
 def forecast_of_job(
     config: Config, datasets: Datasets, communicator: Communicator, recipe: Recipe | None = None
 ) -> MemoryForecast:
-    """The forecast of a job whose ranks are connected; recipe: where it is there already."""
+    """The forecast of a job whose ranks are connected; recipe: if already computed."""
     ranks = communicator.size
     samples = len(datasets.train)
     ahead = read_ahead_of(config.data, datasets.train, communicator.local_size).steps
@@ -58,10 +58,11 @@ def forecast_of_job(
 
 
 def resolve_micro(config: Config, datasets: Datasets, communicator: Communicator) -> Config:
-    """The configuration with a number for batch.micro=auto. Every rank calls it.
+    """Returns the configuration with a number for batch.micro=auto. Every rank calls it.
 
-    The run folder keeps that number, so that a resumed job computes as an uninterrupted one. Raises
-    UserError on all ranks, with the exit code of missing memory, where not even one sample fits.
+    The run folder records the number, so that a resumed job gives the same results as an
+    uninterrupted one. Raises UserError on all ranks, with the exit code for missing memory, if not
+    even one sample fits.
     """
     if config.batch.micro != "auto":
         return config
@@ -92,7 +93,7 @@ def resolve_micro(config: Config, datasets: Datasets, communicator: Communicator
 
 
 def _of_former_run(config: Config) -> int | None:
-    """What the run to go on with was trained with; None for a new job."""
+    """The value that the resumed run was trained with; None for a new job."""
     run = former_run(config)
     if run is None:
         return None
@@ -115,8 +116,8 @@ def _nothing_fits(config: Config, forecast: MemoryForecast, what: str) -> UserEr
 
 @contextlib.contextmanager
 def advised(forecast: Callable[[], MemoryForecast], room: Room) -> Iterator[None]:
-    """An error inside that ends a job for want of memory tells what would have fitted; `room`: what
-    this rank had before the job."""
+    """Adds advice on what would fit to an out-of-memory error. room: the memory that this rank had
+    before the job."""
     try:
         yield
     except Exception as error:
@@ -128,8 +129,7 @@ def advised(forecast: Callable[[], MemoryForecast], room: Room) -> Iterator[None
 
 
 def _forget_arrays(error: BaseException) -> None:
-    """Drops the arrays of the functions that the error came through: a prediction needs some memory
-    itself."""
+    """Drops the arrays in the error's stack frames: a prediction needs some memory itself."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
@@ -140,13 +140,13 @@ def _forget_arrays(error: BaseException) -> None:
         trim(0)
 
 
-# numbers; a job with fewer is not predicted: that takes a second, and 80 MB of libraries
+# a job with fewer weights is not predicted: that takes a second, and 80 MB of libraries
 LEAST_WEIGHTS = 2**20
 
 
 class MemoryMeter:
-    """Measures the memory of one rank. Made before the model is; begin() before the first step,
-    end() after the last one."""
+    """Measures the memory of one rank. Create it before the model; call begin() before the first
+    step and end() after the last one."""
 
     def __init__(self, forecast: MemoryForecast, room: Room) -> None:
         self._forecast = forecast
@@ -154,17 +154,17 @@ class MemoryMeter:
         self._base_bytes = resident_bytes()  # the interpreter, the libraries and the data set
         self._private_base_bytes = self._base_bytes - shared_bytes()
         self.predicted: Footprint | None = None  # on rank 0
-        self.note = ""  # for the header: what is predicted; why it is not
+        self.note = ""  # for the header: the prediction, or why there is none
         self.warning = ""
 
     def begin(self, learner: Learner, weights: int, rank: int) -> None:
-        """The model is in place; `weights`: the numbers that are trained. Rank 0 predicts, where
-        the model is not small."""
+        """Called once the model is loaded. weights: the number of trained numbers. Rank 0 makes a
+        prediction unless the model is small."""
         if rank == 0 and weights >= LEAST_WEIGHTS:
             before = resident_bytes()
             private = resident_bytes() - shared_bytes()
             self._predict(on_gpu=learner.gpu() is not None)
-            self._base_bytes += max(0, resident_bytes() - before)  # of what predicts
+            self._base_bytes += max(0, resident_bytes() - before)  # of the prediction itself
             self._private_base_bytes += max(0, resident_bytes() - shared_bytes() - private)
         forget_peak()
 
@@ -215,19 +215,19 @@ def line(fields: dict[str, Any]) -> str:
 
 
 def _needs(predicted: Footprint, on_gpu: bool) -> int:
-    """A GPU does not hold what is copied for checkpoints and lost ranks."""
+    """The bytes that count: a GPU does not hold the copies for checkpoints and lost ranks."""
     return predicted.total - (predicted.checkpoint + predicted.copies) * on_gpu
 
 
 def resident_bytes() -> int:
-    """Resident bytes of this process now; 0 where the system does not tell."""
+    """Resident bytes of this process now; 0 if the system does not report them."""
     found = re.search(r"^VmRSS:\s*(\d+) kB$", _status(), re.MULTILINE)
     return 1024 * int(found[1]) if found else 0
 
 
 def shared_bytes() -> int:
-    """Resident bytes of files and of memory shared with other ranks: libraries come in as they are
-    used, and can go."""
+    """Resident bytes of files and of memory shared with other ranks: libraries are loaded as they
+    are used, and can be evicted."""
     return sum(
         1024 * int(size)
         for size in re.findall(r"^Rss(?:File|Shmem):\s*(\d+) kB$", _status(), re.MULTILINE)
@@ -235,7 +235,7 @@ def shared_bytes() -> int:
 
 
 def forget_peak() -> None:
-    """peak_memory_bytes() then counts from now on, where the system allows that."""
+    """Resets peak_memory_bytes(), if the system allows that."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 

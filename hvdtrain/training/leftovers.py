@@ -1,5 +1,5 @@
-"""Arrays of a weights file that the model has no place for: prefixes, adapters, and what changes
-the meaning of the others."""
+"""Arrays of a weights file that the model does not have: prefixes, adapters, and arrays that change
+the meaning of others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BOUND_TO_NOTHING = ("num_batches_tracked",)  # no output depends on it
 
 
 class Kind(NamedTuple):
-    """Names of arrays that say how others are to be read."""
+    """A kind of array that determines how others are interpreted, by its name."""
 
     fits: str  # the end of a name, as a regular expression
     what: str
@@ -69,8 +69,8 @@ KINDS = (
 
 
 def without_wrappers(found: Arrays, names: Collection[str]) -> tuple[Arrays, list[str]]:
-    """Arrays without the parts of names that DDP, torch.compile and others put into them; lines for
-    the user."""
+    """Removes the parts of names that DDP, torch.compile and others add. Returns the arrays, and
+    lines for the user."""
     plain = {
         name: ".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in found
     }
@@ -85,7 +85,7 @@ def without_wrappers(found: Arrays, names: Collection[str]) -> tuple[Arrays, lis
         for name in found
     }
     if len(set(renamed.values())) < len(renamed):
-        return found, []  # then a name stands for itself
+        return found, []  # then names stay as they are
     parts = sorted(
         {
             f"{part}."
@@ -112,10 +112,10 @@ def with_adapters(
     shapes: Mapping[str, tuple[int, ...]],
     config: Config,
 ) -> tuple[Arrays, list[str]]:
-    """Arrays whose adapters are the model's, or are merged into the weights of their layers; lines
-    for the user.
+    """Keeps adapters that the model has, or merges them into the weights of their layers. Returns
+    the arrays, and lines for the user.
 
-    scale: of the file's adapters, None where the file does not say it. Raises UserError where it is
+    scale: of the file's adapters; None if the file does not contain it. Raises UserError if it is
     needed.
     """
     adapters = [name for name in found if is_adapter(name)]
@@ -151,8 +151,8 @@ def check_leftovers(
     """Raises UserError for an array without a place in the model that changes what the loaded ones
     mean.
 
-    left_over: names of the file, and their number types; loaded: names; names: all of the model.
-    What layers have that the model does not have changes nothing.
+    left_over: names in the file with number types; loaded: loaded names; names: all names of the
+    model. Arrays of layers that the model does not have change nothing.
     """
     layers = _layers(loaded)
     for name, dtype in left_over.items():
@@ -184,7 +184,7 @@ def check_leftovers(
 def check_missing(
     missing: Iterable[str], names: Mapping[str, str], loaded: Iterable[str], path: str, where: str
 ) -> None:
-    """Raises UserError where the file has some weights of a layer and lacks others; names: as
+    """Raises UserError if the file contains some weights of a layer and lacks others. names: as
     Learner.state_dict_names()."""
     layers = _layers(loaded)
     for name in missing:
@@ -201,7 +201,7 @@ def check_missing(
 
 
 def _layers(loaded: Iterable[str]) -> set[str]:
-    """Modules with arrays of their own, the model itself not."""
+    """The modules that have their own arrays, except the model itself."""
     return {name.rpartition(".")[0] for name in loaded} - {""}
 
 
@@ -211,7 +211,7 @@ def _prefixes(name: str) -> list[str]:
 
 
 def _averaged(name: str, names: Collection[str]) -> str:
-    """The weight of the model whose average has this name, as ema.fc.weight has; else empty."""
+    """The model's weight whose average has this name, such as ema.fc.weight; else empty."""
     plain = re.sub(r"^(\w*ema\w*|averaged?_model)\.(module\.)?|_ema$", "", name)
     return plain if plain != name and plain in names else ""
 

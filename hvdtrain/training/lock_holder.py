@@ -1,5 +1,5 @@
-"""Who has a run folder: the process that a lock file names, and what is said where the folder is
-lost to it."""
+"""The process that holds a run folder, as its lock file names it, and the errors when a job loses
+its folder."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ LENGTH = 1024  # bytes of a lock file, always, so that it is rewritten in place 
 
 
 class Holder(NamedTuple):
-    """What a lock file says."""
+    """The content of a lock file."""
 
-    token: str  # of this lock: no other has it
+    token: str  # unique to this lock
     host: str
-    machine: str  # where the process number means something
+    machine: str  # where the process number is valid
     pid: int
-    # of the process, in ticks of its machine: another process of the same number has another
+    # start of the process, in ticks of its machine: tells apart processes with the same number
     process_start: int
     since_s: float  # time of day, for people
-    beats: int = 0  # grows as long as the process lives
-    ending: bool = False  # the job writes its last checkpoint, or is about to
+    beats: int = 0  # grows while the process lives
+    ending: bool = False  # the job writes its last checkpoint, or is about to do so
 
     def __str__(self) -> str:
         if not self.host:
@@ -62,7 +62,7 @@ def to_bytes(holder: Holder) -> bytes:
 
 
 def from_bytes(data: bytes) -> Holder:
-    """The holder in a file; of one that is cut off or foreign a holder without a host, whose token
+    """The holder in a file. A truncated or foreign file gives a holder without a host, whose token
     changes with the file."""
     try:
         tree = json.loads(data)
@@ -78,8 +78,8 @@ def from_bytes(data: bytes) -> Holder:
 
 
 def is_gone(holder: Holder) -> bool | None:
-    """Whether the process has ended; None where this process cannot see it: it is on another host,
-    or in another container."""
+    """Whether the process has ended; None if this process cannot see it, because it is on another
+    host or in another container."""
     if not holder.host or holder.machine != _machine():
         return None
     try:
@@ -93,8 +93,8 @@ def is_gone(holder: Holder) -> bool | None:
 
 
 def _machine() -> str:
-    """A name that is equal for all processes that see each other by number; empty where that is not
-    known."""
+    """A name shared by all processes that can see each other's process numbers; empty if
+    unknown."""
     try:
         return (
             f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} "
@@ -105,8 +105,7 @@ def _machine() -> str:
 
 
 def _process_start(pid: int) -> int | None:
-    """Ticks from the start of the machine to that of the process, -1 of one that has ended; None
-    where that cannot be read."""
+    """The start of a process in ticks since boot; -1 if it has ended, None if it cannot be read."""
     try:
         state, *rest = (
             Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -124,12 +123,12 @@ GONE = (
     errno.ELOOP,
 )
 UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
-_AGAIN = "the same command goes on from there"
+_AGAIN = "the same command resumes from there"
 
 
 def lost_folder(run: Path, folder: Folder, holder: Holder | None = None) -> UserError:
-    """The error for a folder that does not have the job's lock under its path any more; holder: of
-    the lock that is there."""
+    """The error for a folder that no longer has the job's lock under its path. holder: of the lock
+    that is there now."""
     newest = _newest_checkpoint(folder)
     lost = (
         f"the steps after the checkpoint of step {newest} are lost"
@@ -155,7 +154,7 @@ def lost_folder(run: Path, folder: Folder, holder: Holder | None = None) -> User
 
 
 def unwritable_folder(run: Path, error: OSError) -> UserError:
-    """The error for a folder that took a job's files before, and no longer does."""
+    """The error for a folder that has become unwritable."""
     with contextlib.suppress(OSError), Folder.open(run) as folder:
         newest = _newest_checkpoint(folder)
         lost = (

@@ -1,4 +1,4 @@
-"""The training loop, in the order in which things happen."""
+"""The training loop, in execution order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hvdtrain.training.sync_point import act, make_equal
 from hvdtrain.training.telemetry import startup
 
 STOP_CHECK_BATCHES = (
-    4  # of an evaluation, between two checks whether to stop: each costs one small allreduce
+    4  # batches of an evaluation between two checks whether to stop: each costs one small allreduce
 )
 
 
@@ -35,7 +35,7 @@ class StepWindow(NamedTuple):
 
     progress: Progress  # after them
     last: Hyper  # of the last step
-    sums: Sums  # of this rank, on the device: nothing has waited for them
+    sums: Sums  # of this rank, on the device, not waited for
     began_s: float  # of time.perf_counter()
 
 
@@ -66,9 +66,8 @@ def train_to_sync_point(job: Job, now: TrainState) -> TrainState:
 
 
 def run_steps(job: Job, now: TrainState) -> StepWindow:
-    """One step after the other up to the next sync point. The host does not wait for the device
-    here."""
-    # the same names on a rank that makes no step
+    """Runs steps up to the next sync point. The host does not wait for the device here."""
+    # the same names on a rank that runs no step
     no_sums = zero_sums((*job.task.sums, "nonfinite"))
     began_s, sums = job.unfinished or StepsSinceSync(time.perf_counter(), no_sums)
     steps, end = steps_to_sync_point(job.config, job.recipe, now)
@@ -88,7 +87,7 @@ def run_steps(job: Job, now: TrainState) -> StepWindow:
 
 
 def synchronize(job: Job, window: StepWindow) -> Sums:
-    """Makes running statistics, and weights after local steps, equal on all ranks; adds up sums,
+    """Makes running statistics, and weights after local steps, equal on all ranks; sums metrics,
     flags and telemetry over ranks."""
     p = window.progress
     make_equal(job, p)
@@ -104,8 +103,8 @@ def synchronize(job: Job, window: StepWindow) -> Sums:
 
 
 def add_up(job: Job, sums: Sums, name: str, parts: Sequence[str] = ()) -> Sums:
-    """The sums of all ranks, none of which was lost until now, where the others would go on without
-    it; parts: what is gathered."""
+    """All-reduces the sums. With guard.lost=shrink it also confirms that no rank was lost. parts:
+    names that are gathered, not summed."""
     total = allreduce_sums(job.communicator, sums, name, job.task.sums, parts)
     if job.memory_copy:
         job.memory_copy.confirm()
@@ -115,8 +114,8 @@ def add_up(job: Job, sums: Sums, name: str, parts: Sequence[str] = ()) -> Sums:
 def record(
     job: Job, before: TrainState, window: StepWindow, sums: Sums, seconds: float
 ) -> TrainState:
-    """The state after a window: emits its events, and acts on flags and on numbers that are not
-    finite. `sums` are of all ranks."""
+    """Emits a window's events, acts on flags and on numbers that are not finite, and returns the
+    state after it. sums: of all ranks."""
     p = window.progress.end_here() if sums["over"] else window.progress
     telemetry_fields = job.telemetry.sync_fields(sums, p.step, seconds)
     if job.heartbeat.limit == "start_s":  # the first sync point: the start is over
@@ -131,7 +130,7 @@ def record(
     if not math.isfinite(sums["loss"]) or (
         now.nonfinite > before.nonfinite and job.config.guard.nonfinite == "rollback"
     ):
-        # the sums are no numbers, or of weights that were replaced, on all ranks by the same
+        # the sums are not finite, or belong to weights that were replaced, on all ranks by the same
         return now
     noise_scale = job.noise_scale.update(sums)
     fields = step_fields(job.task, now, sums, seconds, job.recipe.epochs) | job.hooks.fields()
@@ -140,8 +139,8 @@ def record(
 
 
 def evaluate_and_record(job: Job, now: TrainState) -> TrainState:
-    """Evaluates, at the end of an epoch or within it; returns the state unchanged where the job has
-    to stop meanwhile."""
+    """Evaluates, at the end of an epoch or within it; returns the state unchanged if the job has to
+    stop meanwhile."""
     val = evaluate(job, now)
     if val is None:
         return now
@@ -172,10 +171,10 @@ def evaluate_and_record(job: Job, now: TrainState) -> TrainState:
 
 
 def evaluate(job: Job, now: TrainState) -> Sums | None:
-    """Sums over the validation set, or evaluate.samples of it, each once on any number of ranks;
-    None where the job has to stop.
+    """Sums metrics over the validation set, or evaluate.samples of it, each sample once on any
+    number of ranks; None if the job has to stop.
 
-    Buffers are equal on all ranks: a sync point came before.
+    Buffers are equal on all ranks because a sync point comes before.
     """
     p = now.progress
     sums = zero_sums(job.task.sums)

@@ -1,5 +1,5 @@
-"""What the loss of a rank is to the others: the end of a RunningJob, unless guard.lost asks for an
-ElasticJob, and an event."""
+"""The loss of a rank: it ends a RunningJob, while guard.lost selects an ElasticJob, which survives
+it; and the event "lost"."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from hvdtrain.training.progress.train_state import TrainState
 
 
 class RunningJob:
-    """A job that ends with the first error. Others say what they do differently."""
+    """A job that ends with the first error. Subclasses override this."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
 
     def outlives(self, error: Exception) -> bool:
-        """Whether it is the loss of a rank without which the others go on, by go_on()."""
+        """Whether the error is the loss of a rank that the others survive, by calling go_on()."""
         return False
 
     def go_on(self) -> TrainState:
-        """The state of the newest sync point, in which self.job goes on. Every living rank calls
-        it."""
-        raise AssertionError("a job that outlives no error goes on after none")
+        """Restores the newest sync point in self.job and returns its state. Every surviving rank
+        calls it."""
+        raise AssertionError("a job that survives no error cannot continue after one")
 
 
 class RankFailure(NamedTuple):
-    """What a loss costs."""
+    """A loss of ranks, and its cost."""
 
     ranks: list[int]  # as the launcher numbered them
     hosts: list[str]
-    step: int  # that a living rank had come to
+    step: int  # that a surviving rank had reached
     detect_s: (
-        float  # on this rank, from the error of a collective until every living rank knew of it
+        float  # on this rank, from the error of a collective until every surviving rank knew of it
     )
-    go_on_s: float  # from the same error until training goes on
+    go_on_s: float  # from the same error until training continues
     restored_from: str  # memory, checkpoint, or GoOn.source
     given_again: list[int] | None  # tickets of asynchronous updates; None: all go back
 
     @property
     def goes_on(self) -> bool:
-        """Whether the ranks do not go back to a sync point."""
+        """Whether the ranks continue without going back to a sync point."""
         return self.given_again is not None
 
     def who(self) -> str:
@@ -56,11 +56,11 @@ class RankFailure(NamedTuple):
 
 
 def ready_for_losses(config: Config, communicator: Communicator) -> Elastic | None:
-    """The communicator, where this job outlives the loss of a rank. Every rank calls it.
+    """The communicator, if this job survives the loss of a rank. Every rank calls it.
 
-    Raises UserError on all ranks where guard.lost=shrink asks for that and it cannot be; with
-    restart the job then ends without a last checkpoint, which a warning says, and so it does where
-    ranks have parts of the weights, or each host has all of the state.
+    Raises UserError on all ranks if guard.lost=shrink is not possible. With restart, a warning then
+    reports that the job will end without a last checkpoint. The same holds if weights are sharded,
+    or if each host has the whole state.
     """
     if not config.keeps_copies or communicator.size == 1:
         return None
@@ -83,8 +83,8 @@ def ready_for_losses(config: Config, communicator: Communicator) -> Elastic | No
 def tell_loss(
     log: Log, loss: RankFailure, now: TrainState, step: int, left: int, then: str
 ) -> None:
-    """The event "lost". step: from which training goes on; left: ranks; then: what becomes of the
-    job, for people."""
+    """Emits the event "lost". step: from which training continues; left: the number of surviving
+    ranks; then: what happens next, for the line."""
     line = f"lost    {loss.who()}, after step {loss.step}: {then}, after {loss.go_on_s:.3g} s"
     log.emit(
         "lost",

@@ -1,5 +1,5 @@
-"""What a job takes of a rank's memory by prediction, how much a rank may take on its host, and what
-would fit where it does not."""
+"""Predicts the memory of a job's rank, finds the memory that a rank may use on its host, and
+suggests changes if the job does not fit."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.input import passes_of_step
 
-# times the prediction: what the allocator and the libraries take beside it (docs/memory.md)
+# times the prediction, for the allocator and the libraries (docs/memory.md)
 MARGIN = 1.1
 
 
 @dataclass(frozen=True)
 class MemoryForecast:
-    """Predicts footprints of the rank that takes most, as the job is configured and with some keys
+    """Predicts the footprint of the rank that needs most, for the configured job and with some keys
     changed."""
 
     config: Config
@@ -37,19 +37,19 @@ class MemoryForecast:
     ranks: int
     features: frozenset[Feature]  # of the engine
     share: int  # most samples of a rank in a step
-    passes: int  # of that step, where batch.micro does not say
+    passes: int  # of that step, if batch.micro is not set
     evaluated: int  # samples in one pass of an evaluation
-    ahead: int  # steps that are read ahead
+    ahead: int  # steps that are prefetched
     # by step, stage, recompute
     _known: dict[tuple[PlannedStep, int, int | str], Footprint] = field(default_factory=dict)
 
     def footprint(
         self, *, micro: int | None = None, stage: int | None = None, recompute: str | None = None
     ) -> Footprint:
-        """With these values of batch.micro, shard.stage and model.recompute. Takes about a second,
-        the first time.
+        """The footprint with these values of batch.micro, shard.stage and model.recompute. The
+        first call takes about a second.
 
-        Raises UserError where the framework or the model cannot be predicted, or the model has no
+        Raises UserError if the framework or the model cannot be predicted, or if the model has no
         blocks to recompute.
         """
         config = self.config
@@ -80,7 +80,7 @@ class MemoryForecast:
         return footprint
 
     def step(self, micro: int | None = None) -> PlannedStep:
-        """With at most so many samples in a pass; None: as configured."""
+        """The step with at most `micro` samples in a pass; None: as configured."""
         micro = micro or (
             self.config.batch.micro if isinstance(self.config.batch.micro, int) else None
         )
@@ -129,11 +129,11 @@ _MOST_GUESSES = 20  # after the first two
 
 
 def largest_micro(size: Callable[[int], float], most: int, room: float) -> int:
-    """The most samples, of 1 ... most, that fit; of so many size() tells the bytes; 0 where one
-    sample does not fit.
+    """The largest number of samples, up to `most`, that fits; 0 if one sample does not fit. size()
+    returns the bytes for a number of samples.
 
-    Memory is convex in the samples, so that what a line between two sizes says fits; where one is
-    nearly flat, halves are faster.
+    Memory is convex in the number of samples, so linear interpolation between two sizes gives a
+    number that fits. If the line is nearly flat, bisection is faster.
     """
     above = size(most)
     if above <= room:
@@ -159,11 +159,11 @@ def largest_micro(size: Callable[[int], float], most: int, room: float) -> int:
 
 _V2 = ("memory.max", "memory.current")
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-_UNLIMITED = 2**60  # what version 1 says where there is no limit is larger
+_UNLIMITED = 2**60  # control groups of version 1 report more if there is no limit
 
 
 class Room(NamedTuple):
-    """The least of any limit."""
+    """The memory that a rank may use, by the tightest limit."""
 
     bytes: int
     # for people: "ulimit -v", "ulimit -d", "the container's memory.max", "free memory of the host"
@@ -171,7 +171,7 @@ class Room(NamedTuple):
 
 
 def room_of_rank(config: Config, communicator: Communicator) -> Room:
-    """Room of the GPU that this rank trains on, or of its host."""
+    """The memory available on this rank's GPU, or on its host."""
     framework: Any = plugins.load("frameworks", config.framework, config.where("framework"))
     free = (
         framework.free_device_bytes(config, communicator)
@@ -186,8 +186,8 @@ def room_of_rank(config: Config, communicator: Communicator) -> Room:
 def room(
     local_size: int, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> Room:
-    """Room of one of so many ranks on the host, beyond what this process has by now; without a
-    limit that can be read, infinitely much."""
+    """The memory available to one of `local_size` ranks on the host, beyond what this process
+    already uses; infinite if no limit can be read."""
     return min(
         [*_limits(proc), *_container(local_size, proc, cgroups), *_free(local_size, proc)],
         default=Room(_UNLIMITED, "no limit"),
@@ -195,8 +195,7 @@ def room(
 
 
 def _limits(proc: Path) -> Iterator[Room]:
-    """Limits of the addresses of this process, and of those among them that it may write to and
-    shares with no other."""
+    """Limits of this process's address space and of its private writable memory."""
     for which, entry, name in (
         (resource.RLIMIT_AS, "VmSize", "ulimit -v"),
         (resource.RLIMIT_DATA, "VmData", "ulimit -d"),
@@ -208,8 +207,8 @@ def _limits(proc: Path) -> Iterator[Room]:
 
 
 def _container(local_size: int, proc: Path, cgroups: Path) -> Iterator[Room]:
-    """Limits of the control group of this process and those around it, in version 2 and 1; a
-    container sees its own as the root."""
+    """Limits of this process's control group and its parents, in versions 2 and 1; a container sees
+    its own group as the root."""
     for line in _text(proc / "self" / "cgroup").splitlines():
         _, _, named = line.partition(":")
         controllers, _, path = named.partition(":")
@@ -249,7 +248,7 @@ def _text(path: Path) -> str:
 
 
 def stages_of(config: Config) -> tuple[int, ...]:
-    """The values of shard.stage that go with the configuration's way to divide layers."""
+    """The values of shard.stage that the configuration's parallelism supports."""
     return tuple(range(config.parallel.highest_stage + 1))
 
 
@@ -257,7 +256,7 @@ def advice(forecast: MemoryForecast, room: Room) -> str:
     """The job takes 6.1 GiB of each rank, which had 4.0 (ulimit -v); shard.stage=2 takes 3.1 GiB,
     batch.micro=8 3.9 GiB
 
-    Raises UserError where the job cannot be predicted.
+    Raises UserError if the job cannot be predicted.
     """
     config = forecast.config
     most = max(stages_of(config))

@@ -1,5 +1,5 @@
-"""Copies of the training state at the newest sync point, in the memory of the ranks: where the
-living ones go back to after a loss."""
+"""Copies of the training state at the newest sync point, in the ranks' memory: surviving ranks
+return to it after a loss."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from hvdtrain.training.progress.train_state import TrainState
 
 
 class Kept(NamedTuple):
-    """The parts of one sync point that a rank keeps."""
+    """The shards of one sync point that a rank keeps."""
 
     number: int
     ranks: int  # that had parts
-    owners: list[int]  # those whose parts it keeps
+    owners: list[int]  # the ranks whose parts it keeps
 
 
 class HeldState(NamedTuple):
-    """What a rank has to go back to."""
+    """The copies that a rank can return to."""
 
     number: int  # of the sync point of its arrays
     evaluated: int  # as TrainState's
@@ -34,18 +34,19 @@ class HeldState(NamedTuple):
 
 
 class RolledBack(NamedTuple):
-    """The state that all ranks have."""
+    """The restored state, the same on all ranks."""
 
     now: TrainState
     from_checkpoint: bool
 
 
 class MemoryCopy:
-    """A copy on each rank of arrays that every rank has: as many bytes as these, on the host.
+    """Keeps a host copy of the training state on each rank. Replicated arrays are copied on every
+    rank.
 
-    Of arrays that ranks have in parts each keeps its own and its neighbour's, of two sync points:
-    when the parts of the newer one begin to come, all ranks have those of the older one. Its arrays
-    are copied after that: one that still waits has those of the older one.
+    Of sharded arrays each rank keeps its own and its neighbour's shards, of two sync points: when
+    the newer shards begin to arrive, all ranks have the older ones. Replicated arrays are copied
+    after that: a rank that still waits has the older ones.
     """
 
     def __init__(self, learner: Learner, communicator: Elastic, now: TrainState) -> None:
@@ -60,13 +61,13 @@ class MemoryCopy:
         self._copy(now, 0)
 
     def confirm(self) -> None:
-        """Before keep(), behind what all ranks have computed together: fails where a rank was lost
-        in it. A collective."""
+        """Called before keep(): fails if a rank was lost in the collectives before it. A
+        collective."""
         self._communicator.confirm()
 
     def keep(self, now: TrainState) -> None:
-        """At a sync point. A collective where ranks have parts. An evaluation changes no array:
-        they are copied after steps alone."""
+        """Copies the state at a sync point. A collective if the state is sharded. Arrays are copied
+        only after steps: an evaluation changes none."""
         if now.progress.step != self.now.progress.step:
             self._copy(now, self._number + 1)
         self.now = now
@@ -89,24 +90,24 @@ class MemoryCopy:
     def _copy_arrays(self, pieces: Iterable[Piece]) -> None:
         for name, array in whole_arrays(pieces):
             kept = self._arrays.get(name)
-            if kept is None:  # a user's optimizer makes its state in its first step
+            if kept is None:  # a user's optimizer creates its state in its first step
                 self._arrays[name] = array.copy()
             else:
                 np.copyto(kept, array)
 
     def go_on(self) -> TrainState:
-        """After a loss that nothing has to be restored for: what was kept, of whichever ranks, is
-        kept until the next sync point."""
+        """Called after a loss that needs no restore: existing copies are kept until the next sync
+        point."""
         self._neighbours = None
         return self.now
 
     def restore(self, fall_back: Callable[[], TrainState]) -> RolledBack:
-        """Gives all ranks the newest state of which the living ones have everything together. A
+        """Loads on all ranks the newest state that the surviving ranks together have completely. A
         collective.
 
-        fall_back: loads an older state into every rank, where parts are gone. Some ranks may have
-        come to a sync point at which others found that a rank is lost. Where another rank is lost
-        meanwhile, restore() is called again: what was there before is there still.
+        fall_back: loads an older state into every rank, if shards are gone. Some ranks may have
+        passed a sync point at which others noticed the loss. If another rank is lost meanwhile,
+        restore() is called again: all earlier copies are still there.
         """
         communicator = self._communicator
         learner = self._learner
@@ -134,7 +135,7 @@ class MemoryCopy:
         return RolledBack(now, number is None)
 
     def _load(self, tables: Sequence[HeldState], number: int) -> TrainState:
-        """The state of this sync point, into the learner. A collective."""
+        """Loads the state of this sync point into the learner. A collective."""
         communicator = self._communicator
         rank = self._communicator.rank
         source = max(
@@ -179,8 +180,8 @@ class MemoryCopy:
 
 
 def newest(tables: Sequence[HeldState], in_parts: bool) -> int | None:
-    """The number of the newest sync point of which ranks with these tables have everything
-    together; None where parts are gone."""
+    """The number of the newest sync point that ranks with these tables have completely; None if
+    shards are gone."""
     for number in sorted({held.number for held in tables}, reverse=True):
         owners = {owner for held in tables for owner in _owners(held, number)}
         ranks = max(
@@ -198,11 +199,11 @@ def _owners(held: HeldState, number: int) -> list[int]:
 
 _ALIGNMENT = 8  # of the copy of an array
 
-Runs = list[tuple[int, int]]  # where elements lie in a whole array, as Piece.runs()
+Runs = list[tuple[int, int]]  # positions in the whole array, as Piece.runs()
 
 
 class Array(NamedTuple):
-    """An array of which each rank has a part."""
+    """A sharded array."""
 
     name: str
     shape: tuple[int, ...]
@@ -210,7 +211,7 @@ class Array(NamedTuple):
 
 
 class RankRuns(NamedTuple):
-    """What one rank has of some arrays."""
+    """One rank's parts of some arrays."""
 
     runs: list[Runs]  # of each array
     memory: np.ndarray  # bytes
@@ -225,19 +226,19 @@ class RankRuns(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """The parts that a rank keeps of one sync point."""
+    """The parts of one sync point that a rank keeps."""
 
     number: int  # of the sync point
     ranks: int  # that had parts
     arrays: list[Array]
-    parts: dict[int, RankRuns]  # by the number that the rank had
-    # ranks of which there is nothing to keep, as workers of parameter servers
+    parts: dict[int, RankRuns]  # by the rank's number at that time
+    # ranks with nothing to keep, such as workers of parameter servers
     empty: frozenset[int] = frozenset()
 
 
 class Neighbours:
-    """Who keeps whose parts: rank r those of r - distance, on another host where there are
-    several."""
+    """Which rank keeps whose parts: rank r keeps the parts of r - distance, which is on another
+    host if there are several."""
 
     def __init__(self, communicator: Communicator, pieces: Sequence[Piece]) -> None:
         """pieces: this rank's parts. A collective."""
@@ -257,11 +258,12 @@ class Neighbours:
         self._runs = {self._rank: own}  # and, from the first exchange on, those of the source
 
     def have(self, pieces: Sequence[Piece]) -> bool:
-        """Whether these are the arrays: a user's optimizer makes its state in its first step."""
+        """Whether these are still the arrays: a user's optimizer creates its state in its first
+        step."""
         return [piece.name for piece in pieces] == [array.name for array in self.arrays]
 
     def exchange(self, pieces: Sequence[Piece], number: int, memory: Copies | None) -> Copies:
-        """Copies of a sync point, in the memory of older ones. A collective."""
+        """Exchanges copies of a sync point, reusing the memory of older ones. A collective."""
         if self._source not in self._runs:
             self._runs[self._source] = self._runs_of_source()
         if memory is None or memory.ranks != self._size or memory.arrays != self.arrays:
@@ -279,8 +281,8 @@ class Neighbours:
         return memory._replace(number=number)
 
     def _runs_of_source(self) -> list[Runs]:
-        """A rank knows its own and its source's alone: those of all ranks would grow with the model
-        and the number of ranks together."""
+        """The runs of the source. A rank knows only its own and its source's runs: the runs of all
+        ranks would grow with the model times the number of ranks."""
         own = self._runs[self._rank]
         counts = np.array([len(runs) for runs in own], np.int64)
         of_source = np.empty_like(counts)
@@ -296,8 +298,8 @@ class Neighbours:
         ]
 
     def _swap(self, own: np.ndarray, of_source: np.ndarray, name: str) -> None:
-        """Gives `own` to the rank that keeps it, and takes what the source has."""
-        # where a rank is lost they may still come: they stay until there are other neighbours
+        """Sends `own` to the rank that keeps it, and receives from the source."""
+        # after a loss messages may still arrive: their buffers stay until the neighbours change
         self._messages += [
             own,
             of_source,
@@ -311,8 +313,8 @@ class Neighbours:
 
 
 def distance(hosts: Sequence[int]) -> int:
-    """Between a rank and the one that keeps its copy: the least with which most ranks have theirs
-    on another host."""
+    """The distance between a rank and the one that keeps its copy: the smallest that puts the most
+    copies on another host."""
     of_ranks = np.array(hosts)
 
     def apart(away: int) -> int:  # by numpy: 67 million pairs of 8,192 ranks
@@ -324,7 +326,7 @@ def distance(hosts: Sequence[int]) -> int:
 def wholes(
     communicator: Communicator, arrays: Sequence[Array], parts: Sequence[RankRuns]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The arrays, one by one, of which this rank gives these parts and others the rest. A
+    """Yields whole arrays, one by one, from this rank's parts and the other ranks'. A
     collective."""
     views = [list(part.views(arrays)) for part in parts]
     for i, array in enumerate(arrays):

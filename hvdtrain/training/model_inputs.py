@@ -1,5 +1,5 @@
-"""Which fields of the data a model is called with: data.inputs, those that its forward() asks for
-by name, a nested x, or x alone."""
+"""The fields of the data that a model is called with: data.inputs, the parameters of its forward(),
+a nested x, or only x."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvdtrain.tasks.task import is_users_model
 from hvdtrain.tasks.user_functions import is_torch_module
 
 X = ("x",)  # the one input of most models, which a task transforms itself
-# tasks that take x, beside a loss of a script
+# tasks that take x, besides a script's loss
 _OF_X = (
     "classification",
     "multilabel",
@@ -27,9 +27,9 @@ _OF_X = (
 
 
 def input_names(config: Config, source: Source) -> tuple[str, ...]:
-    """The fields of this source that the model gets, in their order; X: a single x, as ever.
+    """The fields of this source that the model gets, in order; X: only x.
 
-    Raises UserError where one is missing, and for what cannot be had with several.
+    Raises UserError if one is missing, and for options that do not support several inputs.
     """
     if not takes_x(config):
         _refuse_key(config, f"task.name={config.task.name} makes the inputs of its model itself")
@@ -43,14 +43,14 @@ def input_names(config: Config, source: Source) -> tuple[str, ...]:
 
 
 def takes_x(config: Config) -> bool:
-    """Whether the task is one of hvdtrain's that learn from x, or a loss of a script."""
+    """Whether the task is a script's loss, or one of hvdtrain's tasks that learn from x."""
     given = config.task.given
     return config.task.name in _OF_X or (given is not None and given.name is not None)
 
 
 def names_to_keep(config: Config) -> tuple[str, ...]:
-    """Names of fields that a job asks for: a Dataset's "image" is not called x where the model has
-    a parameter image beside others."""
+    """Names of fields that a job asks for: a Dataset's "image" is not renamed to x if the model has
+    a parameter image among others."""
     asked = asked_by_forward(config)
     return tuple(config.data.inputs) or (asked if len(asked) > 1 else ())
 
@@ -68,8 +68,7 @@ def _names(config: Config, fields: Mapping[str, Field], nested: tuple[str, ...])
 def _masks_with_default(
     config: Config, asked: tuple[str, ...], fields: Mapping[str, Field]
 ) -> tuple[str, ...]:
-    """Masks of the padded ones of these inputs that forward() takes too, by parameters that a call
-    may leave out."""
+    """The masks of padded inputs that forward() also accepts, as parameters with a default."""
     found = [mask for mask in _masks(asked, fields) if mask not in asked]
     parameters = inspect.signature(_forward(config)).parameters if found else {}
     return tuple(
@@ -80,7 +79,7 @@ def _masks_with_default(
 
 
 def _masks(names: Iterable[str], fields: Mapping[str, Field]) -> list[str]:
-    """Names of the masks of those of the fields that are padded."""
+    """Names of the masks of the padded fields."""
     return [
         field.padding.mask
         for name in names
@@ -89,15 +88,15 @@ def _masks(names: Iterable[str], fields: Mapping[str, Field]) -> list[str]:
 
 
 def asked_by_forward(config: Config) -> tuple[str, ...]:
-    """Parameters without a default of the forward() of a user's own torch model; none where the
-    configuration does not say its class."""
+    """Parameters without a default of a user's torch model's forward(); none if the configuration
+    does not name its class."""
     forward = _forward(config)
     return () if forward is None else _required(forward)
 
 
 def _forward(config: Config) -> Any:
-    """The method forward() of the class of a user's own torch model; None where the configuration
-    does not say the class."""
+    """The method forward() of a user's torch model; None if the configuration does not name its
+    class."""
     if (
         config.framework != "torch"
         or not is_users_model(config.model)
@@ -112,8 +111,8 @@ def _forward(config: Config) -> Any:
 
 
 def _required(forward: Any) -> tuple[str, ...]:
-    """Names of the parameters behind self that every call gives; none where some have no name, or
-    the signature cannot be read."""
+    """Names of the required parameters after self; none if some have no name, or if the signature
+    cannot be read."""
     try:
         _, *parameters = inspect.signature(forward).parameters.values()
     except (TypeError, ValueError):
@@ -131,8 +130,8 @@ def _required(forward: Any) -> tuple[str, ...]:
 
 
 def _refuse_unnamed(config: Config, fields: Mapping[str, Field]) -> None:
-    """Raises UserError where there is no x, and several fields that may be inputs: of another one
-    the task says what is missing."""
+    """Raises UserError if there is no x but several possible inputs; otherwise the task reports
+    what is missing."""
     others = [name for name in fields if name not in TARGETS]
     if len(others) < 2:
         return
@@ -151,8 +150,8 @@ def _refuse_unnamed(config: Config, fields: Mapping[str, Field]) -> None:
 
 
 def _check(config: Config, names: tuple[str, ...], fields: Mapping[str, Field]) -> None:
-    """Raises UserError where a field is missing, is what is learned, or the job does something to x
-    alone."""
+    """Raises UserError if a field is missing or is the target, or if the job has an option that
+    only supports x."""
     shown = ", ".join(names)
     where = config.where("data.inputs" if config.data.inputs else "model.name")
     asks = "data.inputs names" if config.data.inputs else f"forward() of {config.model.name} takes"
@@ -213,8 +212,8 @@ def _list(fields: Iterable[str]) -> str:
 
 
 def notes_on_fields(config: Config, source: Source, used: Iterable[str]) -> list[str]:
-    """A line for the user about masks that the model does not get, or fields that no part of a job
-    with several inputs uses."""
+    """A line for the user about masks that the model does not get, or about unused fields of a job
+    with several inputs."""
     if not takes_x(config):
         return []
     names = input_names(config, source)

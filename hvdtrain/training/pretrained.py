@@ -1,5 +1,5 @@
-"""Pretrained weights: the arrays of the file or folder that model.weights names take the place of
-the model's first weights."""
+"""Pretrained weights: loads the arrays of the file or folder in model.weights instead of the
+model's initial weights."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ _KNOWN = "model.safetensors, model.pt, a run folder, or a folder with model.safe
 _MOST_INDEX_BYTES = 2**26
 _MOST_NAME = 1000  # characters of an array's
 _SHOWN = 4  # names in a line
-_CHECKED = 2**22  # numbers that are looked at at once
+_CHECKED = 2**22  # numbers that are checked at a time
 
 
 class Match(NamedTuple):
-    """What of a file goes where."""
+    """How the arrays of a file map to the model."""
 
     arrays: Arrays  # by names of Learner.state()
     missing: list[str]  # names of the model's state dict that the file does not have
@@ -62,15 +62,15 @@ class Match(NamedTuple):
 
 
 class File(NamedTuple):
-    """What a file or folder has."""
+    """The content of a file or folder."""
 
     arrays: Arrays  # by the names of a state dict
     lines: list[str]  # for the user
-    scale: float | None = None  # of the adapters among them, where it is known
+    scale: float | None = None  # of the adapters among them, if known
 
 
 class Loaded(NamedTuple):
-    """What all ranks have."""
+    """The loaded state, the same on all ranks."""
 
     digest: str  # of the state
     lines: list[str]  # for the user
@@ -79,10 +79,11 @@ class Loaded(NamedTuple):
 def load_pretrained(
     config: Config, communicator: Communicator, learner: Learner, go_on: Callable[[], None]
 ) -> Loaded:
-    """Loads them into every rank's learner. Every rank calls it. Raises UserError on all of them.
+    """Loads pretrained weights into every rank's learner. Every rank calls it. Raises UserError on
+    all of them.
 
-    Rank 0 reads, from where the arrays lie on the disk, and sends them one by one: a rank keeps
-    what it has a part of.
+    Rank 0 reads the arrays from disk and sends them one by one: a rank keeps the arrays it has a
+    part of.
     """
     names = learner.state_dict_names()
     pieces = {piece.name: piece for piece in learner.pieces()}
@@ -115,12 +116,12 @@ def load_pretrained(
 
 
 def _is_of_library(path: Path) -> bool:
-    """Whether a folder, or that of a file, is one of Hugging Face's."""
+    """Whether a folder, or a file's folder, is in Hugging Face's format."""
     return ((path if path.is_dir() else path.parent) / "config.json").is_file()
 
 
 def read_weights(path: Path, where: str) -> File:
-    """Arrays by the names of a state dict. Raises UserError where there are none."""
+    """Reads arrays by the names of a state dict. Raises UserError if there are none."""
     try:
         file = _of_folder(path, where) if path.is_dir() else _of_file(path, where)
     except OSError as error:
@@ -182,8 +183,8 @@ def _of_folder(folder: Path, where: str) -> File:
 
 
 def _of_index(folder: Path, name: str, where: str) -> Arrays:
-    """The arrays of the files that an index names. Raises UserError where it does not say what they
-    have."""
+    """Reads the arrays of the files that an index names. Raises UserError if the index does not
+    match the files."""
     try:
         if check_regular(folder / name).st_size > _MOST_INDEX_BYTES:
             raise ValueError(f"more than {_MOST_INDEX_BYTES} bytes")
@@ -191,11 +192,11 @@ def _of_index(folder: Path, name: str, where: str) -> Arrays:
         parts = sorted({str(file) for file in weights.values()})
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
         raise UserError(
-            f"{folder / name} is no index of weights: {first_line(error)}", where, _KNOWN
+            f"{folder / name} is not an index of weights: {first_line(error)}", where, _KNOWN
         ) from None
     if strange := [file for file in parts if Path(file).name != file or not file.isprintable()]:
         raise UserError(
-            f"{folder / name} names {short(strange[0])}, which is no file of that folder",
+            f"{folder / name} names {short(strange[0])}, which is not a file in that folder",
             where,
             _KNOWN,
         )
@@ -254,15 +255,15 @@ def _of_safetensors(path: Path, where: str) -> Arrays:
         ) from None
     except (SafetensorError, ValueError, MemoryError) as error:
         raise UserError(
-            f"{path} is no safetensors file that can be read: {first_line(error)}", where, _KNOWN
+            f"{path} is not a readable safetensors file: {first_line(error)}", where, _KNOWN
         ) from None
 
 
 def with_names_of_model(
     found: Arrays, model: ModelConfig, names: Mapping[str, str]
 ) -> tuple[Arrays, list[str]]:
-    """With the names of model.weights_names in place of others, and without the prefixes of DDP and
-    torch.compile; lines for the user."""
+    """Applies model.weights_names, and removes the prefixes of DDP and torch.compile. Returns the
+    arrays, and lines for the user."""
     lines: list[str] = []
     for entry in model.weights_names:
         old, is_pair, new = entry.partition("=")
@@ -289,8 +290,8 @@ def with_names_of_model(
 
 
 def _renamed(name: str, old: str, new: str, where: str) -> str | None:
-    """The name with NEW in the place of OLD, which it begins with; with * as a whole, each * of NEW
-    is what that of OLD was; else None."""
+    """Renames by OLD=NEW, or returns None if OLD does not match. OLD is a prefix; with *, it
+    matches the whole name, and each * of NEW is replaced by what the * of OLD matched."""
     if "*" not in old and "*" not in new:
         return new + name.removeprefix(old) if name.startswith(old) else None
     if old.count("*") != new.count("*"):
@@ -312,7 +313,7 @@ def _renamed(name: str, old: str, new: str, where: str) -> str | None:
 def _under_new_names(
     found: Arrays, renamed: Mapping[str, str | None], entry: str, where: str
 ) -> Arrays:
-    """Raises UserError where two arrays would have the same name."""
+    """Renames arrays. Raises UserError if two arrays would have the same name."""
     names: dict[str, str] = {}
     for name in found:
         new = renamed[name] or name
@@ -329,7 +330,8 @@ def _under_new_names(
 def matched(
     found: Arrays, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], config: Config
 ) -> Match:
-    """Which array goes where. Raises UserError where none does, and where one has another shape."""
+    """Maps the arrays to the model. Raises UserError if none matches, or if one has another
+    shape."""
     patterns = config.model.weights_skip
     where = config.where("model.weights")
     ties = Ties(names)
@@ -386,7 +388,7 @@ def matched(
             name
             for name in names
             if name not in found and name not in skipped and names[name] not in arrays
-        ],  # a tied one has two
+        ],  # a tied array has two
         left_over=[name for name in found if name not in names],
         skipped=skipped,
     )
@@ -403,9 +405,9 @@ def matched(
 def _check_array(
     name: str, own: str, array: np.ndarray, dtype: np.dtype[Any], config: Config
 ) -> None:
-    """Raises UserError where the model's floats, of this type, cannot be what the array has.
+    """Raises UserError if an array's numbers cannot be converted to the model's float type.
 
-    own: its name in Learner.state(). Buffers may be infinite, as masks of attention are.
+    own: its name in Learner.state(). Buffers may be infinite, such as attention masks.
     """
     said = f"{name} of {config.model.weights}"
     where = config.where("model.weights")
@@ -424,12 +426,12 @@ def _check_array(
             found = part.astype(dtype, copy=False)
         wrong = ~np.isfinite(found) if own.startswith("p.") else np.isnan(found)
         if wrong.any():
-            what = f"{said} has {part[wrong][0]}, which is no finite number of {dtype.name}"
+            what = f"{said} has {part[wrong][0]}, which is not a finite {dtype.name} number"
             raise UserError(what, where, "weights from before that job diverged, or another file")
 
 
 def _check_frozen(match: Match, names: Mapping[str, str], config: Config) -> None:
-    """Raises UserError where model.lora freezes a weight that the file does not have."""
+    """Raises UserError if model.lora freezes a weight that is not in the file."""
     for name in match.missing if config.model.lora else ():
         is_weight = names[name].startswith("p.") and not is_adapter(name)
         if is_weight and not any(
@@ -458,8 +460,8 @@ def _lines(path: Path, match: Match, of: int) -> list[str]:
 
 
 def _other_stats(path: Path, config: Config) -> list[str]:
-    """A line where a folder of Hugging Face's says with which mean and deviation its weights were
-    trained, and the job does not."""
+    """A line if a Hugging Face folder gives a mean and deviation for its weights that differ from
+    the job's."""
     try:
         check_regular(path / "preprocessor_config.json")
         found = json.loads((path / "preprocessor_config.json").read_text())

@@ -1,5 +1,5 @@
-"""The run folder, where rank 0 writes: a new one, or that of the run to resume; never a folder of
-something else."""
+"""The run folder that rank 0 writes to: a new one, or the resumed run's; never a folder that
+belongs to something else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hvdtrain.training.checkpoint.room import cannot_write, check_room
 from hvdtrain.training.run_lock import LOCK, RunLock
 from hvdtrain.version import __version__
 
-MARKER = ".hvdtrain"  # in every folder that make_run_folder() has made
+MARKER = ".hvdtrain"  # in every folder that make_run_folder() created
 FILES = (
     "config.yaml",
     "codebook.json",
@@ -40,10 +40,10 @@ _FIRST_EVENT = b'{"time":'  # as every event begins
 
 
 def make_run_folder(config: Config, resumed: Path | None = None) -> Path:
-    """Makes the folder, or returns the one of the resumed run.
+    """Creates the folder, or returns the resumed run's.
 
-    Raises UserError where it holds another run or is no run folder, where a name in it is a link,
-    or where it cannot be written.
+    Raises UserError if it contains another run or is not a run folder, if a name in it is a link,
+    or if it cannot be written.
     """
     where = config.where("resume" if config.run is None and resumed else "run")
     try:
@@ -68,8 +68,8 @@ def make_run_folder(config: Config, resumed: Path | None = None) -> Path:
 
 
 def open_run_folder(config: Config, lock: RunLock) -> tuple[Path, list[str]]:
-    """Makes the folder, or takes that of the run to resume, and locks it; returns lines for the
-    user, too. Raises UserError."""
+    """Creates the folder, or opens the resumed run's, and locks it. Returns it with lines for the
+    user. Raises UserError."""
     run = make_run_folder(config, former_run(config))
     try:
         return run, lock.acquire(run)
@@ -78,8 +78,8 @@ def open_run_folder(config: Config, lock: RunLock) -> tuple[Path, list[str]]:
 
 
 def check_run_folder(run: Path, needed_bytes: int) -> None:
-    """Raises UserError where the files of a run that goes on cannot be written, or a checkpoint of
-    so many bytes has no room."""
+    """Raises UserError if a resumed run's files cannot be written, or if a checkpoint of
+    `needed_bytes` does not fit."""
     files.remove_leftovers(run)
     try:
         with Folder.open(run) as folder:
@@ -97,7 +97,7 @@ def check_run_folder(run: Path, needed_bytes: int) -> None:
 
 
 def remove_if_empty(run: Path) -> None:
-    """Removes a folder that was made for a job which does not start."""
+    """Removes a folder that was created for a job that does not start."""
     with contextlib.suppress(OSError):
         with Folder.open(run) as folder:
             if folder.names() == [MARKER]:
@@ -108,8 +108,8 @@ def remove_if_empty(run: Path) -> None:
 def write_config(
     config: Config, run: Path, lock: RunLock, only: dict[str, Any] | None = None
 ) -> None:
-    """Writes config.yaml, whole or not at all, without the keys that say where the run is; only: as
-    to_record()'s.
+    """Writes config.yaml, whole or not at all, without the keys for the run's location. only: see
+    to_record().
 
     Raises OSError, and what the lock raises.
     """
@@ -118,8 +118,8 @@ def write_config(
 
 
 def _is_of_this_command(run: Path, config: Config, resumed: Path | None) -> bool:
-    """Whether the run is the one that is resumed, or was begun by this resume= and has no
-    checkpoint yet."""
+    """Whether the run is the resumed one, or was started by this resume= and has no checkpoint
+    yet."""
     return resumed is not None and (
         resumed.resolve() == run.resolve()
         or (began_from(run) == config.resume and not files.finished(run))
@@ -133,7 +133,7 @@ def _holds_a_run(run: Path) -> bool:
 
 
 def _refuse_links(folder: Folder, where: str) -> None:
-    """Raises UserError where one of the names that a job writes leads elsewhere."""
+    """Raises UserError if a name that a job writes is a link."""
     for name in (*FILES, *FOLDERS):
         with contextlib.suppress(FileNotFoundError):
             try:
@@ -145,13 +145,13 @@ def _refuse_links(folder: Folder, where: str) -> None:
 
 
 def _mark(folder: Folder, where: str) -> None:
-    """Raises UserError where the folder is neither new nor a run folder."""
+    """Marks the folder. Raises UserError if it is neither new nor a run folder."""
     if folder.status(MARKER) is not None:
         return
     foreign = [name for name in folder.names() if not _OUTPUT.fullmatch(name) and name != MARKER]
     shared = os.path.realpath(folder.path) in ("/", os.path.realpath(os.path.expanduser("~")))
     if shared or (foreign and not _has_run_without_marker(folder)):
-        what = f"{folder.path} is no run folder" + (
+        what = f"{folder.path} is not a run folder" + (
             f": {short(foreign[0], 100)} in it is not of hvdtrain" if foreign else ""
         )
         raise UserError(
@@ -160,12 +160,12 @@ def _mark(folder: Folder, where: str) -> None:
     with (
         contextlib.suppress(FileExistsError),
         folder.create(MARKER) as file,
-    ):  # another job has just made it
+    ):  # another job has just created it
         file.write(f"a run folder of hvdtrain {__version__}\n".encode())
 
 
 def _has_run_without_marker(folder: Folder) -> bool:
-    """Whether events or a checkpoint of hvdtrain are there."""
+    """Whether the folder contains events or a checkpoint of hvdtrain."""
     with contextlib.suppress(FileNotFoundError), folder.open_file("events.jsonl") as events:
         if events.read(len(_FIRST_EVENT)) == _FIRST_EVENT:
             return True
@@ -175,8 +175,7 @@ def _has_run_without_marker(folder: Folder) -> bool:
 
 
 def _new_folder(config: Config) -> Path:
-    """runs/DATA-MODEL-TIME, or with a number behind it where another job began in the same
-    second."""
+    """runs/DATA-MODEL-TIME, or with a number appended if another job began in the same second."""
     data, model = (
         class_of_object(section.name) if is_object(section.name) else section.name
         for section in (config.data, config.model)

@@ -1,5 +1,5 @@
-"""The lock of a run folder: taken by rank 0 before it reads a checkpoint, kept alive by a thread,
-looked at with every event."""
+"""The lock of a run folder: acquired by rank 0 before it reads a checkpoint, kept alive by a
+thread, checked at every event."""
 
 from __future__ import annotations
 
@@ -31,25 +31,27 @@ from hvdtrain.training.lock_holder import (
 
 LOCK = "lock.json"
 BEAT_S = 5.0  # between two signs of life
-STALE_S = 60.0  # without one, after which a process that cannot be seen from here counts as gone
+STALE_S = (
+    60.0  # without a sign of life, until a process that is not visible from here counts as gone
+)
 WAIT_S = 300.0  # for a job that writes its last checkpoint, and for signs of life
-LOOK_S = 0.2  # between two looks at the lock of another
-CLAIM_S = 3.0  # after which a process that removes a lock counts as gone
-SAY_S = 30.0  # between two lines that tell of the waiting
-JOIN_S = 2.0  # for a file system that hangs in a sign of life
+LOOK_S = 0.2  # between two checks of another job's lock
+CLAIM_S = 3.0  # until a process that is removing a lock counts as gone
+SAY_S = 30.0  # between two lines that report the wait
+JOIN_S = 2.0  # for a file system that hangs while the lock is refreshed
 
 
 class Sign(NamedTuple):
-    """What was seen of the holder of a lock up to now."""
+    """The observed state of a lock's holder."""
 
     holder: Holder
-    alive: bool | None  # None while that is not known
-    silent_s: float  # that nothing changed
+    alive: bool | None  # None while unknown
+    silent_s: float  # time without a change
 
 
 class LockWatch:
-    """Looks at a lock from time to time: whether its holder lives, by its process where that can be
-    seen, else by its signs of life.
+    """Checks periodically whether a lock's holder lives: by its process if that is visible, else by
+    its signs of life.
 
     No clocks of two hosts are compared: a sign of life is a change of the file.
     """
@@ -80,10 +82,10 @@ class LockWatch:
 
 
 class RunLock:
-    """A context manager, which gives the lock back. Only rank 0 acquires it; without that all
-    methods do nothing.
+    """The lock of a run folder, as a context manager that releases it. Only rank 0 acquires it;
+    without it all methods do nothing.
 
-    start_s: guard.start_s, for which the other ranks wait; stale_s: STALE_S.
+    start_s: guard.start_s, the time that the other ranks wait; stale_s: STALE_S.
     """
 
     def __init__(
@@ -120,28 +122,27 @@ class RunLock:
             self._thread.join(JOIN_S)
 
     def acquire(self, run: Path) -> list[str]:
-        """Takes the lock of an existing run folder; returns lines for the user. Raises OSError
-        where that cannot be written.
+        """Acquires the lock of an existing run folder; returns lines for the user. Raises OSError
+        if the folder cannot be written.
 
-        Raises UserError where a living job has it. One that writes its last checkpoint is waited
-        for, and one that cannot be seen until it shows a sign of life; one that is gone loses its
+        Raises UserError if a living job holds it. Waits for a job that writes its last checkpoint,
+        and for a sign of life of a job that is not visible from here. A job that is gone loses its
         lock.
         """
         return self._acquire(run, "")
 
     def take_over(self, run: Path, token: str) -> None:
-        """Acquires the lock after the loss of the rank that had the lock with this token: it is
-        gone, wherever it ran."""
+        """Acquires the lock after the loss of the rank that held the lock with this token."""
         self._acquire(run, token)
 
     @property
     def is_held(self) -> bool:
-        """Whether this process has the lock."""
+        """Whether this process holds the lock."""
         return self._folder is not None
 
     @property
     def token(self) -> str:
-        """By which another rank may take the lock over."""
+        """The token with which another rank may take the lock over."""
         return self._mine.token
 
     def _acquire(self, run: Path, gone: str) -> list[str]:
@@ -174,12 +175,12 @@ class RunLock:
         return notes
 
     def ending(self) -> None:
-        """The job writes its last checkpoint now: the next one may wait for it."""
+        """Records that the job writes its last checkpoint now: the next job may wait for it."""
         self._write(ending=True)
 
     def check(self) -> None:
-        """Raises UserError where this job has lost the run folder that it has locked: deleted,
-        renamed, or taken by another job."""
+        """Raises UserError if this job has lost its locked run folder: deleted, renamed, or taken
+        by another job."""
         if self._folder is None:
             return
         try:
@@ -188,13 +189,13 @@ class RunLock:
         except OSError as error:
             if error.errno in GONE or isinstance(error, WrongKind):
                 raise lost_folder(self._run, self._folder) from None
-            return  # such as no more open files: what is written next will tell
+            return  # such as no more open files: the next write will report it
         if holder is None or holder.token != self._mine.token:
             raise lost_folder(self._run, self._folder, holder)
 
     def open(self, run: Path) -> Folder:
-        """The run folder. Once it is locked, that very folder: what takes its path after the look
-        at it gets no file.
+        """Opens the run folder. If it is locked, opens the locked folder itself: another folder
+        that later takes its path gets no files.
 
         Raises what check() raises, and OSError.
         """
@@ -203,14 +204,14 @@ class RunLock:
             return self._folder.again() if self._folder else Folder.open(run)
 
     def refuse(self, error: OSError) -> None:
-        """After a write into the run folder that failed: raises UserError where the next one would
+        """Called after a failed write into the run folder: raises UserError if the next one would
         fail, too."""
         if self._folder is not None and error.errno in (*GONE, *UNWRITABLE):
             self.check()
             raise unwritable_folder(self._run, error)
 
     def release(self) -> None:
-        """Gives the lock back; a second call does nothing. From any thread."""
+        """Releases the lock; a second call does nothing. May be called from any thread."""
         self._over.set()
         with self._writing:
             folder = self._folder
@@ -221,7 +222,8 @@ class RunLock:
             remove_lock(folder, self._mine.token)
 
     def _create(self, folder: Folder) -> bool:
-        """Raises OSError where the folder cannot be written or has no room."""
+        """Creates the lock file. Raises OSError if the folder cannot be written or the disk is
+        full."""
         try:
             file = folder.create(LOCK)
         except FileExistsError:
@@ -237,7 +239,8 @@ class RunLock:
         return True
 
     def _stay_alive(self) -> None:
-        """A thread of its own: on a file system that hangs, the watchdog has to go on."""
+        """Refreshes the lock in its own thread: if a file system hangs, the watchdog must keep
+        running."""
         written_s = time.monotonic()
         while not self._over.wait(1.0):
             ending = bool(self._signals.received) and not self._mine.ending
@@ -246,8 +249,8 @@ class RunLock:
                 written_s = time.monotonic()
 
     def _write(self, *, ending: bool) -> None:
-        """The file as it is now, where it is still mine; a file system that does not take it is
-        found with the next event."""
+        """Rewrites the lock file if it is still this process's; a file system that fails is
+        detected at the next event."""
         with self._writing:
             if self._folder is None:
                 return
@@ -257,14 +260,14 @@ class RunLock:
             with contextlib.suppress(OSError), self._folder.update(LOCK) as file:
                 if (
                     from_bytes(file.read(LENGTH)).token == self._mine.token
-                ):  # of this very file: another job's is another file
+                ):  # of this very file: another job has a different file
                     file.seek(0)
                     file.write(to_bytes(self._mine))
 
 
 class LockWait:
-    """A job that finds the lock of another: whether it waits on, takes the lock over, or is
-    refused."""
+    """Decides for a job that finds another's lock whether it keeps waiting, takes the lock over, or
+    is rejected."""
 
     def __init__(self, run: Path, wait_s: float, stale_s: float) -> None:
         self._run = run
@@ -275,8 +278,8 @@ class LockWait:
         self._said_s = -SAY_S
 
     def is_gone(self, holder: Holder) -> bool:
-        """Whether the holder has left its lock behind; waits a moment where it may give it back.
-        Raises UserError where it will not."""
+        """Whether the holder is gone; waits a moment if it may release the lock. Raises UserError
+        if it will not."""
         sign = self._watch.look(holder)
         waited_s = time.monotonic() - self._began_s
         if sign.alive is False:
@@ -300,8 +303,8 @@ class LockWait:
 
 
 def find_holder(run: Path, look_s: float) -> Sign | None:
-    """Who has a run folder; None for nobody. It takes look_s where the process cannot be seen from
-    here and gives no sign of life.
+    """The holder of a run folder; None if there is none. Takes look_s if the process is not visible
+    from here and gives no sign of life.
 
     Raises OSError.
     """
@@ -328,7 +331,7 @@ def in_use(run: Path, sign: Sign) -> UserError:
 
 
 def read_holder(folder: Folder) -> Holder | None:
-    """None where there is no lock. Raises OSError."""
+    """Reads the lock's holder; None if there is no lock. Raises OSError."""
     try:
         with folder.open_file(LOCK) as file:
             return from_bytes(file.read(LENGTH))
@@ -337,11 +340,11 @@ def read_holder(folder: Folder) -> Holder | None:
 
 
 def remove_lock(folder: Folder, token: str) -> bool:
-    """Removes the lock with this token, and no other; False where it is not there, or another
-    process removes it just now.
+    """Removes the lock with this token, and no other; False if it does not exist, or if another
+    process is removing it.
 
-    Two processes that find one lock stale could remove it, and then the new one of each other: only
-    the one that makes a file with this token's name may remove the lock. Raises OSError.
+    Two processes that find a stale lock could each remove the other's new lock: only the one that
+    creates a file with this token's name may remove the lock. Raises OSError.
     """
     claim = f".lock-{token}"
     try:
@@ -361,8 +364,8 @@ def remove_lock(folder: Folder, token: str) -> bool:
 
 
 def _wait_for_claim(folder: Folder, claim: str) -> None:
-    """A claim lasts a millisecond, unless its process dies in that: then it, not one that came
-    later, is removed after CLAIM_S."""
+    """Waits for a claim, which lasts a millisecond unless its process dies. Then this claim, but no
+    later one, is removed after CLAIM_S."""
     seen = None
     began_s = 0.0
     while (status := folder.status(claim)) is not None:

@@ -1,5 +1,5 @@
-"""One rank from its command line to its work: reads the configuration, connects the ranks, and ends
-them all on an error."""
+"""Runs one rank from its command line: reads the configuration, connects the ranks, and ends them
+all on an error."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ ReadFormerRun = Callable[[Sequence[Assignment]], list[Assignment]]
 
 
 class ConnectedRank(NamedTuple):
-    """A rank that is connected with the others and knows the configuration, before it reads
-    data."""
+    """A connected rank with its configuration, before it reads data."""
 
     config: Config
     communicator: Communicator
@@ -52,7 +51,7 @@ class ConnectedRank(NamedTuple):
     signals: Signals
     heartbeat: Heartbeat
     warnings: RankWarnings
-    lock: RunLock  # not taken
+    lock: RunLock  # not acquired
     watchdog: Watchdog
 
 
@@ -107,7 +106,7 @@ def on_connected_ranks(
     given: Mapping[str, Given] = _NOTHING,
     what: str = "job",
 ) -> T:
-    """Does the work on this rank; returns its result. Every rank calls it. Raises, and ends all
+    """Runs the work on this rank and returns its result. Every rank calls it. Raises, and ends all
     ranks, as connected_rank()."""
     with connected_rank(
         config_file,
@@ -130,12 +129,13 @@ def connected_rank(
     given: Mapping[str, Given] = _NOTHING,
     what: str = "job",
 ) -> Iterator[ConnectedRank]:
-    """This rank, which the launcher's variables tell from the others, connected with them. Every
-    rank enters it, and leaves it together.
+    """Connects this rank with the others, by the launcher's variables. Every rank enters the
+    context, and all leave it together.
 
-    what: the work inside is called so where an error ends it. An error ends every rank after it was
-    reported, and RankFailed is raised here. Raised as they are: a UserError of the configuration
-    alone, before ranks connect; and with from_script any error where this process is the whole job.
+    what: a name for the work, for error messages. An error is reported and ends every rank;
+    RankFailed is raised here. Two kinds of errors are raised unchanged: a UserError of the
+    configuration before ranks connect, and with from_script any error if this process is the whole
+    job.
     """
     report_crashes()
     place = placement(os.environ)
@@ -179,7 +179,9 @@ def connected_rank(
             communicator.close()
         except BaseException as error:  # SystemExit too
             lock.release()
-            if from_script and is_only_process(None):  # not of a job whose other ranks are lost
+            if from_script and is_only_process(
+                None
+            ):  # but not in a job whose other ranks were lost
                 raise
             raise RankFailed(
                 end_every_rank(error, communicator, what, place_and_pass(heartbeat))
@@ -193,10 +195,10 @@ def _before_connecting(
     read_former_run: ReadFormerRun,
     given: Mapping[str, Given],
 ) -> Config:
-    """The configuration that this rank knows by itself; rank 0 has read the run to resume.
+    """The configuration that this rank knows by itself; rank 0 also reads the run to resume.
 
-    What is wrong with that run is raised once the ranks are connected: mpirun may hang where one
-    rank ends while others connect.
+    Errors about that run are raised once the ranks are connected: mpirun may hang if one rank ends
+    while others connect.
     """
     if place.rank == 0:
         try:
@@ -216,8 +218,8 @@ def _with_former_run(
     read_former_run: ReadFormerRun,
     given: Mapping[str, Given],
 ) -> Config:
-    """The configuration with what the run to resume has; rank 0 reads that, since hosts need not
-    share a file system."""
+    """The configuration with the values of the run to resume; rank 0 reads them, since hosts need
+    not share a file system."""
     former = on_rank_0(communicator, lambda: read_former_run(assignments(config_file, arguments)))
     return _configure(config_file, arguments, former, given)
 
@@ -228,8 +230,8 @@ def _configure(
     former: Sequence[Assignment],
     given: Mapping[str, Given],
 ) -> Config:
-    """With the keys of a former run. Raises UserError, also where no file has the name of a
-    plugin."""
+    """Parses the configuration, with the keys of a former run. Raises UserError, also if a plugin's
+    file does not exist."""
     config = with_given(configure(config_file, arguments, former), given)
     check_names(config)
     return config

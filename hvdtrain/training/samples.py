@@ -1,5 +1,5 @@
-"""What a model draws or says of a few samples, by all ranks together, as files for the report:
-sequences of tokens, masks."""
+"""Samples that a model generates, or masks that it predicts, computed by all ranks together and
+written as files for the report."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def draw_on_all_ranks(
     at_once: int,
     before_each: Callable[[], None],
 ) -> np.ndarray:
-    """int64 (n, length): the prompts, int64 (n, m), continued as Sampler.continue_sequences() says.
+    """Continues prompts, int64 (n, m), to int64 (n, length), as Sampler.continue_sequences() does.
     A collective.
 
     at_once: sequences that a rank continues together. before_each() is called before each position,
@@ -71,7 +71,7 @@ def draw_on_all_ranks(
 
 
 FOLDER = "samples"  # of a run folder
-SHOWN_MASKS = 4  # samples, where log.samples does not say how many
+SHOWN_MASKS = 4  # samples, if log.samples is not set
 COLUMNS = 16  # images side by side
 STOP_CHECK_TOKENS = 64  # between two checks whether to stop: each costs one small allreduce
 
@@ -80,16 +80,16 @@ _PNG = b"\x89PNG"
 
 
 class _Stopped(Exception):
-    """The job stops while it draws; raised on every rank at the same position."""
+    """The job stops while sampling; raised on every rank at the same position."""
 
 
 @dataclass
 class SampleSeries:
-    """What the model makes of log.samples samples at an evaluation: drawn sequences, or masks; of
-    masks a few at the end by default.
+    """Writes log.samples samples of the model at each evaluation: generated sequences, or masks. By
+    default a few masks at the end.
 
-    A sequence has random numbers of the seed alone, apart from all that training uses, and begins
-    with the first token of the validation set: for images the start token.
+    The random numbers of a sequence depend only on the seed and are independent of training. It
+    begins with the first token of the validation set: for images, the start token.
     """
 
     config: Config
@@ -104,13 +104,13 @@ class SampleSeries:
     open_run: OpenFolder
 
     def draw(self, now: TrainState) -> None:
-        """Draws from the weights as they are, and writes a file on rank 0. A collective. Raises
-        UserError where the model cannot draw."""
+        """Samples from the current weights, and writes a file on rank 0. A collective. Raises
+        UserError if the model cannot generate samples."""
         if self.config.log.samples:
             self._draw(self.config.log.samples, now)
 
     def draw_at_end(self, now: TrainState) -> None:
-        """What is shown without log.samples, as draw() does."""
+        """Writes the default samples if log.samples is not set, as draw() does."""
         if (
             self.config.log.samples is None
             and self.task.mask_label is not None
@@ -141,7 +141,7 @@ class SampleSeries:
             )
 
     def _sequences(self, samples: int, now: TrainState) -> bytes | None:
-        """A picture or a text; None where the job stops meanwhile."""
+        """The file's content, a picture or a text; None if the job stops meanwhile."""
         tokens = self.task.drawn
         if not isinstance(self.learner, Sampler) or tokens is None:
             what = (
@@ -176,7 +176,7 @@ class SampleSeries:
         return png(grid(images, COLUMNS))
 
     def _masks(self, label: str, samples: int, now: TrainState) -> bytes:
-        """A picture of samples from the first of the validation set to the last.
+        """A picture of samples spread over the validation set.
 
         label: the field of masks.
         """
@@ -195,8 +195,8 @@ class SampleSeries:
         )
 
     def _keep_up(self, now: TrainState) -> Callable[[], None]:
-        """A sign of life at each position, on ranks without sequences too; now and then all ranks
-        agree whether to stop."""
+        """A function for each position, also called on ranks without sequences: it signals
+        progress, and at intervals all ranks agree whether to stop."""
         positions = itertools.count(1)
 
         def before_each() -> None:
@@ -218,7 +218,7 @@ class SampleSeries:
         )
 
     def _write(self, name: str, content: bytes) -> None:
-        """A file that cannot be written is told of, and the job goes on."""
+        """Writes a file. If that fails, a warning is printed and the job continues."""
         assert self.run is not None
         try:
             with self.open_run(self.run) as run, run.make_folder(FOLDER) as folder:

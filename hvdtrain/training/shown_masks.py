@@ -1,4 +1,4 @@
-"""Images, their masks, and what a model says about their pixels, as one picture; the colours of
+"""Draws images, their masks and a model's predictions as one picture, and chooses the colours of
 classes."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _PAPER = (255, 255, 255)
 
 
 def palette() -> np.ndarray:
-    """uint8 (256, 3), red, green and blue of classes: the bits of a number are dealt to the three,
-    as in the PASCAL VOC set."""
+    """uint8 (256, 3), the colours of classes: the bits of a class number are spread over red, green
+    and blue, as in PASCAL VOC."""
     colours = np.zeros((256, 3), np.uint8)
     for bit in range(8):
         for channel in range(3):
@@ -84,8 +84,8 @@ def _known(masks: Masks) -> np.ndarray:
 
 
 def _as_rgb(images: np.ndarray) -> np.ndarray:
-    """uint8 (n, H, W, 3): of one channel or three as they are, of others the first; floats from the
-    least to the largest of a channel."""
+    """uint8 (n, H, W, 3). Uses all of one or three channels, else the first; floats are scaled to
+    each channel's range."""
     if images.dtype != np.uint8:
         images = images[:, :3] if images.shape[1] == 3 else images[:, :1]
         finite = np.where(np.isfinite(images), images, 0.0).astype(np.float64)

@@ -1,5 +1,4 @@
-"""The state that all ranks begin with: a new one, or that of the newest checkpoint; and the run
-folder."""
+"""The initial state of all ranks, new or from the newest checkpoint, and the run folder."""
 
 from __future__ import annotations
 
@@ -41,30 +40,30 @@ from hvdtrain.training.run_lock import RunLock
 
 
 class Start(NamedTuple):
-    """What a job begins with, the same on all ranks."""
+    """The initial state of a job, the same on all ranks."""
 
     run: Path  # as rank 0 knows it
     train_state: TrainState
     resumed_from: str | None  # another run folder, whose state this is
     notes: list[str]  # lines for the user
-    changes: list[Change]  # in the configuration of the run that goes on
-    # as config.yaml; if not, the first checkpoint that is trained with it will change that
+    changes: list[Change]  # in the configuration of the resumed run
+    # as config.yaml; if not, the first checkpoint trained with it will change that
     config_is_written: bool
-    is_over: bool  # nothing will be trained: the run folder stays as it is
+    is_over: bool  # nothing to do: the run folder stays as it is
     digest: str  # of the state that all ranks have
     weights: int  # numbers that are trained
-    checkpoint_limit_bytes: int  # that a file of a checkpoint of this job can have
+    checkpoint_limit_bytes: int  # the largest possible checkpoint file of this job
 
 
 class Found(NamedTuple):
-    """What rank 0 has found."""
+    """What rank 0 found in the run folder."""
 
     run: Path
     point: ResumePoint
     notes: list[str]
-    goes_on: bool  # with the run that is in this folder
+    goes_on: bool  # resumes the run in this folder
     is_over: bool
-    has_state: bool  # a checkpoint's, in the place of the model's first weights
+    has_state: bool  # from a checkpoint, instead of the model's initial weights
 
 
 def start_or_resume(
@@ -75,14 +74,14 @@ def start_or_resume(
     lock: RunLock,
     heartbeat: Heartbeat,
 ) -> Start:
-    """Makes and locks the run folder, and gives all ranks the same state. Every rank calls it.
+    """Creates and locks the run folder, and gives all ranks the same state. Every rank calls it.
 
-    Raises UserError on all ranks where no checkpoint is good or fits, or the run folder cannot be
-    written, has no room or is in use.
+    Raises UserError on all ranks if no checkpoint is good or fits, or if the run folder cannot be
+    written, is full or is in use.
     """
     pieces = list(learner.pieces())
     array_bytes = sum(piece.nbytes + HEADER_BYTES for piece in pieces)
-    limit_bytes = 2**20 + 8 * array_bytes  # a user's optimizer may not have made its state yet
+    limit_bytes = 2**20 + 8 * array_bytes  # a user's optimizer may not have created its state yet
     weights = sum(math.prod(piece.shape) for piece in pieces if piece.name.startswith("p."))
     restored: Arrays | None = None
 
@@ -129,7 +128,7 @@ def start_or_resume(
         digest, notes = loaded.digest, [*notes, *loaded.lines]
     if (
         not goes_on
-    ):  # not before: where the state does not fit the model, the run folder stays as it was
+    ):  # not earlier: if the state does not fit the model, the run folder stays unchanged
         on_rank_0(communicator, lambda: _write_first_files(config, datasets, run, lock))
     return Start(
         run=run,
@@ -146,7 +145,7 @@ def start_or_resume(
 
 
 def begin(config: Config, datasets: Datasets) -> TrainState:
-    """With the sums and the objective of the task."""
+    """The initial TrainState, with the sums and the objective of the task."""
     samples = len(datasets.train)
     metric = objective(datasets.task)
     progress = Progress(samples, total_samples(config, samples))
@@ -162,8 +161,8 @@ def begin(config: Config, datasets: Datasets) -> TrainState:
 
 
 def begin_with_samples(config: Config, datasets: Datasets, learner: Learner) -> None:
-    """Gives the model samples of the training set, drawn by the seed; all of a smaller one. Raises
-    UserError for a damaged sample."""
+    """Initializes the model with samples of the training set, drawn by the seed; all samples of a
+    small set. Raises UserError for a damaged sample."""
     train = datasets.train
     batch = train.read(
         evaluated_samples(len(train), min(learner.first_samples, len(train)), config.seed)

@@ -1,5 +1,5 @@
-"""A sync point and the end of a loop, of the trainer's and of a script's own: what ranks make
-equal, do alike, and close."""
+"""Sync points and the end of a loop, for the trainer and for custom loops: what ranks synchronize,
+decide together, and close."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from hvdtrain.training.progress.train_state import TrainState
 
 
 class Synchronizes(HasState, Protocol):
-    """What a sync point needs of a learner."""
+    """The part of a learner that a sync point uses."""
 
     def sync_buffers(self, communicator: Communicator) -> None:
-        """Makes buffers equal: sync_buffers() of Learner."""
+        """Makes buffers equal, see Learner.sync_buffers()."""
 
 
 class Loop(Protocol):
-    """What a sync point needs of a loop on this rank: the trainer's is a Job, a script's own is
-    hvdtrain/context/."""
+    """The part of a loop on this rank that a sync point uses. The trainer's loop is a Job; custom
+    loops are in hvdtrain/context/."""
 
     @property
     def config(self) -> Config: ...
@@ -50,8 +50,8 @@ class Loop(Protocol):
 
 
 def make_equal(loop: Loop, p: Progress) -> None:
-    """Running statistics, and weights after local steps, on all ranks. The sums and health.flags()
-    are added up over ranks next."""
+    """Makes running statistics, and weights after local steps, equal on all ranks. Sums and
+    health.flags() are then summed over ranks."""
     loop.heartbeat.beat("synchronizing", p.epoch, p.step)
     loop.learner.sync_buffers(loop.communicator)
 
@@ -59,8 +59,8 @@ def make_equal(loop: Loop, p: Progress) -> None:
 def act(
     loop: Loop, before: TrainState, now: TrainState, last: Hyper, sums: Sums, *, before_save: bool
 ) -> TrainState:
-    """Acts on flags and on numbers that are not finite, and compares the ranks; the state after
-    that. `sums` are of all ranks.
+    """Acts on flags and on numbers that are not finite, compares the ranks, and returns the state.
+    sums: of all ranks.
 
     before: the state at the last sync point; last: of the last step. Raises Diverged as
     HealthMonitor does.
@@ -70,7 +70,7 @@ def act(
         now = loop.health.handle_nonfinite(now, bad_steps)
         loop.log.emit("nonfinite", now.progress.step, **nonfinite_fields(loop.config, now))
         if loop.config.guard.nonfinite == "rollback":
-            return now  # the weights are those of a checkpoint, on all ranks
+            return now  # all ranks now have a checkpoint's weights
     if before_save:
         loop.checkpoints.expect()
     loop.health.compare_ranks(loop.learner, before, now, last, before_save=before_save)
@@ -82,10 +82,10 @@ HASTY_S = 3.0
 
 
 def write_last_checkpoint(loop: Loop, now: TrainState, reason: str, *, is_over: bool) -> str:
-    """Waits until it is on the disk; why it is not, where the loop can be resumed without it, else
-    empty. Every rank calls it.
+    """Writes the last checkpoint and waits for it. If that fails and the loop can be resumed
+    without it, returns the reason, else "". Every rank calls it.
 
-    Raises UserError or Diverged where it cannot be written and the loop is over, or has no older
+    Raises UserError or Diverged if it cannot be written and the loop is complete or has no older
     checkpoint.
     """
     loop.heartbeat.limit = "start_s"
@@ -111,8 +111,8 @@ def write_last_checkpoint(loop: Loop, now: TrainState, reason: str, *, is_over: 
 
 
 def _warn_of_too_little_time(loop: Loop, now: TrainState) -> None:
-    """On rank 0, where the job must be over before its last checkpoint can be on the disk, by what
-    the longest one so far has taken."""
+    """Warns on rank 0 if the job must end before its last checkpoint can be on disk, judged by the
+    slowest one so far."""
     deadline = loop.health.deadline
     saver = loop.checkpoints.saver
     if deadline is None or saver is None or saver.newest == (now.progress.step, now.evaluated):
@@ -132,8 +132,8 @@ def _warn_of_too_little_time(loop: Loop, now: TrainState) -> None:
 
 
 def fail(loop: Loop, step: int, error: BaseException) -> None:
-    """The event "failed". Diverged, which every rank raises, waits on all: no rank ends the job
-    while rank 0 writes a checkpoint."""
+    """Emits the event "failed". For Diverged, which every rank raises, all ranks wait: no rank ends
+    the job while rank 0 writes a checkpoint."""
     try:
         if isinstance(error, Diverged):
             loop.heartbeat.limit = "start_s"
@@ -144,8 +144,8 @@ def fail(loop: Loop, step: int, error: BaseException) -> None:
 
 
 def close_all(loop: Loop, prefetcher: Prefetcher | None, *, failed: bool) -> None:
-    """What reads and writes: waits for a checkpoint under way, and for events, of a loop that
-    failed or has to stop not for long."""
+    """Closes readers and writers: waits for a pending checkpoint and for events, but not long if
+    the loop failed or has to stop."""
     if prefetcher is not None:
         prefetcher.close(wait=not failed)
     loop.checkpoints.close()

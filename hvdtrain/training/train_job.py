@@ -1,5 +1,5 @@
-"""One job from its data sets to its last line: every rank starts from the same state, trains, and
-ends in the same way."""
+"""Runs one job from its data sets to its last line: every rank starts from the same state, trains,
+and ends in the same way."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ def train_job(
     warnings: RankWarnings | None = None,
     watchdog: Watchdog | None = None,
 ) -> JobResult:
-    """Every rank calls it; rank 0 locks and writes the run folder and the log. engine_reason: why
-    the communicator is this one.
+    """Runs the job. Every rank calls it; rank 0 locks and writes the run folder and the log.
+    engine_reason: why this engine was chosen.
 
-    Raises UserError, on all ranks or on the one whose fault it is, and Diverged on all ranks.
+    Raises UserError, on all ranks or on the rank that failed, and Diverged on all ranks.
     """
     heartbeat.beat("comparing the ranks", 0, 0)
     ranks = ready_for_losses(config, communicator)
@@ -177,7 +177,7 @@ def train_job(
 
 
 def check_smallest_pass(config: Config, growth: Growth, learner: Learner, ranks: int) -> None:
-    """Raises UserError, on every rank, where some rank has one sample in a pass, and the model a
+    """Raises UserError on every rank if some rank has one sample in a pass and the model has a
     batch norm that needs two."""
     readers = config.readers(ranks)
     batch = next(
@@ -193,7 +193,7 @@ def check_smallest_pass(config: Config, growth: Growth, learner: Learner, ranks:
     micro = f" in passes of batch.micro={config.batch.micro}" if config.batch.micro else ""
     on = f"{readers} rank{'s' if readers > 1 else ''}{micro}"
     what = (
-        f"a batch of {batch} on {on} has a pass of one sample, of which a batch norm takes no "
+        f"a batch of {batch} on {on} has a pass of one sample, for which a batch norm has no "
         "variance"
     )
     fix = (
@@ -215,7 +215,7 @@ def check_smallest_pass(config: Config, growth: Growth, learner: Learner, ranks:
 
 
 def train_to_the_end(job: Job, start: Start, now: TrainState, lock: RunLock) -> JobResult:
-    """From `now` to the last checkpoint. Every rank calls it."""
+    """Trains from `now` to the last checkpoint. Every rank calls it."""
     if now == start.train_state:
         if job.config.guard.nonfinite == "rollback":
             job.checkpoints.save(now)  # so that there is always one to roll back to
@@ -229,10 +229,10 @@ def train_to_the_end(job: Job, start: Start, now: TrainState, lock: RunLock) -> 
 
 
 def open_log(config: Config, communicator: Communicator, start: Start, lock: RunLock) -> Log:
-    """events.jsonl, the terminal and the trackers on rank 0, of a job that is over the terminal
-    alone; nothing on the other ranks.
+    """Opens events.jsonl, the terminal and the trackers on rank 0; only the terminal for a complete
+    job, and nothing on other ranks.
 
-    Every rank calls it. Raises UserError on all ranks where a tracker's package is missing.
+    Every rank calls it. Raises UserError on all ranks if a tracker's package is missing.
     """
 
     return open_run_log(config, communicator, None if start.is_over else start.run, lock)
@@ -241,7 +241,7 @@ def open_log(config: Config, communicator: Communicator, start: Start, lock: Run
 def open_run_log(
     config: Config, communicator: Communicator, run: Path | None, lock: RunLock
 ) -> Log:
-    """The log of a run, also of one that goes on; without one (None) the terminal alone. Every rank
+    """Opens the log of a new or resumed run; without a run (None), only the terminal. Every rank
     calls it. Raises as open_log()."""
 
     def sinks() -> list[Sink]:
@@ -255,7 +255,7 @@ def open_run_log(
 
 
 def open_sinks(config: Config, run: Path, lock: RunLock) -> list[Sink]:
-    """events.jsonl first, then the terminal and the trackers. Raises UserError where a tracker's
+    """events.jsonl first, then the terminal and the trackers. Raises UserError if a tracker's
     package is missing."""
     where = config.where("log.trackers")
     trackers = {
@@ -274,7 +274,7 @@ def open_sinks(config: Config, run: Path, lock: RunLock) -> list[Sink]:
 
 @contextlib.contextmanager
 def closing(running: RunningJob) -> Iterator[None]:
-    """Closes what the job has open. An error inside becomes the event "failed"."""
+    """Closes the job's resources. An error inside becomes the event "failed"."""
     failed = False
     try:
         yield
@@ -299,8 +299,8 @@ def load_best(job: Job, now: TrainState) -> None:
 
 
 def finish(job: Job, start: Start, now: TrainState, reason: str) -> JobResult:
-    """Writes the last checkpoint and the event "end", or "stop" where the job had to stop before
-    its end. Every rank calls it.
+    """Writes the last checkpoint and the event "end", or "stop" if the job had to stop early. Every
+    rank calls it.
 
     Raises as write_last_checkpoint().
     """

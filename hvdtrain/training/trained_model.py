@@ -1,5 +1,5 @@
-"""A run's model as it is asked: its weights and its task, also where only the inputs of samples are
-known, and data in their form."""
+"""Loads a run's model for evaluation and prediction, and converts data to its fields, with or
+without targets."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def load_trained_model(
     """Builds the model of the configuration, and loads the weights that read(mapped, on_piece)
     returns on rank 0. Every rank calls it.
 
-    restore: the task, of the Task.facts() of the checkpoint. go_on: called on every rank while rank
-    0 reads or sends, so that its time counts for no limit.
+    restore: creates the task from the checkpoint's Task.facts(). go_on: called on every rank while
+    rank 0 reads or sends, so that the time does not count towards limits.
 
-    With shard.stage=3 on several ranks each of them keeps its parts of the weights, which rank 0
-    sends one by one from where they lie on the disk (mapped): no rank has them all. Raises
-    UserError on all ranks where read() does, or the weights do not fit the model.
+    With shard.stage=3 on several ranks each keeps its shard of the weights. Rank 0 sends arrays one
+    by one from disk (mapped), so no rank holds all of them. Raises UserError on all ranks if read()
+    does, or if the weights do not fit the model.
     """
     in_parts = config.shard.stage == 3 and communicator.size > 1
     if in_parts and config.optim.ema is not None:
@@ -124,12 +124,11 @@ def task_of(
     checkpoint: Checkpoint,
     restore: Callable[[Config, dict[str, Any]], Task] = restore_task,
 ) -> Task:
-    """What the checkpoint's model was trained for. Raises Damaged where that is missing or
-    impossible."""
+    """The task of the checkpoint's model. Raises Damaged if it is missing or invalid."""
     try:
         return restore(config, checkpoint.identity["data"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        what = f"the checkpoint does not say what it was trained for: {error}"
+        what = f"the checkpoint does not record what it was trained for: {error}"
         raise Damaged(
             what,
             str(checkpoint.folder),
@@ -138,8 +137,8 @@ def task_of(
 
 
 def check_tokenizer(checkpoint: Checkpoint, digest: str | None, where: str) -> None:
-    """Raises UserError where texts are tokenized otherwise than those that the model was trained
-    on: its numbers would mean other words. digest: of the tokenizer; None of bytes."""
+    """Raises UserError if the tokenizer differs from the one the model was trained with: tokens
+    would mean other words. digest: of the tokenizer; None for bytes."""
     trained = checkpoint.identity["data"].get("tokenizer")
     if trained is not None and trained != digest:
         what = "the tokenizer has other tokens than the one that the model was trained with"
@@ -148,9 +147,9 @@ def check_tokenizer(checkpoint: Checkpoint, digest: str | None, where: str) -> N
 
 @dataclass(frozen=True, eq=False)
 class AskedSource(AroundSource):
-    """Samples of another source with the fields of a task, in its number types.
+    """Samples of another source with a task's fields and number types.
 
-    Raises UserError where a field is missing or of another shape, and for a label outside of the
+    Raises UserError if a field is missing or has another shape, and for a label outside of the
     classes.
     """
 
@@ -195,13 +194,13 @@ def asked_source(
     workers: int | None = None,
     with_targets: bool = True,
 ) -> AskedSource:
-    """What train_data of hvdtrain.train() may be, with these fields; of x or tokens alone also the
-    array.
+    """Converts data, of any kind that train_data= supports, to a source with these fields. For only
+    x or tokens it may be the array.
 
-    with_targets: as an evaluation needs them; without, windows may lack their last token, which is
+    with_targets: needed for an evaluation; without, windows may lack their last token, which is
     predicted and not read.
 
-    Raises UserError where that is nothing that as_source() knows, or does not fit the fields.
+    Raises UserError if as_source() does not support the data, or if they do not fit the fields.
     """
     only = next(iter(fields)) if len(fields) == 1 or is_packed(fields) else None
     if only is not None and is_array(given):
@@ -230,8 +229,8 @@ def asked_source(
 
 
 def _refuse_masks(given: Any, padding: Mapping[str, Padding], where: str) -> None:
-    """Raises UserError where data have the mask of a field, which is made of the lengths of its
-    samples."""
+    """Raises UserError if the data contain a field's mask, which is computed from the lengths of
+    its samples."""
     for name, pad in padding.items():
         if isinstance(given, Mapping) and pad.mask in given:
             raise UserError(
@@ -242,7 +241,7 @@ def _refuse_masks(given: Any, padding: Mapping[str, Padding], where: str) -> Non
 
 
 def _whole_windows(tokens: Any, length: int) -> np.ndarray:
-    """Windows that may lack their last token, which is predicted and not read."""
+    """Creates windows that may lack their last token, which is predicted and not read."""
     array = np.asarray(tokens)
     return (
         np.pad(array, ((0, 0), (0, 1)))
@@ -264,8 +263,8 @@ def _fits(found: Field, field: Field) -> bool:
 
 
 def _in_form(array: np.ndarray, field: Field, found: Field) -> np.ndarray:
-    """Rows as a field has them; padded ones to the longest sample of the data, so that outputs of
-    all passes have one shape."""
+    """Converts rows to a field's form. Padded rows get the length of the data's longest sample, so
+    that outputs of all passes have one shape."""
     if field.padding is not None:
         rows = [(0, 0)] * array.ndim
         rows[1] = (0, found.shape[0] - array.shape[1])

@@ -332,7 +332,7 @@ def test_what_a_checkpoint_was_trained_for_is_checked(key: str, value: Any) -> N
         {"data": None},
         {},
     ):
-        with pytest.raises(Damaged, match="the checkpoint does not say what it was trained for"):
+        with pytest.raises(Damaged, match="the checkpoint does not record what it was trained for"):
             task_of(Config(), Checkpoint(Path("x"), state, identity, {}))
 
 

@@ -82,7 +82,7 @@ def test_a_reader_that_goes_away_ends_only_the_printing(
         command, env=env, stdout=writer, stderr=subprocess.PIPE, text=True, check=False
     )
     os.close(writer)
-    told = "hvdtrain: the standard output: its reader is gone; training goes on without it\n"
+    told = "hvdtrain: the standard output: its reader is gone; training continues without it\n"
     assert (done.returncode, done.stderr) == (0, "" if arguments == ["--help"] else told)
     if arguments != ["--help"]:
         assert '"kind": "end"' in (run / "events.jsonl").read_text()

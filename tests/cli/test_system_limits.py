@@ -22,7 +22,7 @@ def test_too_few_addresses(tmp_path: Path) -> None:
         result = python(["-c", code, *job, f"run={tmp_path / 'run'}"], is_warm=False)
         assert result.returncode in (2, 83) and "Traceback" not in result.stderr, result
         message = (
-            "this process may have no more addresses of memory\n  where: ulimit -v "
+            "this process has no more address space\n  where: ulimit -v "
             f"{size // 1024} kB\n  fix: ulimit -v unlimited: "
         )
         assert result.stderr.startswith(f"hvdtrain: {message}"), result

@@ -406,7 +406,7 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (_train("data.bucket_by=length"), "data.bucket_by=length .* needs data.pad"),
     (
         _train(PAD_TOKENS, "task.name=language", "data.bucket_by=y", "model.name=gpt"),
-        "data.bucket_by=y is no field whose samples",
+        "data.bucket_by=y is not a variable-length field",
     ),
     (
         _train(PAD_TOKENS, "recipe.warmup=200 tokens", "task.name=language", "model.name=gpt"),

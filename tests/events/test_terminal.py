@@ -231,7 +231,7 @@ def test_a_reader_that_goes_away_is_reported_once_and_training_goes_on(
     assert first.startswith(b"ranks   1\n")
     assert (
         capsys.readouterr().err
-        == "hvdtrain: the standard output: its reader is gone; training goes on without it\n"
+        == "hvdtrain: the standard output: its reader is gone; training continues without it\n"
     )
 
 

@@ -679,7 +679,7 @@ def test_background_sink_drops_a_tracker_that_raises_and_reports_it_once(
     for number in (3, 4):
         background(step(number, 1.0))
     assert background.close(HANG_S)
-    line = f"log.trackers frail: {message}; training goes on without it"
+    line = f"log.trackers frail: {message}; training continues without it"
     assert warnings == [(threading.main_thread().name, line)]  # on the thread of the caller
     assert tracker.steps == [1, 2]
     # events that no tracker takes are not kept
@@ -696,7 +696,7 @@ def test_background_sink_reports_a_tracker_that_cannot_be_closed() -> None:
     background(step(1, 1.0))
     assert background.close()
     assert warnings == [
-        "log.trackers broken: ImportError: a broken package; training goes on without it"
+        "log.trackers broken: ImportError: a broken package; training continues without it"
     ]
 
 

@@ -187,8 +187,8 @@ def test_part_of_the_validation_set(capsys: pytest.CaptureFixture[str]) -> None:
     assert events("r", "start")[0]["val_samples"] == 61
     assert main([*FAST, "epochs=1", "run=r", "evaluate.samples=30"]) == 2
     assert (
-        "r is over (epochs=1), and nothing would be trained with the change: evaluate.samples is "
-        "20 there, 30 here" in capsys.readouterr().err
+        "r is complete (epochs=1), so nothing would be trained with the change: "
+        "evaluate.samples is 20 there, 30 here" in capsys.readouterr().err
     )
     assert main([*FAST, "epochs=1", "run=big", "evaluate.samples=62"]) == 2
     assert "evaluate.samples=62 is more than the 61 validation samples" in capsys.readouterr().err
@@ -234,11 +234,10 @@ def test_a_job_that_its_time_ends_is_done(capsys: pytest.CaptureFixture[str]) ->
     before = Path("r/events.jsonl").read_bytes()
     assert main([*words, "stop.time=0.2s"]) == 0
     assert (
-        "nothing was trained" in capsys.readouterr().out
-        and Path("r/events.jsonl").read_bytes() == before
+        "nothing to do" in capsys.readouterr().out and Path("r/events.jsonl").read_bytes() == before
     )
     assert main([*words, "stop.time=0.2s", f"stop.steps={end['step'] + 7}"]) == 2
-    assert "r is over (stop.time=0.2s)" in capsys.readouterr().err
+    assert "r is complete (stop.time=0.2s)" in capsys.readouterr().err
     assert main([*words, "stop.time=2h", f"stop.steps={end['step'] + 7}"]) == 0
     assert events("r", "end")[-1]["reason"] == f"stop.steps={end['step'] + 7}"
 

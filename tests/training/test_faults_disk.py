@@ -258,7 +258,7 @@ def test_a_full_disk_is_reported_and_the_write_repeated(disk: Disk) -> None:
         room = r"needs (0\.\d+) MB, (0\.\d+) MB free"
         said = (
             rf"no checkpoint of step \d+: no room on the disk: {room}; the newest is of step "
-            r"(\d+); training goes on"
+            r"(\d+); training continues"
         )
         ((needs, free, step),) = re.findall(said, output)
         kept = int(step)
@@ -341,7 +341,7 @@ def test_the_last_checkpoint_replaces_an_older_one_where_it_does_not_fit_beside_
     assert (result.returncode, result.stderr) == (REQUEUE if stop else DONE, ""), result
     said = (
         r"no checkpoint of step 30: no room on the disk: needs 1\.\d{3} MB, \d\.\d{3} MB free; "
-        r"the newest is of step 20; training goes on"
+        r"the newest is of step 20; training continues"
     )
     assert (
         len(re.findall(said, result.stdout)) == 1

@@ -122,7 +122,7 @@ def test_the_state_of_a_hook_is_in_the_checkpoint(
     ]
     train(tmp_path / "run", "epochs=4", hooks=[])
     assert (
-        "the checkpoint has the state of a hook Recorder, which this job has not"
+        "the checkpoint contains state for hook Recorder, which this job does not define"
         in capsys.readouterr().out
     )
 
@@ -188,11 +188,11 @@ AFTER_RESUME = "of hook WithState would be another after a resume: "
 @pytest.mark.parametrize(
     ("hooks", "what"),
     [
-        (["Recorder"], "'Recorder' is no hook"),
+        (["Recorder"], "'Recorder' is not a hook"),
         (Recorder(), "hooks is a Recorder"),
         (
             [Wrong("after_step", lambda training: training.log(loss=1.0))],
-            "loss is a name of the trainer's",
+            "loss is a name that the trainer uses",
         ),
         (
             [Wrong("after_step", lambda training: training.log(mine="high"))],
@@ -206,8 +206,14 @@ AFTER_RESUME = "of hook WithState would be another after a resume: "
             [Wrong("on_end", lambda training: training.stop("late"))],
             r"training.stop\(\) in on_end\(\): training is over",
         ),
-        ([WithState({"best": math.nan})], r"state_dict\(\) of hook WithState gave what is no JSON"),
-        ([WithState({"seen": {1, 2}})], r"state_dict\(\) of hook WithState gave what is no JSON"),
+        (
+            [WithState({"best": math.nan})],
+            r"state_dict\(\) of hook WithState returned something that is not",
+        ),
+        (
+            [WithState({"seen": {1, 2}})],
+            r"state_dict\(\) of hook WithState returned something that is not",
+        ),
         (
             [WithState({"n": {0: 1, "0": 2}})],
             rf"{AFTER_RESUME}state\['n'\] has the key 0, and would have a text",

@@ -694,7 +694,7 @@ READ = {  # what files that are read have
 INDEXES: list[tuple[Any, str]] = [
     ({"weight_map": {"w": "a.safetensors"}}, ""),
     *(
-        ({"weight_map": {"w": name}}, "which is no file of that folder")
+        ({"weight_map": {"w": name}}, "which is not a file in that folder")
         for name in ("../a.safetensors", "/etc/passwd", "a\0", ".", "b/c")
     ),
     *(({"weight_map": {"w": name}}, "a folder, not a file") for name in ("..", "", "folder")),
@@ -707,7 +707,7 @@ INDEXES: list[tuple[Any, str]] = [
     ({"weight_map": {"v": "a.safetensors"}}, "names v, which the files do not have"),
     ({"weight_map": {}}, "has no arrays by name"),
     *(
-        (tree, "is no index of weights")
+        (tree, "is not an index of weights")
         for tree in ({"weight_map": ["a.safetensors"]}, {}, [], 3, None)
     ),
 ]
@@ -752,7 +752,7 @@ def test_an_index_of_weights(tmp_path: Path) -> None:
         else:
             assert read_weights(tmp_path, "model.weights")[0]["w"].tobytes() == DATA
     (tmp_path / "model.safetensors.index.json").write_text("[" * 200_000)
-    with pytest.raises(UserError, match="is no index of weights"):
+    with pytest.raises(UserError, match="is not an index of weights"):
         read_weights(tmp_path, "model.weights")
 
 

@@ -28,8 +28,8 @@ def test_of_two_ranks_the_second_is_named() -> None:
     assert error.what == "ranks differ after step 5: step"
     assert (
         error.where
-        == "rank 1 on n2, against 1 equal rank; there is no majority, so which of them is wrong "
-        "is not known"
+        == "rank 1 on n2, against 1 equal rank; there is no majority, so it is unknown which of "
+        "them is wrong"
     )
 
 

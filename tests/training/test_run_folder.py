@@ -86,7 +86,7 @@ def test_a_folder_of_something_else_is_refused(
     assert main([*JOB, "run=run"]) == USER
     first = name.partition("/")[0]
     expected = (
-        f"run is no run folder: {first} in it is not of hvdtrain\n  where: run, command line\n  "
+        f"run is not a run folder: {first} in it is not of hvdtrain\n  where: run, command line\n  "
         "fix: give run= a folder of its own"
     )
     assert f"{expected}, such as run=run/run-1\n" in capsys.readouterr().err
@@ -111,7 +111,7 @@ def test_the_home_folder_is_no_run_folder(
     Path("link").symlink_to(home)
     if run == ".":
         monkeypatch.chdir(home)
-    with pytest.raises(UserError, match="is no run folder"):
+    with pytest.raises(UserError, match="is not a run folder"):
         make(f"run={run}")
     assert os.listdir(home) == []
 

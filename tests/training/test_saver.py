@@ -199,7 +199,7 @@ def test_a_write_that_fails_is_reported_and_repeated_later(tmp_path: Path) -> No
     assert (event.kind, event.step) == ("checkpoint_failed", 20)
     reason = event.fields["reason"]
     assert event.fields["lines"] == [
-        f"no checkpoint of step 20: {reason}; the newest is of step 10; training goes on, and "
+        f"no checkpoint of step 20: {reason}; the newest is of step 10; training continues, and "
         f"tries again every {RETRY_S:.0f} s"
     ]
     assert job.saver.finish(at(22), job.learner) == reason != ""  # type: ignore[arg-type]

@@ -416,7 +416,7 @@ def test_a_profile_that_cannot_be_written_is_a_warning(
     (tmp_path / "run" / MARKER).touch()
     assert main(["model.name=linear", "max_steps=12", "profile.steps=2:4", "run=run"]) == 0
     assert re.search(
-        "UserWarning: no profile: .*Is a directory.*; training goes on without it",
+        "UserWarning: no profile: .*Is a directory.*; training continues without it",
         capfd.readouterr().err,
     )
     assert not [e for e in events(tmp_path / "run") if e["kind"] == "profile"]
@@ -451,8 +451,8 @@ def test_a_checkpoint_of_an_older_version_is_read() -> None:
 def test_profile_steps_that_are_no_range(text: str) -> None:
     with pytest.raises(
         UserError,
-        match=r"is no range of steps\n.*where: profile.steps, x\n.*profile.steps=10:15 traces the "
-        r"five steps",
+        match=r"is not a range of steps\n.*where: profile.steps, x\n.*profile.steps=10:15 "
+        r"traces the five steps",
     ):
         parse_profile_steps(text, "profile.steps, x")
     assert parse_profile_steps("10:15", "") == (10, 15) and parse_profile_steps(None, "") is None

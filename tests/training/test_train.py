@@ -327,8 +327,8 @@ def test_a_run_that_is_over_is_never_rewritten(
         assert main([*FAST, *words] if words[0] == "run=r" else words) == 2
         said = capsys.readouterr().err
         assert (
-            "r is over (" in said
-            and f"nothing would be trained with the change: {change}\n" in said
+            "r is complete (" in said
+            and f"so nothing would be trained with the change: {change}\n" in said
         ), said
         assert (
             f"fix: run=ANOTHER for a new job; to train on with it: {command_line()} resume=r "
@@ -357,7 +357,7 @@ def test_no_command_is_proposed_that_cannot_load_the_checkpoint(
     fix = capsys.readouterr().err.partition("fix: ")[2]
     assert (
         fix.startswith(
-            "run=ANOTHER resume=no for a new job; none can go on from there with the change: "
+            "run=ANOTHER resume=no for a new job; it cannot be resumed with the change: "
         )
         and contents("r") == over
     )
@@ -372,7 +372,7 @@ def test_the_same_command_of_a_job_that_is_over_writes_nothing(
     """As a requeued job does, and with another log, too: that is the same job."""
     for more in ([], ["log.every_steps=7", "guard.stall_s=99", "log.per_rank=true"]):
         assert main([*FAST, "epochs=2", "run=r", *more]) == 0
-        assert "nothing was trained: r has a job that was over before" in capsys.readouterr().out
+        assert "nothing to do: run r is already complete" in capsys.readouterr().out
         assert contents("r") == over
 
 
@@ -490,7 +490,7 @@ def test_a_saved_configuration_says_what_a_job_is_not_where(
     assert "resume  " not in capsys.readouterr().out.partition("epoch ")[0]
     assert [e["epoch"] for e in events(Path("b"), "epoch")] == [1, 2, 3]
     assert main(["resume=r", "run=c"]) == 2
-    assert "r is over (epochs=2): nothing would be trained in c" in capsys.readouterr().err
+    assert "r is complete (epochs=2): nothing would be trained in c" in capsys.readouterr().err
     assert contents("r") == over and not Path("c").exists()
 
 

@@ -35,9 +35,10 @@ _CURVES = {
 
 
 def build(config: Config, run: Path) -> TensorBoard:
-    """Show RUN with: tensorboard --logdir RUN/tensorboard, which has the run under its own name.
+    """Builds the tracker. Show RUN with tensorboard --logdir RUN/tensorboard, which lists the run
+    under its own name.
 
-    Raises UserError where tensorboard is not installed; it is imported at the first event.
+    Raises UserError if tensorboard is not installed; it is imported at the first event.
     """
     require_package("tensorboard", "tensorboard")
     return TensorBoard(config, run)
@@ -87,14 +88,14 @@ class TensorBoard:
             return RecordWriter(folder.create(name))
 
     def _write_restart(self, event: Event) -> None:
-        """A resumed job repeats steps that an earlier start did after this one: readers drop the
-        earlier ones."""
+        """Writes a restart. A resumed job repeats steps that an earlier start did after this one:
+        readers drop the earlier ones."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
         self._write(event.time, event.step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def _write_texts(self) -> None:
-        """The configuration and the header, behind the first numbers: a page that is opened before
+        """Writes the configuration and the header after the first numbers: a page opened before
         them would begin with the texts."""
         event = self._start
         self._start = None

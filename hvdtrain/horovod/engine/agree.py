@@ -55,7 +55,7 @@ class NegotiationResult(NamedTuple):
 
 
 def decide(standings: Sequence[Standing]) -> NegotiationResult:
-    """standings: in the order of ranks."""
+    """standings: in rank order."""
     by_rank = {
         standing.rank: {asked.signature.key: asked for asked in standing.asked}
         for standing in standings
@@ -122,7 +122,7 @@ def _waits(standing: Standing) -> str:
 
 
 def differing(signatures: dict[int, Signature]) -> str:
-    """What differs between two ranks, and their values; empty where nothing does."""
+    """What differs between two ranks, and their values; empty if nothing does."""
     (first, one), *others = signatures.items()
     for rank, other in others:
         if other != one:

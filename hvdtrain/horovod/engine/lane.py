@@ -73,8 +73,8 @@ class Lane:
         self.has_left = False  # once every rank has
 
     def submit(self, request: Request) -> bool:
-        """Queues a request; True where enough are queued. Raises BadCall where one of this name is
-        under way."""
+        """Queues a request; True if enough are queued. Raises BadCall if one of this name is under
+        way."""
         if self.rounds.broken is not None:
             raise self.rounds.broken
         self._streams.ask(request)
@@ -88,8 +88,8 @@ class Lane:
         return self._queue.has_shown()
 
     def finish(self, request: Request) -> None:
-        """Returns once it is done, by rounds of this thread or of another one. Raises Stalled where
-        it is not done in time."""
+        """Returns once it is done, by rounds of this thread or of another one. Raises Stalled if it
+        is not done in time."""
         start = time.monotonic()
         self._callers.wait(self)
         try:

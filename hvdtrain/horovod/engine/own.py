@@ -264,7 +264,7 @@ class OwnEngine:
 
     def _change(self, signature: Signature) -> int | None:
         """On every rank at the same place among the requests of all: the id of the process set;
-        None where there was one already."""
+        None if there was one already."""
         ranks = list(signature.ranks)
         known = next((set_id for set_id, members in self._sets.items() if members == ranks), None)
         if signature.kind == "remove_process_set":

@@ -314,8 +314,7 @@ def _prescale_(flat: torch.Tensor, batch: Batch, numbers: Sequence[int] = ()) ->
 
 
 def check_splits(splits: Sequence[int], rows: int, size: int, where: str) -> None:
-    """Raises BadCall where they are not one for each rank of the set, or more than there are
-    rows."""
+    """Raises BadCall if they are not one for each rank of the set, or more than there are rows."""
     if len(splits) != size:
         raise BadCall(
             f"{len(splits)} splits for {size} ranks",

@@ -101,8 +101,8 @@ def is_for_engine(communicator: Communicator, flat: torch.Tensor, op: str) -> bo
     """Whether the engine reduces it, in an order of its own, which the size of the buffer decides.
 
     Not minima and maxima of floating-point numbers: MPI's and Gloo's lose a nan. Nor sums that are
-    small enough for the blocks of a round, where they are made in the order of ranks: whether they
-    travel there is a matter of time, and their bits are not.
+    small enough for the blocks of a round, where they are made in rank order: whether they travel
+    there is a matter of time, and their bits are not.
     """
     dtype = name_of(flat.dtype)
     if op == "product" or not (
@@ -291,7 +291,7 @@ def finish_inline(
     block: NegotiationBlock, requests: Sequence[Request], ranks: Sequence[int]
 ) -> None:
     """Results of small tensors that came with a round's blocks: every rank computes them from all
-    ranks' values, in the order of ranks.
+    ranks' values, in rank order.
 
     ranks: of the job, those of the set.
     """

@@ -28,8 +28,7 @@ class RequestQueue:
         self._bucket_is_empty = True
 
     def add(self, request: Request) -> bool:
-        """True where enough are in the bucket. Raises BadCall where one of this name is under
-        way."""
+        """True if enough are in the bucket. Raises BadCall if one of this name is under way."""
         with self._lock:
             if request.key in self._requests:
                 what = (

@@ -152,7 +152,7 @@ class Engine(Protocol):
         """What Communicator.secret is."""
 
     def submit(self, set_id: int, request: Request) -> int:
-        """A handle. Raises BadCall where this rank is not in the set, or a request of this name is
+        """A handle. Raises BadCall if this rank is not in the set, or a request of this name is
         under way."""
 
     def poll(self, handle: int) -> bool:
@@ -166,14 +166,14 @@ class Engine(Protocol):
         last."""
 
     def add_set(self, ranks: Sequence[int]) -> int:
-        """The id of a new process set. Every rank of the job calls it. Raises BadCall where there
-        is one of these ranks."""
+        """The id of a new process set. Every rank of the job calls it. Raises BadCall if there is
+        one of these ranks."""
 
     def remove_set(self, set_id: int) -> bool:
         """Whether there was one. Every rank of the job calls it."""
 
     def ranks_of(self, set_id: int) -> list[int]:
-        """Raises BadCall where there is no such set."""
+        """Raises BadCall if there is no such set."""
 
     def be_ready_to_shrink(self) -> None:
         """So that recover() can leave out ranks, where the engine can. A collective."""

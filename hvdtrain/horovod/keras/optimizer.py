@@ -254,8 +254,8 @@ class Reducing:
 
     @loss_scale_factor.setter
     def loss_scale_factor(self, value: float | None) -> None:
-        """Raises BadCall where a LossScaleOptimizer is put around this one, as by compile(): it
-        would judge each rank's gradients alone."""
+        """Raises BadCall if a LossScaleOptimizer is put around this one, as by compile(): it would
+        judge each rank's gradients alone."""
         if value is None and "loss_scale_factor" in self.__dict__:
             what = (
                 "a LossScaleOptimizer around a DistributedOptimizer leaves out a step on one "

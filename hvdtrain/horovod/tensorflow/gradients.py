@@ -125,8 +125,8 @@ class ReducingTape:
         *,
         use_generic_names: bool = False,
     ) -> Any:
-        """That of the tape, reduced; None where a source has none. use_generic_names: changes
-        nothing, names are those of the calls."""
+        """That of the tape, reduced; None if a source has none. use_generic_names: changes nothing,
+        names are those of the calls."""
         base: Any = super()
         grads = base.gradient(target, sources, output_gradients, unconnected_gradients)
         found = self._reduction.reduce(

@@ -27,7 +27,7 @@ def on_host(
 ) -> list[Any]:
     """The results of work(tensors), which have the dtypes of the first tensors.
 
-    shapes: of the results; None where there is one for each tensor, of its shape. call: what the
+    shapes: of the results; None if there is one for each tensor, of its shape. call: what the
     errors of a tf.function name.
 
     Inside of a compiled function work() gets and returns arrays of NumPy, in the order of the
@@ -46,7 +46,7 @@ def give_jax_two_threads() -> None:
     """So that JAX can hand arrays to the work: on one core it has one thread, which would run the
     function and wait for them.
 
-    Raises BadCall where it is too late.
+    Raises BadCall if it is too late.
     """
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -205,7 +205,7 @@ def save_png(path: Path, draw: Callable[[], Figure], option: str = "--png") -> s
     """Writes the figure that `draw()` returns; returns a line for people: where it is, or that
     matplotlib is missing.
 
-    option: that the path was given with. Raises UserError where the file cannot be written.
+    option: that the path was given with. Raises UserError if the file cannot be written.
     """
     try:
         data = png(draw())

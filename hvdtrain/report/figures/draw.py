@@ -61,7 +61,7 @@ _DARK = 0.5  # shares from here on are written in white
 
 
 def loss(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """Training loss of every step event, validation loss of every evaluation; None where no run has
+    """Training loss of every step event, validation loss of every evaluation; None if no run has
     any."""
     figure, (axes,) = new_figure()
     legend_entries = _draw_train_and_val(axes, runs, "loss")
@@ -88,7 +88,7 @@ def accuracy(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
 
 
 def metrics(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """The other metrics of the runs' tasks, axes for each; None where no run has any."""
+    """The other metrics of the runs' tasks, axes for each; None if no run has any."""
     names = [name for run in runs for name in metrics_of(run) if name not in ("loss", "accuracy")]
     known = list(dict.fromkeys(name for name in names if any(_has(run, name) for run in runs)))[
         :_MOST_METRICS
@@ -108,8 +108,8 @@ def metrics(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
 
 
 def logged(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """What scripts have logged but for what other figures have, axes for each name; None where no
-    run has any."""
+    """What scripts have logged but for what other figures have, axes for each name; None if no run
+    has any."""
     names = dict.fromkeys(
         name for run in runs for name in logged_names(run) if name not in ("loss", "val_loss")
     )
@@ -430,7 +430,7 @@ def draw_all(
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[DrawnFigure]:
     """The figures that have something to show. `progress` receives a line before each. Raises
-    UserError where matplotlib is missing."""
+    UserError if matplotlib is missing."""
     try:
         new_figure()
     except ModuleNotFoundError:

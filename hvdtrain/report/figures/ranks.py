@@ -382,7 +382,7 @@ def _of_ranks(run: RunRecord, field: str) -> list[float]:
 
 
 def _passes(event: Fields) -> list[list[_Pass]]:
-    """Passes of each rank; empty where the event is another's."""
+    """Passes of each rank; empty if the event is another's."""
     rows = event.get("passes")
     if not isinstance(rows, list) or len(rows) > _MOST_RANKS:
         return []
@@ -408,7 +408,7 @@ def _passes(event: Fields) -> list[list[_Pass]]:
 
 
 def _ranks(event: Fields) -> list[int]:
-    """Whose passes they are; empty where one of them is no rank."""
+    """Whose passes they are; empty if one of them is no rank."""
     found = numbers(event, "passes_of_ranks")
     return (
         [int(rank) for rank in found]

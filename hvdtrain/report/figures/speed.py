@@ -212,7 +212,7 @@ def _stack_bars(
 
 def phase_ms(events: Sequence[Fields]) -> dict[str, float]:
     """Milliseconds of one step by phase: the mean of step events, weighted by their numbers of
-    steps; empty where none has phases."""
+    steps; empty if none has phases."""
     sums: dict[str, float] = {}
     total_steps = 0.0
     for event in events:

@@ -1,5 +1,5 @@
-"""Arrays as a safetensors file, which is written from where they lie in memory, with the checksum
-of exactly these bytes."""
+"""Writes arrays to a safetensors file directly from memory, with the checksum of exactly these
+bytes, and maps them."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _NAMES = {  # of number types in a safetensors file
     "bool": "BOOL",
     "complex64": "C64",
 }
-# bfloat16: read alone
+# bfloat16: only read
 _TYPES = {code: np.dtype(name).newbyteorder("<") for name, code in _NAMES.items()} | {
     "BF16": np.dtype("<u2")
 }
 _ALIGNMENT = 8  # of the first array
 HEADER_BYTES = 256  # of an array in a header, unless its name is long
-MOST_HEADER_BYTES = 100_000_000  # the library safetensors reads no larger one: about 800,000 arrays
-PIECE_BYTES = 2**22  # that are hashed and then written, while they are in the processor's cache
+MOST_HEADER_BYTES = 100_000_000  # the limit of the safetensors library: about 800,000 arrays
+PIECE_BYTES = 2**22  # hashed and then written while they are in the CPU's cache
 
 
 def write_arrays(
@@ -44,12 +44,12 @@ def write_arrays(
     metadata: dict[str, str] | None = None,
     on_piece: Callable[[int], None] = lambda nbytes: None,
 ) -> str:
-    """Writes them without a second copy in memory; returns the SHA-256 of what was written, as
+    """Writes arrays without a second copy in memory; returns the SHA-256 of what was written, as
     sha256sum prints it.
 
     on_piece: called with the bytes of each piece that was written.
 
-    Raises OSError, and ValueError for an array that the format does not have.
+    Raises OSError, and ValueError for an array that the format does not support.
     """
     checksum = hashlib.sha256()
     ordered = in_order(arrays)
@@ -63,11 +63,11 @@ def write_arrays(
 
 
 def map_arrays(file: BufferedReader) -> Arrays:
-    """Views of the arrays of a file that was checked, read-only: they count towards no limit of the
-    process (ulimit -d).
+    """Read-only views of the arrays of a checked file. They do not count towards the process's
+    limits (ulimit -d).
 
-    Raises KeyError for a type of numbers that is not read, and ValueError for two arrays of one
-    name, or one of too many dimensions.
+    Raises KeyError for an unsupported number type, and ValueError for two arrays of one name or an
+    array of too many dimensions.
     """
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
@@ -104,7 +104,7 @@ def make_header(arrays: Arrays, metadata: dict[str, str] | None = None) -> bytes
     """8 bytes of length, and JSON: {"p.fc.weight": {"dtype": "F32", "shape": [10, 64],
     "data_offsets": [0, 2560]}, ...}.
 
-    Raises ValueError for what no reader takes.
+    Raises ValueError for a header that no reader accepts.
     """
     tree: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     end = 0
@@ -131,7 +131,7 @@ def make_header(arrays: Arrays, metadata: dict[str, str] | None = None) -> bytes
 
 
 def to_bytes(array: np.ndarray) -> memoryview:
-    """Bytes of the numbers in the order of C, low byte first; an array that has them otherwise is
+    """The bytes of the numbers in C order, low byte first; an array with another layout is
     copied."""
     numbers: np.ndarray = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
     return numbers.reshape(-1).view(np.uint8).data

@@ -1,5 +1,5 @@
-"""checkpoint.every=auto: the time between two checkpoints that costs a job least, from what one
-costs and how often the job is lost."""
+"""checkpoint.every=auto: the cheapest time between two checkpoints, from the cost of one and the
+rate of faults."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from typing import NamedTuple
 
 from hvdtrain.core.folder import Folder
 
-# assumed before the run has told anything: counts as one fault in that time
+# assumed until the run has met faults: counts as one fault in that time
 UNKNOWN_MTBF_S = 24 * 3600.0
-LONGEST_S = 24 * 3600.0  # where checkpoint.every_minutes sets no bound
+LONGEST_S = 24 * 3600.0  # if checkpoint.every_minutes sets no bound
 SHORTEST_S = 10.0
-# times what a checkpoint takes, the write in the background included: the disk has nine tenths of
-# the time for others
+# times the duration of a checkpoint, including the write in the background: nine tenths of the
+# disk's time stay free for others
 SHORTEST = 10.0
-# checkpoints, of whose costs the median counts: where others use the machine one may take ten times
-# as long as the next
+# the number of checkpoints in the median of costs: on a shared machine one may take ten times as
+# long as the next
 _OF_LAST = 5
-_TOLD = 1.5  # a line tells of an interval that has changed by so much
+_TOLD = 1.5  # a line reports an interval that has changed by this factor
 
 _EVENT = re.compile(rb'\{"time": ?([0-9.]+), ?"kind": ?"(\w+)"')
 _STREAM_BYTES = 2**22
 
 
 def optimal_interval_s(cost_s: float, mtbf_s: float) -> float:
-    """Seconds of training between two checkpoints, of which each stops it for cost_s, where faults
-    are mtbf_s apart on average.
+    """The optimal seconds of training between two checkpoints, if each stops training for cost_s
+    and faults are mtbf_s apart on average.
 
     Young 1974 (Comm. ACM 17(9)): sqrt(2 C M); with the higher order of Daly 2006 (Future Gener.
-    Comput. Syst. 22(3), eq. 37), which is M where a checkpoint costs 2 M or more.
+    Comput. Syst. 22(3), eq. 37), which is M if a checkpoint costs 2 M or more.
     """
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
@@ -42,20 +42,21 @@ def optimal_interval_s(cost_s: float, mtbf_s: float) -> float:
 
 
 class Faults(NamedTuple):
-    """What a run has met so far."""
+    """The faults of a run so far."""
 
     faults: int = 0
-    seconds: float = 0.0  # that its ranks have run
+    seconds: float = 0.0  # running time of its ranks
 
     @property
     def mtbf_s(self) -> float:
-        """With one fault in UNKNOWN_MTBF_S added, so that a run without faults has a value, too."""
+        """The mean time between faults. One fault in UNKNOWN_MTBF_S is added, so that a run without
+        faults has a value, too."""
         return (self.seconds + UNKNOWN_MTBF_S) / (self.faults + 1)
 
 
 def faults_of(run: Path) -> Faults:
-    """Faults in events.jsonl: ranks that were lost, starts that failed, and starts without an end
-    before the next one."""
+    """Counts faults in events.jsonl: lost ranks, failed starts, and starts without an end before
+    the next one."""
     count = 0
     seconds = 0.0
     open_since = math.nan
@@ -91,8 +92,8 @@ def faults_of(run: Path) -> Faults:
 class AutoInterval:
     """The interval of checkpoints on rank 0, which decides for all ranks at a sync point.
 
-    mtbf_hours: guard.mtbf_hours; without it what the run's events tell. longest_s:
-    checkpoint.every_minutes. A checkpoint that is not written yet is taken to cost guessed_s.
+    mtbf_hours: guard.mtbf_hours; None: measured from the run's events. longest_s:
+    checkpoint.every_minutes. guessed_s: the assumed cost before the first checkpoint is written.
     """
 
     def __init__(
@@ -108,8 +109,8 @@ class AutoInterval:
         self._set(guessed_s, guessed_s)
 
     def measured(self, pause_s: float, write_s: float) -> str:
-        """After a checkpoint for which training paused, and which a thread wrote; returns a line
-        where the interval has changed."""
+        """Records the pause and the write time of a checkpoint; returns a line if the interval has
+        changed."""
         self._costs.append((pause_s, pause_s + write_s))
         cost_s, whole_s = map(statistics.median_low, zip(*self._costs, strict=True))
         self._set(cost_s, whole_s)

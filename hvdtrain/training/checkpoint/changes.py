@@ -1,5 +1,5 @@
-"""What a command changes in the configuration of the run that it goes on from, and the command that
-goes on from a run folder."""
+"""What a command changes in the configuration of the run that it resumes, and the command that
+resumes a run folder."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from hvdtrain.training.progress.triggers import (
 
 PLACE = ("run", "resume")  # where a job is, not what it is: neither saved nor compared
 
-# With other values of these a job is the same job: where it runs, how fast, what it writes. What it
-# learns is equal up to rounding.
+# If only these keys differ, a job is the same job: they select where it runs, how fast, and what it
+# writes. Results are equal up to rounding.
 _SAME_JOB = (
     *(
         "framework",
@@ -76,13 +76,13 @@ _SYNC_POINTS = (
     "evaluate.every_steps",
 )
 _COLUMNS = "data.fields."  # of a table, which runs of earlier versions do not record
-_LENGTH = ("epochs", "stop.")  # when it is over
+_LENGTH = ("epochs", "stop.")  # when it ends
 _FORM = "form"  # an option of lars: its momentum has the learning rate inside, or outside
 _MOST_SHOWN = 6  # changes in a message
 
 
 class Change(NamedTuple):
-    """A key that has another value than in the run's config.yaml; secrets are hidden."""
+    """A key whose value differs from the run's config.yaml; secrets are hidden."""
 
     key: str
     before: Any
@@ -93,7 +93,7 @@ class Change(NamedTuple):
 
 
 def changes(run: Path, config: Config) -> list[Change]:
-    """By key. Raises UserError where the run's config.yaml cannot be read."""
+    """The changes, by key. Raises UserError if the run's config.yaml cannot be read."""
     recorded = list(read_run_config(run))
     former = resolve_recorded(recorded, {one.key for one in recorded}, unread_keys)
     before = flat(former.model_dump())
@@ -110,7 +110,8 @@ def changes(run: Path, config: Config) -> list[Change]:
 
 
 def ended_by_hook(now: TrainState, found: Sequence[Change]) -> TrainState:
-    """A job that a hook has ended is over, unless the command changes its length or its hooks."""
+    """The state of a job that a hook has ended: complete, unless the command changes its length or
+    its hooks."""
     if not now.ended_by:
         return now
     if any(_is_one_of(change.key, ("hooks", *_LENGTH)) for change in found):
@@ -119,10 +120,10 @@ def ended_by_hook(now: TrainState, found: Sequence[Change]) -> TrainState:
 
 
 def refuse_another_optimizer(found: list[Change], config: Config, run: Path) -> None:
-    """Raises UserError where the optimizer's state in the run's checkpoints means something else to
-    the optimizer of this job.
+    """Raises UserError if this job's optimizer would interpret the optimizer state in the run's
+    checkpoints differently.
 
-    Two classes of torch.optim are compared where the state is loaded: one class may have several
+    Two classes of torch.optim are compared when the state is loaded: one class may have several
     import paths.
     """
     changed = {key: (before, now) for key, before, now in found}
@@ -145,8 +146,8 @@ def refuse_another_optimizer(found: list[Change], config: Config, run: Path) -> 
 
 
 def refuse_another_model(found: list[Change], config: Config, run: Path) -> None:
-    """Raises UserError where an option of the model, as convnet's norm, has another default in the
-    framework that the run had before."""
+    """Raises UserError if an option of the model, such as convnet's norm, had another default in
+    the framework that the run used before."""
     changed = {change.key: change for change in found}
     name = config.model.name
     if "framework" not in changed or is_dotted(name):
@@ -184,7 +185,7 @@ def _defaults_of(name: str, framework: str, config: Config) -> dict[str, Any]:
 
 
 def _default_form(config: Config) -> Any:
-    """Default form of the job's optimizer, where it has forms."""
+    """The default form of the job's optimizer, if it has several forms."""
     if is_dotted(config.optim.name):
         return None
     field = plugins.options_of(
@@ -196,15 +197,15 @@ def _default_form(config: Config) -> Any:
 def refuse_another_job(
     found: list[Change], config: Config, run: Path, now: TrainState, misfit: str = ""
 ) -> None:
-    """Raises UserError where the run's weights would stand under a configuration that they were not
+    """Raises UserError if the run folder would record a configuration that its weights were not
     trained with.
 
-    misfit: why its checkpoint cannot be loaded with the changes, so that no command goes on with
-    them; empty where it can.
+    misfit: why its checkpoint cannot be loaded with the changes, so that no command can resume with
+    them; empty if it can.
 
-    That is a job that is over, with any change in what it learns or how long; and one that is not
-    over, with a change in what it learns that resume=RUN does not ask for. A secret is no such
-    change.
+    This applies to a complete job with any change in what it learns or how long, and to an
+    incomplete job with a change in what it learns, unless resume=RUN asks for it. A changed secret
+    does not count.
     """
     over = stop_reason(config, now)
     learns = _SYNC_POINTS if config.comm.local_steps > 1 else ()
@@ -217,22 +218,19 @@ def refuse_another_job(
     learned = [change for change in relevant if not _is_one_of(change.key, _LENGTH)]
     if over and relevant:
         what = (
-            f"{run} is over ({over}), and nothing would be trained with the change: "
+            f"{run} is complete ({over}), so nothing would be trained with the change: "
             f"{_differences(relevant)}"
         )
         then = "train on with it"
         arguments = [*map(_argument, learned), *further(config, now)]
     elif learned and config.resume in ("auto", "no"):
         what = f"{run} holds another job: {_differences(learned)}"
-        then = f"go on from step {now.progress.step} with the change"
+        then = f"resume from step {now.progress.step} with the change"
         arguments = [_argument(change) for change in relevant]
     else:
         return
     if misfit:
-        fix = (
-            "run=ANOTHER resume=no for a new job; none can go on from there with the change: "
-            f"{misfit}"
-        )
+        fix = f"run=ANOTHER resume=no for a new job; it cannot be resumed with the change: {misfit}"
     else:
         fix = f"run=ANOTHER for a new job; to {then}: {resume_command(config, run, *arguments)}"
     raise UserError(what, str(run / "config.yaml"), fix)
@@ -249,7 +247,7 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _is_one_of(key: str, keys: Sequence[str]) -> bool:
-    """Whether a key is one of these, or in a section of these, as "log." is one."""
+    """Whether a key is one of these, or lies in one of these sections, such as "log."."""
     return any(key == one or (one.endswith(".") and key.startswith(one)) for one in keys)
 
 
@@ -268,8 +266,8 @@ def _argument(change: Change) -> str:
 
 
 def resume_command(config: Config, run: Path, *arguments: str) -> str:
-    """With these arguments more. Code and a cache that a run folder names are used only where the
-    command names them too."""
+    """The command that resumes a run, with additional arguments. Code and a cache that a run folder
+    names are used only if the command names them too."""
     sections = (config.data, config.task, config.model, config.optim)
     of_script = any(
         name.startswith("__main__:")
@@ -295,7 +293,7 @@ def resume_command(config: Config, run: Path, *arguments: str) -> str:
 
 
 def further(config: Config, now: TrainState) -> list[str]:
-    """The arguments that extend a job that is over: one for each limit that it has reached."""
+    """The arguments that extend a complete job: one for each limit that it has reached."""
     arguments = []
     if config.stop.steps is not None and now.progress.step >= config.stop.steps:
         arguments.append(f"stop.steps={2 * now.progress.step}")

@@ -1,5 +1,5 @@
-"""The checkpoints of a job, on every rank: rank 0 writes and reads them, and what it reads reaches
-all ranks."""
+"""The checkpoints of a job, on every rank: rank 0 writes and reads them, and broadcasts what it
+reads."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from hvdtrain.training.checkpoint.shards import CheckpointShard, WrittenByAll, w
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.replicas.broadcast import broadcast_state
 
-GRACE_S = 10.0  # of a job that ends, for rank 0 to make the folder that the others write into
+GRACE_S = 10.0  # at the end of a job, for rank 0 to create the folder that the others write into
 
 
 class LastWrite(NamedTuple):
-    """Whether the last checkpoint of a job is on the disk; the same on every rank."""
+    """Whether the last checkpoint of a job is on disk; the same on every rank."""
 
-    failure: str  # why it is not there; empty where it is
+    failure: str  # why it is missing; empty if it is there
     any_left: bool  # the run folder has this or an older checkpoint
 
 
 class Checkpoints:
-    """One on each rank; only rank 0's has a saver. A run without checkpoints (a bench) has none on
-    any rank."""
+    """The checkpoints of a job, one object on each rank. Only rank 0's has a saver; a run without
+    checkpoints (a bench) has none."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class Checkpoints:
         hosts: Sequence[str] = (),
         go_on: Callable[[], None] = lambda: None,
     ) -> None:
-        """go_on: called on every rank while a write moves on that all wait for, so that its time
-        counts for no limit."""
+        """go_on: called on every rank while a write that all wait for progresses, so that its time
+        does not count towards time limits."""
         self._communicator = communicator
         self._learner = learner
         self.run = run
@@ -59,18 +59,18 @@ class Checkpoints:
         self.saver = saver
         self._hosts = list(hosts) or [""] * communicator.size
         self._go_on = go_on
-        self._moves = 0  # of rank 0's saver, as all ranks know them
+        self._moves = 0  # of rank 0's saver, as last known to all ranks
         self._expected = (
             False  # whether the last sync point may be one at which a checkpoint is due
         )
         self._disk_is_shared: bool | None = None
-        self._thread: threading.Thread | None = None  # that writes this rank's part
-        # nobody needs a part that is not begun; or waits for this rank
+        self._thread: threading.Thread | None = None  # writes this rank's part
+        # nobody needs a part that has not begun; or nobody waits for this rank
         self._over = threading.Event()
         self._lost = threading.Event()
 
     def on_other_ranks(self, hosts: Sequence[str]) -> Checkpoints:
-        """Checkpoints of this job where its communicator has other ranks than before."""
+        """The job's checkpoints for a communicator whose ranks have changed."""
         return Checkpoints(
             self._communicator,
             self._learner,
@@ -92,12 +92,12 @@ class Checkpoints:
         return self.saver is not None and self.saver.due(step)
 
     def expect(self) -> None:
-        """At a sync point after which save_if_due() may write. Every rank calls it."""
+        """Prepares for a sync point after which save_if_due() may write. Every rank calls it."""
         self._expected = True
 
     def save(self, now: TrainState) -> None:
-        """Writes in the background. Every rank calls it: where ranks have parts of the state, each
-        writes its own."""
+        """Writes in the background. Every rank calls it: if the state is sharded, each rank writes
+        its own part."""
         self._wait_for_the_write_before()
         if self._learner.is_sharded:
             self._save_parts(now)
@@ -109,7 +109,7 @@ class Checkpoints:
         return self._expected or now.evaluated == now.progress.step
 
     def save_if_due(self, now: TrainState) -> None:
-        """Saves a checkpoint where due() chose this step, or where this step was just evaluated."""
+        """Saves a checkpoint if due() chose this step, or if this step was just evaluated."""
         may_save = self.may_save(now)
         expected = self._expected
         self._expected = False
@@ -122,8 +122,8 @@ class Checkpoints:
             self.saver.save_if_due(now, self._learner)
 
     def _save_parts(self, now: TrainState) -> None:
-        """A collective, in which rank 0 decides; after it each rank writes in a thread of its own.
-        No write is under way."""
+        """A collective in which rank 0 decides; then each rank writes in its own thread. No other
+        write may be pending."""
 
         def unfinished() -> str:
             return (
@@ -166,10 +166,10 @@ class Checkpoints:
             self._thread.start()
 
     def _wait_for_the_write_before(self) -> None:
-        """A collective again and again: no limit counts the time in which the write moves on, only
-        that in which it does not.
+        """Repeats a collective until the write is done: time limits count only the time in which
+        the write makes no progress.
 
-        The loss of a rank whose part rank 0's writer waits for is seen in it.
+        It detects the loss of a rank that rank 0's writer waits for.
         """
         is_writing = 1
         while is_writing:
@@ -183,7 +183,7 @@ class Checkpoints:
                 self._go_on()
 
     def _see_one_disk(self) -> bool:
-        """Whether all ranks see what rank 0 writes in the run folder. A collective."""
+        """Whether all ranks see rank 0's files in the run folder. A collective."""
         name = on_rank_0(self._communicator, lambda: f".seen.{secrets.token_hex(8)}{UNFINISHED}")
         if self._communicator.rank == 0:
             with contextlib.suppress(OSError), Folder.open(self.run) as folder:
@@ -204,8 +204,8 @@ class Checkpoints:
         return not blind
 
     def _stop_writing(self, grace_s: float = 0.0) -> None:
-        """Waits, on a rank other than 0, until rank 0 needs it no more, or after grace_s nobody
-        needs a part that has not begun."""
+        """On a rank other than 0, waits until rank 0 no longer needs it. After grace_s, a part that
+        has not begun is dropped."""
         if self._thread is not None:
             self._thread.join(grace_s)
             self._over.set()
@@ -213,8 +213,8 @@ class Checkpoints:
             self._thread = None
 
     def give_up(self) -> None:
-        """After ranks were lost: a checkpoint that each writes a part of, and that is under way,
-        does not wait for theirs."""
+        """After a loss, makes a pending sharded checkpoint stop waiting for the parts of lost
+        ranks."""
         self._lost.set()
         self._stop_writing()
 
@@ -222,14 +222,14 @@ class Checkpoints:
         """Loads the newest good checkpoint into every rank, and returns its state. Every rank calls
         it.
 
-        Raises UserError where none is good.
+        Raises UserError if none is good.
         """
         now = self._load(newest_good)
         assert now is not None
         return now
 
     def load_best(self) -> TrainState | None:
-        """Loads the checkpoint whose evaluation was best; None where none was evaluated."""
+        """Loads the checkpoint whose evaluation was best; None if none was evaluated."""
         return self._load(best_good)
 
     def _load(
@@ -277,12 +277,12 @@ class Checkpoints:
         return long_on_rank_0(self._communicator, write, self._go_on)
 
     def close_on_all_ranks(self) -> None:
-        """Returns on every rank once no write is under way on rank 0. Every rank calls it."""
+        """Returns on every rank once rank 0 has no pending write. Every rank calls it."""
         self._wait_for_the_write_before()
         on_rank_0(self._communicator, self.close)
 
     def close(self) -> None:
-        """Waits for a write that is under way on this rank."""
+        """Waits for a pending write on this rank."""
         self._stop_writing(GRACE_S)
         if self.saver:
             self.saver.close()

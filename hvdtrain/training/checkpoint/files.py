@@ -1,8 +1,8 @@
 """The files of a checkpoint: arrays as safetensors, numbers as JSON, a checksum for each; complete
 or absent, never a pickle.
 
-An array file that several ranks have written has a checksum for each chunk, in a file beside it,
-which has one in SHA256SUMS.
+An array file that several ranks wrote has a checksum for each chunk in a separate file, whose own
+checksum is in SHA256SUMS.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ CHECKSUMS = "SHA256SUMS"
 # What reading a damaged or foreign file may raise.
 _PARSE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 ASIDE = (
-    ".replaced"  # behind the name of a checkpoint that a new one of its step is about to replace
+    ".replaced"  # suffix of a checkpoint that is about to be replaced by a new one of the same step
 )
-_PROGRESS_BYTES = 2**26  # of a progress.json, which has the names of some 500,000 parameters then
+_PROGRESS_BYTES = 2**26  # of a progress.json, enough for the names of some 500,000 parameters
 
-OpenFolder = Callable[[Path], Folder]  # RunLock.open, or Folder.open where nothing is locked
-# what must not change within a job: the seed, and what is known of the data set; JSON
+OpenFolder = Callable[[Path], Folder]  # RunLock.open, or Folder.open without a lock
+# what must not change within a job, as JSON: the seed, and facts about the data set
 Identity = dict[str, Any]
 
 
@@ -58,12 +58,12 @@ class Checkpoint(NamedTuple):
     folder: Path
     train_state: TrainState
     identity: Identity
-    # as Learner.state_dict_names(); empty where "p." and "b." are all that differs
+    # as Learner.state_dict_names(); empty if they differ only by "p." and "b."
     names: dict[str, str]
 
 
 class Damaged(UserError):
-    """A checkpoint is not as it was written."""
+    """A checkpoint differs from what was written."""
 
 
 def write(
@@ -75,13 +75,12 @@ def write(
     open_run: OpenFolder = Folder.open,
     moved: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Writes checkpoints/step-00000120/ of an existing run folder; returns it. Raises OSError where
-    it cannot; nothing of it stays then.
+    """Writes checkpoints/step-00000120/ of an existing run folder; returns it. Raises OSError if it
+    cannot; nothing of it stays then.
 
-    moved: called whenever more of it is on the disk.
-    Complete or absent, also when the machine loses its power: every file, and both folders, are
-    synced before and after the rename. Two writers of one step never mix their files: each writes
-    into a folder of its own.
+    moved: called as more of it reaches the disk. The checkpoint is complete or absent even after a
+    power failure: every file and both folders are synced before and after the rename. Two writers
+    of one step never mix their files: each writes into its own folder.
     """
     numbers = {
         "format": FORMAT,
@@ -123,8 +122,8 @@ def _checkpoints_to_write(folder: Folder) -> Folder:
 
 
 def _give_name(checkpoints: Folder, unfinished: str, name: str) -> None:
-    """A checkpoint of this name, which is damaged or of the same step before its evaluation, counts
-    until the new one is there."""
+    """Renames the new checkpoint. An existing one of this name, damaged or from before the step's
+    evaluation, stays valid until the new one is in place."""
     if checkpoints.status(name) is not None:
         remove_from(checkpoints, f"{name}{ASIDE}")
         with contextlib.suppress(FileNotFoundError):  # another job has just moved it
@@ -138,7 +137,7 @@ def unfinished_name(step: int, token: str) -> str:
 
 
 def file_of(name: str) -> str:
-    """The file that has an array."""
+    """The file that contains an array."""
     return ARRAYS[name.startswith("s.")]
 
 
@@ -148,7 +147,7 @@ def _write_files(
     numbers: dict[str, Any],
     moved: Callable[[], None],
 ) -> None:
-    """Each file is on the disk, and its checksum is that of the bytes that were in memory."""
+    """Writes and syncs each file; its checksum is computed from the bytes in memory."""
     text = (json.dumps(numbers, indent=2, allow_nan=False) + "\n").encode()
     if len(text) > _PROGRESS_BYTES:
         raise ValueError(
@@ -178,7 +177,7 @@ def _write_files(
 
 
 class _Syncing:
-    """Waits for the disk whenever SYNC_BYTES more are written."""
+    """Syncs a file to disk after every SYNC_BYTES written."""
 
     def __init__(self, file: BufferedWriter, moved: Callable[[], None]) -> None:
         self._file = file
@@ -199,17 +198,17 @@ def _sync(file: BufferedWriter) -> None:
 
 
 def read_numbers(folder: Path) -> Checkpoint:
-    """The numbers of a checkpoint; its arrays are neither read nor checked. Raises Damaged where
-    they cannot be read."""
+    """The numbers of a checkpoint; its arrays are neither read nor checked. Raises Damaged if they
+    cannot be read."""
     try:
         with _open(folder) as files:
             tree = json.loads(files.read(PROGRESS, _PROGRESS_BYTES).decode())
         if tree["format"] != FORMAT:
             raise ValueError(f"format {tree['format']!r:.40}, this version reads {FORMAT}")
         if not all(isinstance(tree[key], dict) for key in ("identity", "names")):
-            raise TypeError("identity or names are no mapping")
+            raise TypeError("identity or names are not a mapping")
         if not all(isinstance(name, str) for name in tree["names"].values()):
-            raise TypeError("names are no strings")
+            raise TypeError("names are not strings")
         return Checkpoint(folder, from_json(tree["train_state"]), tree["identity"], tree["names"])
     except (OSError, *_PARSE_ERRORS) as error:
         raise _damaged(folder, PROGRESS, error) from None
@@ -223,12 +222,12 @@ def read_arrays(
     mapped: bool = False,
     on_piece: Callable[[], None] = lambda: None,
 ) -> Arrays:
-    """The arrays of these files; `mapped`: where they lie on the disk, so that each takes memory
-    only while it is used.
+    """Reads the arrays of these files. mapped: maps them from disk, so that each takes memory only
+    while it is used.
 
-    on_piece: called after each piece that was read and checked.
+    on_piece: called after each piece is read and checked.
 
-    Raises Damaged where the checksum of a file is wrong, or one has more than limit_bytes.
+    Raises Damaged if the checksum of a file is wrong, or if a file has more than limit_bytes.
     """
     from safetensors import SafetensorError
 
@@ -264,8 +263,8 @@ def read_arrays(
 def _read_chunk_sums(
     files: Folder, file: BufferedReader, name: str, checksums: Mapping[str, str]
 ) -> str:
-    """The text file `name`, with a line for each chunk of a file. Raises ValueError where it is not
-    what was written."""
+    """Reads the text file `name`, with a line for each chunk of a file. Raises ValueError if it is
+    not what was written."""
     data = files.read(name, LINE_BYTES * count_chunks(os.fstat(file.fileno()).st_size))
     if checksums[name] != hashlib.sha256(data).hexdigest():
         raise ValueError(f"the checksum of {name} is not the one in SHA256SUMS")
@@ -273,7 +272,7 @@ def _read_chunk_sums(
 
 
 def _checksum(file: BufferedReader, on_piece: Callable[[], None]) -> str:
-    """Checksum of what is left of a file."""
+    """The checksum of the rest of a file."""
     checksum = hashlib.sha256()
     buffer = memoryview(bytearray(PIECE_BYTES))
     while count := file.readinto(buffer):
@@ -283,7 +282,7 @@ def _checksum(file: BufferedReader, on_piece: Callable[[], None]) -> str:
 
 
 def _load(file: BufferedReader) -> Arrays:
-    """The arrays of the file that was checked, whatever has its name by now."""
+    """Loads the arrays of the checked file, even if its name now belongs to another file."""
     from safetensors.numpy import load_file
 
     return load_file(f"/proc/self/fd/{file.fileno()}")
@@ -294,8 +293,7 @@ def name_of(step: int) -> str:
 
 
 def finished(run: Path) -> list[Path]:
-    """Folders of checkpoints, by step; each was complete when it was written. Raises UserError
-    where they cannot be listed."""
+    """The folders of complete checkpoints, by step. Raises UserError if they cannot be listed."""
     try:
         with Folder.open(run, "checkpoints") as checkpoints:
             found = {
@@ -323,8 +321,8 @@ def _number(name: str) -> str:
 
 
 def remove_leftovers_from(checkpoints: Folder) -> None:
-    """What writes and removals that were cut off have left; a checkpoint that was about to be
-    replaced stays where no other is there."""
+    """Removes what interrupted writes and removals left. A checkpoint that was about to be replaced
+    stays if there is no new one."""
     names = set(checkpoints.names())
     for name in names:
         if name.startswith(".step-") or (
@@ -334,20 +332,20 @@ def remove_leftovers_from(checkpoints: Folder) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a checkpoint. Raises OSError where its run folder cannot be opened."""
+    """Removes a checkpoint. Raises OSError if its run folder cannot be opened."""
     with Folder.open(folder.parent.parent, folder.parent.name) as checkpoints:
         remove_from(checkpoints, folder.name)
 
 
 def remove_leftovers(run: Path) -> None:
-    """Removes what writes that were cut off have left in the run folder of this job."""
+    """Removes what interrupted writes left in this job's run folder."""
     with contextlib.suppress(OSError), Folder.open(run, "checkpoints") as checkpoints:
         remove_leftovers_from(checkpoints)
 
 
 def remove_from(checkpoints: Folder, name: str) -> None:
-    """Under another name first: a half-removed checkpoint must not look like one. What cannot be
-    removed stays until the next time."""
+    """Removes a folder, under another name first: a half-removed checkpoint must not look complete.
+    What cannot be removed stays until the next time."""
     hidden = f".{name.lstrip('.')}.{secrets.token_hex(8)}.removed"
     with contextlib.suppress(OSError):
         checkpoints.rename(name, hidden)
@@ -355,12 +353,12 @@ def remove_from(checkpoints: Folder, name: str) -> None:
 
 
 def _open(folder: Path) -> Folder:
-    """A checkpoint's folder, which only the path of its run leads to through links."""
+    """Opens a checkpoint's folder; only the path of its run may contain links."""
     return Folder.open(folder.parent.parent, folder.parent.name, folder.name)
 
 
 def _check_length(file: BufferedReader, most_bytes: int, has_header: bool) -> None:
-    """Raises ValueError for a file that is too large, or is longer or shorter than its header says,
+    """Raises ValueError for a file that is too large, or whose length contradicts its header,
     before all of it is read."""
     size = os.fstat(file.fileno()).st_size
     if size > most_bytes:
@@ -368,7 +366,7 @@ def _check_length(file: BufferedReader, most_bytes: int, has_header: bool) -> No
     if not has_header:
         return
     length = int.from_bytes(file.read(8), "little")
-    # no longer than the file; a parsed header may take 20 times its bytes
+    # bounded by the file; a parsed header may take 20 times its bytes
     raw_header = file.read(min(length, MOST_HEADER_BYTES))
     file.seek(0)
     try:

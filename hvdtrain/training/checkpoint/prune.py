@@ -1,4 +1,5 @@
-"""Which checkpoints of a run stay: the newest, the best, and those that a script asked for."""
+"""Selects the checkpoints of a run to keep: the newest, the best, and the ones that a script asked
+to keep."""
 
 from __future__ import annotations
 
@@ -22,11 +23,10 @@ from hvdtrain.training.progress.train_state import TrainState
 def prune(
     run: Path, keep_last: int, keep_best: int, written: Path, open_run: OpenFolder = Folder.open
 ) -> None:
-    """Removes all but the newest, the best, those that a script asked for and the one that was just
-    written; and the leftovers of writes that were cut off.
-    """
+    """Removes all checkpoints except the newest, the best, the ones that a script asked to keep and
+    the one just written. Also removes what interrupted writes left."""
     folders = finished(run)
-    # newer ones are damaged: the job went on from one before them
+    # newer ones are damaged: the job resumed from one before them
     older = folders[: folders.index(written) + 1]
     keep = {*older[-keep_last:], *best(folders, keep_best), *asked_for(older[:-keep_last])}
     with open_run(run) as opened, opened.folder("checkpoints") as checkpoints:
@@ -37,13 +37,13 @@ def prune(
 
 
 def asked_for(folders: list[Path]) -> list[Path]:
-    """Checkpoints that a script wrote to be kept."""
+    """Checkpoints that a script asked to keep."""
     return [folder for folder, state in _states(folders).items() if state.is_kept]
 
 
 def best(folders: list[Path], count: int) -> list[Path]:
-    """Checkpoints that are best in the task's objective, the earlier first among equals; only where
-    one was just evaluated."""
+    """The best checkpoints by the task's objective, ties in order of age; only checkpoints that
+    were evaluated at their own step."""
     return best_first(_states(folders if count else []))[:count]
 
 
@@ -57,8 +57,8 @@ def _states(folders: list[Path]) -> dict[Path, TrainState]:
 
 
 def best_first(states: Mapping[Path, TrainState]) -> list[Path]:
-    """Checkpoints, of some given oldest first, that were evaluated at their own step, on as many
-    samples as the newest one of them."""
+    """Sorts checkpoints, given oldest first, by their objective. Keeps only the ones evaluated at
+    their own step, on as many samples as the newest of them."""
     rated = {
         folder: state
         for folder, state in states.items()

@@ -40,12 +40,12 @@ _OF_OBJECTS = (
     "data.metrics.",
 )
 _OF_CONFIG = "the data and seed that the run folder's config.yaml names"
-_OF_INPUTS = {"data.mean": 0.0, "data.std": 1.0}  # where x is as the data have it
+_OF_INPUTS = {"data.mean": 0.0, "data.std": 1.0}  # if x is not standardized
 _FIRST_EVENT_BYTES = 2**20  # a start event has some kilobytes
 
 
 class ResumePoint(NamedTuple):
-    """What a job goes on from, as rank 0 has found it."""
+    """The state that a job resumes from, as rank 0 found it."""
 
     resumed: Path | None  # the run folder; None for a new job
     train_state: TrainState
@@ -64,12 +64,12 @@ def find_resume_point(
     mapped: bool = False,
     on_piece: Callable[[], None] = lambda: None,
 ) -> tuple[ResumePoint, Arrays | None]:
-    """On rank 0: the state to resume from and its arrays, None for a new job, whose state is
+    """On rank 0, finds the state to resume from and its arrays; None for a new job, whose state is
     `beginning`.
 
     run: as former_run(); shapes: of the job's own arrays, with which advice is compared; mapped,
-    on_piece: as read_arrays(). Raises UserError where no checkpoint is good, or the newest good one
-    is of another job.
+    on_piece: as read_arrays(). Raises UserError if no checkpoint is good, or the newest good one is
+    of another job.
     """
     if run is None:
         return ResumePoint(None, beginning, [], []), None
@@ -128,13 +128,13 @@ def find_resume_point(
 
 
 def _misfit(config: Config, job: Shapes, checkpoint: Shapes) -> str:
-    """Why arrays of a checkpoint are not those of this job: the state lacks b.norm1.running_mean;
-    empty where they are."""
+    """Why a checkpoint's arrays do not match this job's, such as "the state lacks
+    b.norm1.running_mean"; empty if they match."""
     # the state of a user's class comes with its first step
     compared = ("p.", "b.") if is_dotted(config.optim.name) else ("p.", "b.", "s.")
     ours = {name: shape for name, shape in job.items() if name.startswith(compared)}
     theirs = {name: shape for name, shape in checkpoint.items() if name.startswith(compared)}
-    if config.parallel.pipeline > 1:  # rank 0 has the arrays of its stage alone
+    if config.parallel.pipeline > 1:  # rank 0 has only its stage's arrays
         theirs = {name: shape for name, shape in theirs.items() if name in ours}
     try:
         check_fit(ours, theirs)
@@ -144,8 +144,8 @@ def _misfit(config: Config, job: Shapes, checkpoint: Shapes) -> str:
 
 
 def former_run(config: Config) -> Path | None:
-    """The run folder to go on from: run's own once it has a checkpoint of this command, else
-    resume's."""
+    """The run folder to resume from: run= once it has a checkpoint of this command, else
+    resume=."""
     run = Path(config.run).expanduser() if config.run is not None else None
     if config.resume == "no":
         return None
@@ -159,8 +159,8 @@ def former_run(config: Config) -> Path | None:
 
 
 def began_from(run: Path) -> str:
-    """resume= of the command that began a run: the field resumed_from of its first event; empty
-    where that cannot be read."""
+    """resume= of the command that began a run: the field resumed_from of its first event; empty if
+    it cannot be read."""
     try:
         with Folder.open(run) as folder, folder.open_file("events.jsonl") as file:
             first = json.loads(file.readline(_FIRST_EVENT_BYTES))
@@ -170,8 +170,8 @@ def began_from(run: Path) -> str:
 
 
 def _refuse_copy(config: Config, run: Path, now: TrainState) -> None:
-    """Raises UserError where a job that is over would be copied into another folder, and nothing be
-    trained there."""
+    """Raises UserError if a complete job would be copied into another folder without training
+    anything."""
     over = stop_reason(config, now)
     if over and config.run is not None and Path(config.run).expanduser().resolve() != run.resolve():
         fix = (
@@ -179,7 +179,7 @@ def _refuse_copy(config: Config, run: Path, now: TrainState) -> None:
             f"{resume_command(config, run, f'run={config.run}', *further(config, now))}"
         )
         raise UserError(
-            f"{run} is over ({over}): nothing would be trained in {config.run}",
+            f"{run} is complete ({over}): nothing would be trained in {config.run}",
             config.where("resume"),
             fix,
         )
@@ -192,10 +192,10 @@ def newest_good(
     mapped: bool = False,
     on_piece: Callable[[], None] = lambda: None,
 ) -> tuple[Checkpoint, Arrays, list[str]]:
-    """The newest checkpoint of a run that is as it was written, its arrays, and a line for each
-    newer one that is not.
+    """Returns the newest undamaged checkpoint of a run, its arrays, and a line for each newer,
+    damaged one.
 
-    mapped, on_piece: as read_arrays(). Raises UserError where there is none.
+    mapped, on_piece: as read_arrays(). Raises UserError if there is none.
     """
     return _first_good(run, files.finished(run)[::-1], limit_bytes, mapped, on_piece)
 
@@ -207,8 +207,7 @@ def best_good(
     mapped: bool = False,
     on_piece: Callable[[], None] = lambda: None,
 ) -> tuple[Checkpoint, Arrays, list[str]] | None:
-    """The good checkpoint that was best in the task's objective when it was evaluated; None where
-    none was evaluated."""
+    """Returns the undamaged checkpoint with the best objective; None if none was evaluated."""
     folders = files.finished(run)
     rated = prune.best(folders, len(folders))
     return _first_good(run, rated, limit_bytes, mapped, on_piece) if rated else None
@@ -244,7 +243,7 @@ def _first_good(
 
 
 def check_identity(found: Checkpoint, identity: Identity) -> None:
-    """Raises UserError where a checkpoint is of another data set or another shuffle."""
+    """Raises UserError if a checkpoint belongs to another data set or another shuffle."""
     theirs = flat(found.identity)
     ours = flat(identity)
     if "data.tokenizer" not in theirs:  # of an earlier version; the tokens have a digest as well
@@ -269,8 +268,8 @@ def check_identity(found: Checkpoint, identity: Identity) -> None:
 
 
 def _first_difference(theirs: Any, ours: Any) -> tuple[Any, Any]:
-    """The first entries that differ, of lists in lists of the same length, and what else is there
-    whole."""
+    """The first pair of entries that differ. Descends into lists of equal length; other values are
+    returned whole."""
     if (
         isinstance(theirs, list)
         and isinstance(ours, list)
@@ -285,8 +284,8 @@ def _first_difference(theirs: Any, ours: Any) -> tuple[Any, Any]:
 
 
 def _check_inputs(found: Checkpoint, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raises UserError where x is standardized in one of them alone: by task.standardize, or by a
-    version with another default."""
+    """Raises UserError if only the checkpoint or only this job standardizes x: by task.standardize,
+    or because a version had another default."""
     before, now = (_is_standardized(identity) for identity in (theirs, ours))
     if before != now:
         words = {True: "less its mean, over its deviation", False: "as the data have it"}
@@ -308,8 +307,7 @@ def _is_standardized(identity: Mapping[str, Any]) -> bool:
 
 
 def check_sums(found: Checkpoint, beginning: TrainState) -> None:
-    """Raises UserError where a checkpoint was trained with other metrics than the task declares
-    now."""
+    """Raises UserError if the task's metrics have changed since the checkpoint."""
     theirs = found.train_state
     ours = beginning
     if theirs.sums.keys() != ours.sums.keys() or (theirs.objective, theirs.better) != (

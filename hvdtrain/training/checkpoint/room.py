@@ -1,5 +1,5 @@
-"""Room on the disk for a checkpoint: what is missing, in words, and which older checkpoint the last
-one of a job may replace."""
+"""Disk space for checkpoints: reports what is missing, and selects the older checkpoint that a
+job's last one may replace."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _BESIDE_ARRAYS_BYTES = 2**14  # headers, progress.json, SHA256SUMS
 
 
 def needed_bytes(array_bytes: int) -> int:
-    """Bytes of a checkpoint with so many bytes of arrays."""
+    """The bytes that a checkpoint with `array_bytes` of arrays needs."""
     return array_bytes + _BESIDE_ARRAYS_BYTES
 
 
 def describe(error: OSError, run: Path, needed: int) -> str:
-    """Why a checkpoint of so many bytes is not there: "no room on the disk: needs 1.412 MB, 0.310
-    MB free"."""
+    """Why a checkpoint of `needed` bytes was not written: "no room on the disk: needs 1.412 MB,
+    0.310 MB free"."""
     if error.errno not in _ERRORS:
         return f"{error.strerror or error}"
     free = free_bytes(run)
@@ -36,12 +36,12 @@ def describe(error: OSError, run: Path, needed: int) -> str:
 
 
 def _megabytes(size: int) -> str:
-    """To the kilobyte where it is small: what is needed and what is free may be close."""
+    """Megabytes; small sizes to the kilobyte, because needed and free bytes may be close."""
     return f"{size / 1e6:.{1 if size >= 1e7 else 3}f} MB"
 
 
 def free_bytes(run: Path) -> int | None:
-    """On the disk of a folder; None where its file system does not tell."""
+    """Free bytes on a folder's disk; None if its file system does not report them."""
     try:
         usage = shutil.disk_usage(run)
     except OSError:
@@ -50,7 +50,7 @@ def free_bytes(run: Path) -> int | None:
 
 
 def cannot_write(error: OSError, where: str) -> UserError:
-    """The error for a run folder that does not take its first files."""
+    """The error for a run folder whose first files cannot be written."""
     if error.errno in _ERRORS:
         return UserError(
             f"cannot write the run folder: {NO_ROOM}",
@@ -63,7 +63,7 @@ def cannot_write(error: OSError, where: str) -> UserError:
 
 
 def check_room(run: Path, needed: int) -> None:
-    """Raises UserError where a checkpoint of so many bytes does not fit beside what is there."""
+    """Raises UserError if a checkpoint of `needed` bytes does not fit on the disk."""
     free = free_bytes(run)
     if free is not None and free < needed:
         fix = "make room, or give run= a folder on another disk"
@@ -75,11 +75,11 @@ def check_room(run: Path, needed: int) -> None:
 
 
 def give_up_one(run: Path, needed: int, keep_best: int, limit_bytes: int) -> int | None:
-    """Removes the oldest checkpoint before the newest good one, those to be kept last; returns its
-    step.
+    """Removes the oldest checkpoint before the newest good one, checkpoints to keep last; returns
+    its step.
 
-    None where nothing is removed: there is none before it, or all of them together are not enough.
-    limit_bytes: as read_arrays().
+    None if nothing is removed: there is none before it, or all of them together would not be
+    enough. limit_bytes: as read_arrays().
     """
     older = _before_the_newest_good(run, limit_bytes)
     free = free_bytes(run)
@@ -92,7 +92,7 @@ def give_up_one(run: Path, needed: int, keep_best: int, limit_bytes: int) -> int
 
 
 def _before_the_newest_good(run: Path, limit_bytes: int) -> list[Path]:
-    """By step; empty where none is good."""
+    """The checkpoints before the newest good one, by step; empty if none is good."""
     folders = files.finished(run)
     for place in reversed(range(len(folders))):
         try:
@@ -105,5 +105,5 @@ def _before_the_newest_good(run: Path, limit_bytes: int) -> list[Path]:
 
 
 def _size(folder: Path) -> int:
-    """On the disk."""
+    """The size on disk."""
     return sum(512 * entry.stat(follow_symlinks=False).st_blocks for entry in os.scandir(folder))

@@ -26,14 +26,14 @@ from hvdtrain.training.progress.train_state import TrainState
 
 
 class CheckpointSource(Protocol):
-    """What a checkpoint is written from: a learner, or what ranks that have parts of it write."""
+    """The source of a checkpoint's arrays: a learner, or the parts that ranks write."""
 
     def state(self) -> Arrays | WrittenByAll: ...
     def state_dict_names(self) -> dict[str, str]: ...
 
 
 class Saved:
-    """A CheckpointSource of what is known by now."""
+    """A CheckpointSource whose arrays are already known."""
 
     def __init__(self, state: Arrays | WrittenByAll, names: dict[str, str]) -> None:
         self._state = state
@@ -46,27 +46,27 @@ class Saved:
         return self._names
 
 
-LOOK_S = 0.5  # between two looks whether a write is over
+LOOK_S = 0.5  # between two checks whether a write is done
 RETRY_S = 30.0  # after a write that failed
 SLOW_DISK = 1e8  # bytes a second
 
 
 class WriteResult(NamedTuple):
-    """What became of one write."""
+    """The result of one write."""
 
     step: int
     evaluated: int  # as TrainState's
-    pause_s: float  # that training waited
+    pause_s: float  # pause of training
     write_s: float
     megabytes: float
-    failure: str = ""  # why it is not there
+    failure: str = ""  # why it failed
     note: str = ""  # a line for the user
     needed_bytes: int = 0  # on the disk
 
 
 def check_finite(arrays: Arrays) -> None:
-    """Raises Diverged where a weight or optimizer state is not finite. A buffer may hold infinity
-    on purpose, as a mask does."""
+    """Raises Diverged if a weight or optimizer state is not finite. A buffer may contain infinity
+    on purpose, as masks do."""
     for name, array in arrays.items():
         if not name.startswith("b.") and array.dtype.kind == "f" and not np.isfinite(array).all():
             raise Diverged(
@@ -77,13 +77,13 @@ def check_finite(arrays: Arrays) -> None:
 
 
 class Saver:
-    """Writes checkpoints, on rank 0. Call save_if_due() after every sync point; no collective is
-    inside. Emits events in the main thread.
+    """Writes checkpoints, on rank 0. Call save_if_due() after every sync point; it calls no
+    collective. Emits events in the main thread.
 
-    limit_bytes: that a file of a checkpoint can have; an eighth of it is a guess of its size.
-    record_config: writes the configuration with which this job trains to config.yaml, or raises
-    OSError; it is called once there are weights that were trained with it. open_run: opens the run
-    folder to write in it. mtbf_hours: guard.mtbf_hours, for checkpoint.every=auto.
+    limit_bytes: the largest possible file of a checkpoint; an eighth of it is the first guess of a
+    checkpoint's size. record_config: writes this job's configuration to config.yaml, or raises
+    OSError; called once there are weights trained with it. open_run: opens the run folder for
+    writing. mtbf_hours: guard.mtbf_hours, for checkpoint.every=auto.
     """
 
     def __init__(
@@ -109,20 +109,20 @@ class Saver:
         self._result: WriteResult | None = None
         self._tried_s = clock()  # when the last write began
         self._failed = False
-        self._due_step = -1  # the last step that was due
-        self._kept_step = -1  # of the newest checkpoint that is to be kept
+        self._due_step = -1  # the last step at which one was due
+        self._kept_step = -1  # of the newest checkpoint to keep
         # (step, step of its last evaluation) of the newest checkpoint of this run on the disk
         self.newest = (
             -1,
             0,
         )
         self._limit_bytes = limit_bytes
-        self._told = ""  # why the last writes failed, as the user knows
-        self._given_up: list[int] = []  # steps of checkpoints that were removed for the last one
-        self._last_attempts = 0  # to write the last one
-        self.moves = 0  # grows as long as a write moves on
+        self._told = ""  # why the last writes failed, as reported to the user
+        self._given_up: list[int] = []  # steps of checkpoints removed to make room for the last one
+        self._last_attempts = 0  # attempts to write the last one
+        self.moves = 0  # grows while a write progresses
         self.longest_s = limit_bytes / 8 / SLOW_DISK  # pause and write together
-        self.measured_s = 0.0  # of the longest that this process has written
+        self.measured_s = 0.0  # of the slowest write of this process
         longest_s = None if config.every_minutes is None else 60 * config.every_minutes
         self._auto = (
             AutoInterval(run, mtbf_hours, longest_s, self.longest_s)
@@ -132,16 +132,16 @@ class Saver:
         self._fixed_s = longest_s
 
     def resume_from(self, now: TrainState) -> None:
-        """A checkpoint of this run that the job goes on from is not written again: for a moment
-        there would be none."""
+        """Records the checkpoint that the job resumes from, so that it is not written again: for a
+        moment there would be none."""
         if any(
             folder.name == files.name_of(now.progress.step) for folder in files.finished(self._run)
         ):
             self.newest = (now.progress.step, now.evaluated)
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is due at the sync point after `step` steps; call it before, so that
-        the ranks are compared there."""
+        """Whether a checkpoint is due at the sync point after `step` steps. Call it before the sync
+        point, so that ranks are compared there."""
         if self._thread and not self._thread.is_alive():
             self._collect()
         every_steps = self._config.every_steps
@@ -157,13 +157,13 @@ class Saver:
         return due
 
     def save_if_due(self, now: TrainState, learner: CheckpointSource) -> None:
-        """Writes in the background, where it is due and after an evaluation."""
+        """Writes in the background if a checkpoint is due, and after an evaluation."""
         if now.progress.step in (self._due_step, now.evaluated):
             self.save(now, learner)
 
     def save(self, now: TrainState, learner: CheckpointSource) -> None:
-        """Waits for the write before this one, copies the state, and writes in the background; not
-        what is on the disk already."""
+        """Waits for the previous write, copies the state and writes it in the background. Skips a
+        checkpoint that is already on disk."""
         began = time.perf_counter()
         if not self.wants(now):
             return
@@ -181,10 +181,10 @@ class Saver:
     def finish(
         self, now: TrainState, learner: CheckpointSource, moved: Callable[[], None] = lambda: None
     ) -> str:
-        """Returns once the last checkpoint is on the disk: empty, or why it is not there. It may
-        replace older ones, which is said.
+        """Writes the last checkpoint and waits for it. Returns "" or why it was not written. It may
+        replace older ones, which is reported.
 
-        moved: called in this thread while a write moves on.
+        moved: called in this thread while a write progresses.
         """
         while True:
             self._wait(moved)
@@ -194,8 +194,8 @@ class Saver:
                 return failure
 
     def last_failure(self, now: TrainState) -> str | None:
-        """After save() of the last checkpoint: empty once it is on the disk, why it will not be, or
-        None where it is to be tried again."""
+        """After save() of the last checkpoint: "" once it is on disk, the reason if it will not be
+        written, or None if it should be tried again."""
         self._collect(training=False, given_up=self._given_up)
         if self.newest == (now.progress.step, now.evaluated):
             return ""
@@ -213,18 +213,18 @@ class Saver:
         return self._result.failure
 
     def wants(self, now: TrainState) -> bool:
-        """Whether save() would write; waits for the write before this one."""
+        """Whether save() would write; waits for the previous write."""
         self._collect()
         return (now.progress.step, now.evaluated) != self.newest or (
             now.is_kept and now.progress.step != self._kept_step
         )
 
     def close(self) -> None:
-        """Waits for a write that is under way."""
+        """Waits for a pending write."""
         self._collect()
 
     def is_writing(self, wait_s: float) -> bool:
-        """Whether a write is under way, which gets so long to end."""
+        """Whether a write is still pending after wait_s."""
         if self._thread is not None:
             self._thread.join(wait_s)
         return self._thread is not None and self._thread.is_alive()
@@ -244,7 +244,7 @@ class Saver:
     def _write(
         self, now: TrainState, arrays: Arrays | WrittenByAll, names: dict[str, str], pause_s: float
     ) -> None:
-        """In the thread: the only place that touches the disk."""
+        """Writes a checkpoint, in the thread: the only place that touches the disk."""
         began = time.perf_counter()
         step = now.progress.step
         array_bytes = (
@@ -256,7 +256,7 @@ class Saver:
         note = ""
         needed_bytes = room.needed_bytes(array_bytes)
         try:
-            if not isinstance(arrays, WrittenByAll):  # each rank looks at its own
+            if not isinstance(arrays, WrittenByAll):  # each rank checks its own
                 check_finite(arrays)
             names = {} if names == plain_names(arrays) else names
             folder = files.write(
@@ -264,7 +264,7 @@ class Saver:
             )
             with contextlib.suppress(
                 OSError
-            ):  # what could not be removed now is removed after the next one
+            ):  # what cannot be removed now is removed after the next one
                 prune.prune(
                     self._run,
                     self._config.keep_last,
@@ -289,8 +289,8 @@ class Saver:
         )
 
     def _config_note(self) -> str:
-        """Records the configuration after the first checkpoint that was trained with it; empty, or
-        why that is not done."""
+        """Records the configuration after the first checkpoint trained with it; returns "" or why
+        that failed."""
         if self._record_config is None:
             return ""
         try:
@@ -304,10 +304,10 @@ class Saver:
         return ""
 
     def _collect(self, training: bool = True, given_up: Sequence[int] = ()) -> None:
-        """Waits for the write that is under way, and emits its event; without `training` no line
-        says that training goes on.
+        """Waits for the pending write and emits its event. training: whether a line reports that
+        training continues.
 
-        given_up: steps of checkpoints that were removed for it.
+        given_up: steps of checkpoints removed to make room for it.
         """
         if self._thread is None:
             return
@@ -350,7 +350,8 @@ class Saver:
         )
 
     def _failure_line(self, done: WriteResult) -> str:
-        """All of it once; as long as the reason stays, that there is still none."""
+        """The full reason once; while the reason stays the same, only that there is still no
+        checkpoint."""
         kind = done.failure.partition(":")[0]
         former = self._told
         self._told = kind
@@ -363,6 +364,6 @@ class Saver:
             else "there is none of this run yet"
         )
         return (
-            f"no checkpoint of step {done.step}: {done.failure}; {last}; training goes on, and "
+            f"no checkpoint of step {done.step}: {done.failure}; {last}; training continues, and "
             f"tries again every {RETRY_S:.0f} s"
         )

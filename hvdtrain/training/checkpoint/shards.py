@@ -32,13 +32,13 @@ from hvdtrain.training.checkpoint.array_file import in_order, make_header, to_by
 from hvdtrain.training.checkpoint.shared_file import SYNC_BYTES, PartWriter, WholeBlocks, join
 from hvdtrain.training.checkpoint.sums import CHUNK_BYTES, ByteSum, count_chunks, read_chunk
 
-# of rank 0 for a rank that writes and reads nothing meanwhile, and of the others for rank 0
+# how long rank 0 waits for a rank without any progress, and the others for rank 0
 WAIT_S = 300.0
-CLOSING_S = 30.0  # of a rank whose job ends, for rank 0
-LOOK_S = 0.05  # before the second look at whether a file has come; then twice as long each time
+CLOSING_S = 30.0  # how long a rank whose job ends waits for rank 0
+LOOK_S = 0.05  # before the second check for a file; doubled each time
 MOST_LOOK_S = 1.0
-PROGRESS_S = 10.0  # between two looks at what a rank has done so far
-TELL_S = 1.0  # between two times that a rank tells of it
+PROGRESS_S = 10.0  # between two checks of a rank's progress
+TELL_S = 1.0  # between two reports of a rank's progress
 _READERS = 16  # reports that rank 0 reads at a time: each takes a round trip to the disk's server
 _REPORT_BYTES = 2**26  # of a rank: 67 for each chunk of its share
 WORD = "all-have-written"  # the file that rank 0 writes: how many ranks there are
@@ -109,7 +109,7 @@ class CheckpointShard:
         ]
 
     def check_finite(self) -> None:
-        """Raises Diverged where a weight or optimizer state is not finite."""
+        """Raises Diverged if a weight or optimizer state is not finite."""
         for piece in self._own:
             if (
                 not piece.name.startswith("b.")
@@ -206,8 +206,8 @@ class Patience:
         self._progress = 0
 
     def look(self, wait_s: float) -> bool:
-        """Whether the other rank has gone on since the last look. Raises TimeoutError where it has
-        not for so long."""
+        """Whether the other rank has gone on since the last look. Raises TimeoutError if it has not
+        for so long."""
         now_s = self._clock()
         before = self._progress
         if now_s - self._looked_s > min(PROGRESS_S, wait_s / 2):
@@ -270,7 +270,7 @@ def _as_report(share: ChunkShare) -> dict[str, Any]:
 
 def _report(folder: Folder, name: str, work: Callable[[], dict[str, Any]]) -> bool:
     """Writes what the work returns into the file `name`, or why it failed; whether it did not.
-    Raises OSError where it cannot."""
+    Raises OSError if it cannot."""
     try:
         report = work()
     except Diverged as error:
@@ -386,7 +386,7 @@ class WrittenByAll:
         """Returns once all ranks have written and read back, and it is all on the disk: the SHA-256
         of each chunk of each file.
 
-        moved: called as long as a rank writes or reads. Raises OSError where a rank cannot, or does
+        moved: called as long as a rank writes or reads. Raises OSError if a rank cannot, or does
         nothing for WAIT_S, or where what was read is not what was in memory; Diverged where a rank
         has a number that is not finite.
         """
@@ -408,7 +408,7 @@ class WrittenByAll:
     def _write(self, folder: Folder, readers: ThreadPoolExecutor) -> list[ByteSum]:
         """The sum of each file, of what all ranks had in memory; the headers are of rank 0.
 
-        Raises OSError where a byte is nobody's, or of two ranks.
+        Raises OSError if a byte is nobody's, or of two ranks.
         """
         headers = [
             ByteSum().with_bytes(0, memoryview(header))
@@ -451,8 +451,7 @@ class WrittenByAll:
         }
 
     def _compare(self, in_memory: list[ByteSum], on_disk: list[ByteSum]) -> None:
-        """Raises OSError where a file is not what ranks had in memory, or not all of it was
-        read."""
+        """Raises OSError if a file is not what ranks had in memory, or not all of it was read."""
         for file, written, read in zip(self.parts.layout.sizes, in_memory, on_disk, strict=True):
             if written != read:
                 raise OSError(None, f"bytes of {file} are not what was written")
@@ -492,7 +491,7 @@ class WrittenByAll:
         return [found[rank] for rank in self._ranks]
 
     def _wait_for(self, rank: int, patience: Patience) -> None:
-        """Raises OSError where it is in vain."""
+        """Raises OSError if it is in vain."""
         if self._is_over():
             raise OSError(None, "ranks are lost while each writes its part")
         try:

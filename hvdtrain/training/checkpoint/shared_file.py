@@ -1,8 +1,8 @@
 """A file into which every rank writes its own bytes, from several hosts too: a block that two ranks
 share is written by rank 0 alone.
 
-A client of NFS may write the whole page in which a byte has changed, the rest as it was when the
-client last read it: two hosts that write into one page undo each other's bytes.
+An NFS client may write the whole page around a changed byte, with the rest as the client last read
+it: two hosts that write into one page undo each other's bytes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _APART = struct.Struct(
 
 
 class WholeBlocks:
-    """The blocks of a file that stretches of one rank cover from end to end; the last block of a
-    file ends with the file."""
+    """The blocks of a file that one rank's stretches cover completely; the last block ends with the
+    file."""
 
     def __init__(self, stretches: Iterable[tuple[int, int]], size: int) -> None:
         """stretches: (first byte, the one behind the last), in any order; size: of the file, in
@@ -41,8 +41,8 @@ class WholeBlocks:
                 self._ends.append(behind)
 
     def split(self, begin: int, end: int) -> Iterator[tuple[int, int, bool]]:
-        """The parts of one of the stretches, or of a piece of it: (first byte, behind the last,
-        whether it lies in these blocks)."""
+        """Splits a stretch, or a piece of one, into parts: (first byte, behind the last, whether it
+        lies in these blocks)."""
         # of the only run of whole blocks that may lie in it
         place = bisect_right(self._ends, begin)
         first = behind = end
@@ -59,7 +59,7 @@ class WholeBlocks:
 
 
 def _joined(stretches: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """In order, those that touch as one."""
+    """Sorts stretches and merges those that touch."""
     start = stop = 0
     for begin, end in sorted(stretches):
         if begin != stop:
@@ -72,7 +72,7 @@ def _joined(stretches: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 class PartWriter:
-    """The way of one rank's bytes into a file; `apart` takes those outside of its whole blocks, for
+    """Writes one rank's bytes into a file. Bytes outside of its whole blocks go to `apart`, for
     join()."""
 
     def __init__(
@@ -83,8 +83,8 @@ class PartWriter:
         number: int = 0,
         on_disk: Callable[[], None] = lambda: None,
     ) -> None:
-        """number: of the file, as join() is given it; on_disk: called whenever SYNC_BYTES more are
-        on the disk."""
+        """number: the file's index in join(); on_disk: called whenever SYNC_BYTES more are on
+        disk."""
         self._file = file
         self._blocks = blocks
         self._apart = apart
@@ -117,7 +117,7 @@ class PartWriter:
                 self._apart.write(part)
 
     def sync(self) -> None:
-        """Returns once all of it is on the disk."""
+        """Returns once everything is on disk."""
         os.fsync(self._file.fileno())
         if self._apart is not None:
             self._apart.flush()
@@ -126,8 +126,8 @@ class PartWriter:
 
 
 def join(files: Sequence[FileIO], apart: BufferedReader) -> None:
-    """Writes into the files what PartWriters have put apart. Raises OSError where that is cut
-    off."""
+    """Writes the bytes that PartWriters put apart into the files. Raises OSError if they are
+    truncated."""
     while head := apart.read(_APART.size):
         number, begin, length = _APART.unpack(head)
         data = apart.read(length)

@@ -1,7 +1,7 @@
-"""Sums of the files of a checkpoint that several ranks or threads make at a time: SHA-256 of each
+"""Checksums of a checkpoint's files that several ranks or threads compute together: SHA-256 of each
 chunk, and ByteSum.
 
-By ByteSum ranks compare what they had in memory with what others read from the disk: each sends two
+With ByteSum, ranks compare what they had in memory with what others read from disk: each sends two
 numbers, however many stretches it has. The chunks by hand: split -b 4M --filter=sha256sum
 weights.safetensors | cut -c 1-64 | cmp - weights.safetensors.chunks
 """
@@ -26,20 +26,20 @@ _MODULUS = 2**64
 
 
 class ByteSum(NamedTuple):
-    """Sums over stretches of a file. The file is covered, each byte once, where the sum of all
-    stretches has the edges of the whole.
+    """Sums over stretches of a file. If the sum of all stretches has the edges of the whole file,
+    the stretches cover each byte once.
 
     value: the 32-bit words of the file, low byte first, each times a random number of its place,
-    modulo 2**64: multilinear hashing (Lemire and Kaser 2012, arXiv:1202.4961, section 2). Of other
-    bytes it is another one but for one chance in 2**32. edges: a random number of the end of each
-    stretch less that of its beginning; of stretches that touch, the middle cancels.
+    modulo 2**64: multilinear hashing (Lemire and Kaser 2012, arXiv:1202.4961, section 2). Different
+    bytes have the same value with probability 2**-32. edges: for each stretch, the random number of
+    its end minus the one of its beginning; where stretches touch, the numbers cancel.
     """
 
     value: int = 0
     edges: int = 0
 
     def with_bytes(self, begin: int, data: memoryview) -> ByteSum:
-        """With bytes begin ... begin + len(data) - 1 of the file too."""
+        """Adds bytes begin ... begin + len(data) - 1 of the file."""
         end = begin + len(data)
         return self.plus(
             ByteSum(_value(begin, data), _random(end, b"edge") - _random(begin, b"edge"))
@@ -49,7 +49,7 @@ class ByteSum(NamedTuple):
         return ByteSum((self.value + other.value) % _MODULUS, (self.edges + other.edges) % _MODULUS)
 
     def covers(self, size: int) -> bool:
-        """Whether the stretches are a file of so many bytes, each of them once."""
+        """Whether the stretches cover a file of `size` bytes, each byte once."""
         return self.edges == (_random(size, b"edge") - _random(0, b"edge")) % _MODULUS
 
 
@@ -76,12 +76,12 @@ def _value_in_span(offset: int, data: memoryview) -> int:
 
 @functools.cache
 def _random_words() -> np.ndarray:
-    """Raw numbers of a counter, the same in each process."""
+    """Raw numbers of a counter-based generator, the same in each process."""
     return np.random.Philox(key=0).random_raw(_SPAN_BYTES // _WORD_BYTES)
 
 
 def _random(place: int, purpose: bytes) -> int:
-    """64 bits, a function of the place."""
+    """A random 64-bit number that depends only on the place."""
     return int.from_bytes(
         hashlib.blake2b(place.to_bytes(8, "little"), digest_size=8, person=purpose).digest(),
         "little",
@@ -100,12 +100,12 @@ def sums_of(file: str) -> str:
 
 
 def count_chunks(size: int) -> int:
-    """The chunks of a file of so many bytes."""
+    """The number of chunks of a file of `size` bytes."""
     return -(-size // CHUNK_BYTES)
 
 
 def read_chunk(file: BufferedReader, number: int) -> bytes:
-    """The last one of a file may be shorter. Raises OSError."""
+    """Reads a chunk; the last one of a file may be shorter. Raises OSError."""
     begin = number * CHUNK_BYTES
     data = bytearray()
     while len(data) < CHUNK_BYTES and (
@@ -122,8 +122,8 @@ def as_text(checksums: Iterable[str]) -> str:
 def check_chunks(
     file: BufferedReader, text: str, on_chunk: Callable[[], None] = lambda: None
 ) -> None:
-    """Raises ValueError where a chunk of the file does not have the checksum of its line, OSError
-    where it cannot be read.
+    """Raises ValueError if a chunk of the file does not match its checksum, OSError if it cannot be
+    read.
 
     on_chunk: called in this thread for each chunk that is right.
     """

@@ -1,5 +1,5 @@
-"""Where this rank is: written by the main thread at each phase, read by the watchdog, and told with
-an error of the user's own code."""
+"""The progress of this rank: written by the main thread at each phase, read by the watchdog, and
+shown with errors of the user's code."""
 
 from __future__ import annotations
 
@@ -16,30 +16,28 @@ from hvdtrain.frameworks.learner import CurrentPass
 
 @dataclass
 class Heartbeat:
-    """A few attributes: a beat costs less than a microsecond."""
+    """The current phase and position of this rank; a beat costs less than a microsecond."""
 
     # what the main thread is doing, for people: "reading samples", "step", "evaluation"
     phase: str = "starting"
     epoch: int = 0  # whole epochs done
     step: int = 0  # steps done
-    beats: int = 0  # grows with every beat: as long as it does not, the rank makes no progress
-    limit: Literal["start_s", "stall_s"] = (
-        "start_s"  # the key of guard that says how long the phase may last
-    )
+    beats: int = 0  # grows with every beat: while it does not, the rank makes no progress
+    limit: Literal["start_s", "stall_s"] = "start_s"  # the key of guard that limits the phase
     training: bool = False  # the loop has begun: a signal stops the job with a checkpoint
     started_s: float = field(default_factory=time.monotonic)
     owns_process: bool = (
-        True  # the process was started for this job: its own start belongs to that of the job
+        True  # the process was started for this job, so its own startup counts, too
     )
-    # when each phase of the start began; "": the end of the first step
+    # when each phase of the startup began; "": the end of the first step
     start_marks: dict[str, float] = field(default_factory=dict)
-    in_start: bool = True  # up to there
+    in_start: bool = True  # until the first step ends
     place: str = ""  # of this rank in the mesh: "stage 1, data 0"
     # the stage or the layer that this rank is in; from any thread
     under_way: Callable[[], CurrentPass | None] = lambda: None
 
     def beat(self, phase: str, epoch: int, step: int) -> None:
-        """The phase begins, or goes on, after so many whole epochs and steps."""
+        """Records that a phase begins or continues, after `epoch` whole epochs and `step` steps."""
         if self.in_start:
             self.in_start = "step" not in self.start_marks
             self.start_marks.setdefault(phase if self.in_start else "", time.monotonic())
@@ -49,7 +47,7 @@ class Heartbeat:
         self.beats += 1
 
     def go_on(self) -> None:
-        """The phase makes progress."""
+        """Records progress within the phase."""
         self.beats += 1
 
 
@@ -58,8 +56,8 @@ _IN_STEP = ("reading samples", "step")  # phases of the heartbeat that belong to
 
 @contextlib.contextmanager
 def noted(heartbeat: Heartbeat, rank: int) -> Iterator[None]:
-    """An exception inside that came from the user's code gets a note, which its traceback and
-    hvdtrain's message end with."""
+    """Adds a note to exceptions from the user's code; it appears at the end of the traceback and of
+    hvdtrain's message."""
     try:
         yield
     except Exception as error:
@@ -78,8 +76,8 @@ def _note(error: Exception, heartbeat: Heartbeat, rank: int) -> None:
 
 
 def place_and_pass(heartbeat: Heartbeat) -> str:
-    """ " (stage 1, data 0), in the forward pass of micro-batch 2 in stage 1"; empty where every rank
-    has a whole model."""  # noqa: E501
+    """ " (stage 1, data 0), in the forward pass of micro-batch 2 in stage 1"; empty if every rank
+    has a whole model."""
     under_way = heartbeat.under_way()
     return (f" ({heartbeat.place})" if heartbeat.place else "") + (
         f", in the {under_way.text}" if under_way else ""

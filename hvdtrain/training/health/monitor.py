@@ -1,7 +1,7 @@
 """What stops a job early or rolls it back: signals, the time limit, numbers that are not finite,
 replicas that differ.
 
-All ranks decide alike: the flags of each rank are added up over ranks at the sync points.
+All ranks make the same decisions: their flags are summed over ranks at sync points.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _FLAGS = ("stop.signal", "stop.time", "save")
 
 
 def nonfinite_steps(sums: Sums) -> int:
-    """How many steps since the last sync point had a loss or gradient that is not finite, by the
+    """The number of steps since the last sync point whose loss or gradient is not finite, from the
     sums of all ranks."""
     return round(sums["nonfinite"]) or int(not math.isfinite(sums["loss"]))
 
 
 @dataclass
 class HealthMonitor:
-    """One on each rank."""
+    """Decides when a job stops or rolls back; one on each rank."""
 
     guard: GuardConfig
     communicator: Communicator
@@ -55,18 +55,18 @@ class HealthMonitor:
     longest_s: float = 0.0  # between two updates of the flags
     updated_s: float | None = None  # time.monotonic() of the last update
     stop_request: str = (
-        ""  # why the job stops now, to be resumed; empty while it goes on. The same on every rank
+        ""  # why the job stops now, to be resumed; empty while it runs. The same on every rank
     )
-    stop_code: int = REQUEUE  # the exit code then
-    # of such numbers
+    stop_code: int = REQUEUE  # the exit code of such a stop
+    # the fix in messages about such numbers
     fix: str = (
         "a lower optim.base_lr, a longer recipe.warmup or optim.clip_norm; or "
         "guard.nonfinite=skip or rollback"
     )
 
     def flags(self, step: int | None = None) -> Sums:
-        """Flags of this rank, to add up over ranks: whether it asks to stop, and whether it wants a
-        checkpoint after `step` steps."""
+        """This rank's flags, to be summed over ranks: whether it asks to stop, and whether it wants
+        a checkpoint after `step` steps."""
         out_of_time = self.deadline is not None and self.deadline.near(
             self.longest_s, self.checkpoints.longest_s
         )
@@ -78,7 +78,7 @@ class HealthMonitor:
         }
 
     def update(self, sums: Sums) -> None:
-        """Takes the flags added up over all ranks."""
+        """Reads the flags summed over all ranks."""
         now_s = time.monotonic()
         if self.updated_s is not None:
             self.longest_s = max(self.longest_s, now_s - self.updated_s)
@@ -91,7 +91,7 @@ class HealthMonitor:
             )
 
     def agree_to_stop(self) -> bool:
-        """Whether any rank asks to stop, by an allreduce of its own: for long work between two sync
+        """Whether any rank asks to stop, from a separate allreduce: for long work between two sync
         points. Every rank calls it."""
         flags = self.flags()
         total = self.communicator.allreduce(
@@ -101,12 +101,12 @@ class HealthMonitor:
         return bool(self.stop_request)
 
     def after_sync(self, sums: Sums) -> None:
-        """After the sums of a sync point; the first one ends the start of the job."""
+        """Called after the sums of a sync point; the first one ends the job's startup."""
         self.update(sums)
         self.heartbeat.limit = "stall_s"
 
     def handle_nonfinite(self, now: TrainState, bad_steps: int) -> TrainState:
-        """Applies guard.nonfinite to `bad_steps` steps; returns `now` with its count raised by
+        """Applies guard.nonfinite to `bad_steps` steps; returns `now` with its count incremented by
         bad_steps (skip) or by 1 (rollback).
 
         stop and a count above guard.nonfinite_limit raise Diverged, the same on every rank;
@@ -150,7 +150,7 @@ class HealthMonitor:
         Every rank calls it.
 
         `before` and `now`: at the last sync point and at this one; `last` is of the last step.
-        Raises Diverged where a rank differs.
+        Raises Diverged if a rank differs.
         """
         every = self.guard.equal_steps
         if not every or self.communicator.size == 1:
@@ -185,12 +185,12 @@ class RemainingTime(NamedTuple):
 
 
 class Deadline:
-    """The earlier of max_time after started_s and the end that SLURM has set. On rank 0 alone: it
+    """The earlier of max_time after started_s and the end that SLURM has set. Only on rank 0: it
     runs squeue.
 
-    started_s is of `clock`, a monotonic one; now_s is the time since the epoch (time.time()).
-    SLURM's time of day is converted to the monotonic clock here, once: setting the host's clock
-    later changes nothing.
+    started_s is a time of `clock`, which is monotonic; now_s is the time since the epoch
+    (time.time()). SLURM's time of day is converted to the monotonic clock here, once: setting the
+    host's clock later changes nothing.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class Deadline:
         return self._end_s - self._clock() < WINDOWS_LEFT * longest_s + SAVES_LEFT * save_s
 
     def left_s(self) -> float:
-        """Until the end itself; infinite without one."""
+        """Seconds until the deadline; infinite without one."""
         return (
             math.inf
             if self._end_s is None
@@ -233,10 +233,10 @@ class Deadline:
 
 
 def slurm_end(environ: Mapping[str, str], now_s: float) -> float | None:
-    """Seconds since the epoch; None without SLURM, without a limit, or where SLURM does not answer.
+    """When SLURM ends the job, in seconds since the epoch; None without SLURM, without a limit, or
+    if SLURM does not answer.
 
-    An end that is over by now belongs to a job whose shell this process was started from, not to
-    this one.
+    An end in the past belongs to another job, from whose shell this process was started.
     """
     end_time = environ.get("SLURM_JOB_END_TIME", "")
     end_s = float(end_time) if re.fullmatch(r"[0-9]{1,10}", end_time) else _squeue_end(environ)
@@ -244,7 +244,7 @@ def slurm_end(environ: Mapping[str, str], now_s: float) -> float | None:
 
 
 def _squeue_end(environ: Mapping[str, str]) -> float | None:
-    """squeue's answer: "2026-11-21T10:00:00" in local time, or a word where there is no end."""
+    """squeue's answer: "2026-11-21T10:00:00" in local time, or a word if there is no end."""
     job = environ.get("SLURM_JOB_ID", "")
     if not re.fullmatch(r"[0-9]{1,12}", job):
         return None

@@ -29,9 +29,9 @@ class Signals:
     """`received` is "", or the name of the first of HANDLED that came ("SIGUSR2").
 
     A context manager, in the main thread; in another one no signal is received. The handlers do
-    nothing else, so Ctrl-C raises no KeyboardInterrupt. Python runs handlers between two steps of
-    the main thread, so never in an MPI call that hangs: the numbers go through a socket too, and
-    another thread takes them out with poll(). There a second signal ends this process.
+    nothing else, so Ctrl-C raises no KeyboardInterrupt. Python runs handlers only between bytecodes
+    of the main thread, never in an MPI call that hangs. So signal numbers also go through a socket,
+    which another thread reads with poll(); a second signal there ends this process.
     """
 
     def __init__(self, rank: int) -> None:
@@ -59,8 +59,8 @@ class Signals:
         self._writer.close()
 
     def poll(self, timeout_s: float = 0.0) -> None:
-        """Waits up to timeout_s for a signal or for wake(), and takes what came. From one thread at
-        a time."""
+        """Waits up to timeout_s for a signal or for wake(), and processes received signals. Only
+        one thread at a time may call it."""
         self._reader.settimeout(timeout_s)
         with contextlib.suppress(BlockingIOError, TimeoutError):
             for number in self._reader.recv(4096):
@@ -68,7 +68,7 @@ class Signals:
                     self._take(number)
 
     def wake(self) -> None:
-        """Ends a poll() that waits, from any thread."""
+        """Wakes a waiting poll(), from any thread."""
         with contextlib.suppress(BlockingIOError):  # full: it wakes anyway
             self._writer.send(b"\0")
 
@@ -80,8 +80,8 @@ class Signals:
             self._kill(number)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        """The handler. It runs late where the main thread was inside C code: so only poll() takes a
-        second signal for one."""
+        """The handler. It runs late if the main thread was inside C code, so only poll() detects a
+        second signal."""
         self.received = self.received or signal.Signals(number).name
 
     def _kill(self, number: int) -> NoReturn:
@@ -96,7 +96,7 @@ class Signals:
         for number in HANDLED:
             former = signal.getsignal(number)
             if former is signal.SIG_IGN:
-                # the parent process set it so, as a shell does with SIGINT for what runs in the
+                # the parent process ignores it, as a shell does with SIGINT for what runs in the
                 # background
                 continue
             if isinstance(former, EarlySignals) and former.received:
@@ -104,7 +104,7 @@ class Signals:
                 self._first_s = time.monotonic()
             self._former[number] = signal.SIG_DFL if former is None else former
             signal.signal(number, self._receive)
-            # calls of C libraries go on: most take EINTR for a failure
+            # calls in C libraries continue: most treat EINTR as a failure
             signal.siginterrupt(number, False)
         self._former_wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         myself = weakref.ref(self)  # the hook below is never removed
@@ -119,7 +119,7 @@ class Signals:
 
 
 def _forget(signals: Signals | None) -> None:
-    """In a forked child (a worker that reads data): SIGTERM ends it, as its parent expects, and
-    does not speak to the parent."""
+    """Resets signals in a forked child (a worker that reads data): SIGTERM ends it, as its parent
+    expects, and nothing is sent to the parent."""
     if signals is not None:
         signals._restore()

@@ -1,5 +1,5 @@
-"""The report of a stall: what each rank is doing, and on one screen which ranks are behind, do not
-answer, or wait."""
+"""The report of a stall: what each rank is doing, and which ranks are behind, do not answer, or
+wait, on one screen."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SILENCE = "still busy, stopped, swapping, its host is down, or a C extension hol
 
 @dataclass(frozen=True)
 class StallReport:
-    """What one rank is doing."""
+    """What one rank is doing, and where."""
 
     rank: int
     host: str
@@ -64,7 +64,7 @@ def unpack(packed: str) -> StallReport:
 
 
 def frames_of(thread: int) -> list[FrameType]:
-    """The Python calls that a thread is in, innermost first; none where it has ended."""
+    """The Python calls that a thread is in, innermost first; none if it has ended."""
     frames = []
     frame = sys._current_frames().get(thread)
     while frame:
@@ -74,8 +74,8 @@ def frames_of(thread: int) -> list[FrameType]:
 
 
 def frames_of_work(thread: int) -> list[FrameType]:
-    """Frames of a thread; of one that waits for samples the calls of the reader that reads them:
-    what hangs is there."""
+    """The frames of a thread. If it waits for samples, the frames of the reader that reads them,
+    because that is where it hangs."""
     frames = frames_of(thread)
     innermost = next(
         (frame for frame in frames if f"{frame.f_globals.get('__name__')}".startswith("hvdtrain.")),
@@ -108,8 +108,8 @@ def is_waiting(frames: Sequence[FrameType]) -> bool:
 
 
 def calls_of(frames: Sequence[FrameType], *, sources: bool) -> tuple[str, ...]:
-    """The innermost calls as lines of text, innermost last; with `sources` their lines of code,
-    which are read from files."""
+    """The innermost calls as lines of text, innermost last; `sources` adds lines of code, read from
+    files."""
     kept = [
         frame for frame in frames if not frame.f_code.co_filename.startswith(("<frozen", _LAUNCHER))
     ][:DEPTH]
@@ -138,8 +138,8 @@ def render(
     limit_key: str,
     places: Sequence[str] = (),
 ) -> str:
-    """The report of all ranks; None stands for a rank that sent nothing. places: of each rank in
-    the mesh, where there is one."""
+    """The report of all ranks; None stands for a rank that sent nothing. places: each rank's place
+    in the mesh, if there is one."""
     received = [report for report in reports if report is not None]
     silent = [rank for rank, report in enumerate(reports) if report is None]
     title, behind, shown = _behind(received, silent)
@@ -162,7 +162,7 @@ def render(
 
 
 def render_alone(report: StallReport, limit_s: float, limit_key: str, reason: str = "") -> str:
-    """The report of one rank, where those of all ranks cannot be gathered."""
+    """The report of one rank, used if the reports of all ranks cannot be gathered."""
     first = (
         f"hvdtrain: {report.name}: no progress for {limit_s:g} s ({limit_key}){reason}; exit code "
         f"{STALLED}"
@@ -173,7 +173,7 @@ def render_alone(report: StallReport, limit_s: float, limit_key: str, reason: st
 def _behind(
     received: Sequence[StallReport], silent: Sequence[int]
 ) -> tuple[str, list[StallReport], list[StallReport]]:
-    """A title, the ranks that are behind, and those of which more is shown."""
+    """A title, the ranks that are behind, and the ranks to show in detail."""
     busy = [report for report in received if not report.waiting]
     if busy or silent or not received:  # those that do not answer are behind too
         return "behind:" * bool(busy), busy, busy[:STACKS]
@@ -235,13 +235,13 @@ def _by_position(start: str, reports: Iterable[StallReport]) -> list[str]:
 
 
 def _awaited(reports: Sequence[StallReport]) -> str:
-    """The ranks for whose messages they wait: " (ranks 2-3)"."""
+    """The ranks whose messages they wait for: " (ranks 2-3)"."""
     ranks = sorted({report.waits_for for report in reports if report.waits_for is not None})
     return f" ({ranks_summary(ranks)})" if ranks else ""
 
 
 def _by_host(silent: Sequence[int], hosts: Sequence[str], places: Sequence[str]) -> list[str]:
-    """In a mesh a line for each rank."""
+    """Lines by host; in a mesh, a line for each rank."""
     ranks: dict[str, list[int]] = {}
     for rank in silent:
         ranks.setdefault(
@@ -253,8 +253,8 @@ def _by_host(silent: Sequence[int], hosts: Sequence[str], places: Sequence[str])
 
 
 def _cut(groups: Sequence[tuple[str, list[int]]], rest: str) -> list[str]:
-    """A line for each (template with {} for the ranks, ranks); of more than GROUPS groups the first
-    ones, and the rest together."""
+    """A line for each (template with {} for the ranks, ranks); of more than GROUPS groups, the
+    first ones and a line for the rest."""
     if len(groups) > GROUPS:
         groups = [
             *groups[: GROUPS - 1],

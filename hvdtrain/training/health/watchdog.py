@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 CHECK_S = 0.5  # between two checks of the heartbeat
 POLL_S = 0.05  # between two checks whether other ranks' reports are there
-RANK_0_FIRST_S = 2.0  # rank 0 prints, and ends the job, so much before the others do
+RANK_0_FIRST_S = 2.0  # rank 0 prints and ends the job this long before the others do
 AT_END_S = 1.0  # for giving back the lock of the run folder
 END_S = 5  # for the report and the end of all ranks
 # mpirun passes output on in pieces of 4 KB; its own message about the abort would come between them
@@ -47,11 +47,11 @@ class StallLimit(NamedTuple):
 
 
 class Watchdog:
-    """A context manager around all that the entering thread does, from the start to the last
-    checkpoint; leave it before MPI ends.
+    """A context manager around everything the entering thread does, from the start to the last
+    checkpoint; exit it before MPI is finalized.
 
-    Where C code holds the interpreter of a rank, its watchdog cannot run; the watchdogs of the
-    other ranks report that rank.
+    If C code holds the interpreter lock of a rank, its watchdog cannot run; the other ranks'
+    watchdogs report that rank.
     """
 
     def __init__(
@@ -92,8 +92,7 @@ class Watchdog:
         self._thread.join()
 
     def attach(self, communicator: Communicator) -> None:
-        """From now on one report covers all ranks, as they are numbered now. Every rank calls
-        it."""
+        """Makes one report cover all ranks, with their current numbers. Every rank calls it."""
         self._rank = communicator.rank
         self._hosts = communicator.allgather_object(self._host)
         self._communicator = communicator
@@ -130,7 +129,7 @@ class Watchdog:
             self._end(f"hvdtrain: rank {self._rank} on {self._host}: {what}", REQUEUE)
 
     def _stop_after_stall(self, limit: StallLimit, idle_s: float) -> None:
-        """Reports the stall and ends the job; does nothing where the main thread goes on
+        """Reports the stall and ends the job; does nothing if the main thread progresses
         meanwhile."""
         beats = self._heartbeat.beats
 
@@ -156,11 +155,11 @@ class Watchdog:
             self._end(message, STALLED)
 
     def _message(self, report: StallReport, limit: StallLimit, goes_on: Callable[[], bool]) -> str:
-        """On rank 0 the report of all ranks. The other ranks send theirs, and wait for rank 0 to
-        end the job.
+        """On rank 0, the report of all ranks. The other ranks send their reports, and wait for rank
+        0 to end the job.
 
-        Returned is a report of this rank alone where that cannot be done, or where rank 0 does not
-        end the job in time.
+        Returns a report of only this rank if that is not possible, or if rank 0 does not end the
+        job in time.
         """
         communicator = self._communicator
         wait_s = min(10.0, max(3.0, limit.seconds / 30)) + (2 if self._rank else 0)
@@ -220,7 +219,7 @@ class Watchdog:
     def _try(
         self, function: Callable[[], T], limit_s: float, until: Callable[[], bool]
     ) -> T | None:
-        """What the function returns; None where it fails, or hangs for limit_s."""
+        """Returns the function's result; None if it fails or hangs for limit_s."""
         results: list[T] = []
         thread = threading.Thread(target=lambda: results.append(function()), daemon=True)
         thread.start()
@@ -228,8 +227,8 @@ class Watchdog:
         return results[0] if results else None
 
     def _end(self, message: str, code: int) -> NoReturn:
-        """Prints, and ends all ranks, whatever hangs: a write to a full pipe, the lock of the
-        standard output, MPI."""
+        """Prints the message and ends all ranks, even if a write to a full pipe, the lock of
+        standard output or MPI hangs."""
         last_resort = threading.Timer(END_S, os._exit, [code])
         last_resort.daemon = True
         last_resort.start()
@@ -245,9 +244,9 @@ class Watchdog:
 
 
 class IdleTime:
-    """Seconds without a beat; one update adds `most_s` at most.
+    """Seconds without a beat; one update adds at most `most_s`.
 
-    A job that was suspended, a machine that slept and a clock that was set are no stall.
+    A suspended job, a sleeping machine or a changed clock is not a stall.
     """
 
     def __init__(self, most_s: float) -> None:
@@ -257,7 +256,7 @@ class IdleTime:
         self._updated_s = 0.0
 
     def update(self, beats: int, now_s: float) -> None:
-        """now_s is of time.monotonic()."""
+        """Updates the idle time. now_s: from time.monotonic()."""
         self.seconds = (
             self.seconds + min(now_s - self._updated_s, self._most_s)
             if beats == self._beats

@@ -17,8 +17,8 @@ from hvdtrain.training.progress.train_state import Reached, TrainState
 def step_fields(
     task: Task, now: TrainState, sums: Sums, window_s: float, epochs: float
 ) -> dict[str, Any]:
-    """Fields of the steps since the last sync point: their sums over all ranks, and their seconds;
-    `epochs` of the job."""
+    """Fields of the steps since the last sync point, from their sums over all ranks and their
+    seconds. epochs: of the job."""
     p = now.progress
     return {
         "epochs": p.epochs,
@@ -46,10 +46,10 @@ def nonfinite_fields(config: Config, now: TrainState) -> dict[str, Any]:
 def epoch_fields(
     config: Config, task: Task, before: TrainState, now: TrainState, val: Sums, noise_scale: float
 ) -> dict[str, Any]:
-    """Fields of an evaluation: `before` has the sums of training since the last one, `now` the
-    state after it.
+    """Fields of an evaluation. before: has the sums of training since the last one; now: the state
+    after it.
 
-    The epoch is the one that it ends or lies in, counted from 1.
+    The epoch is the one that the evaluation ends or lies in, counted from 1.
     """
     trained = before.trained_samples
     return {
@@ -105,7 +105,7 @@ def energy_fields(now: TrainState, kinds: Collection[str], wall_s: float) -> dic
 
 
 def job_energy(now: TrainState, kinds: Collection[str]) -> dict[str, float]:
-    """kind -> joules of the whole job, of the `kinds` that were measured all the time."""
+    """kind -> joules of the whole job, for the `kinds` that were measured throughout."""
     return _measured({"gpu": now.gpu_j, "cpu": now.cpu_j}, kinds)
 
 

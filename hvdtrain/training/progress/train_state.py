@@ -1,4 +1,5 @@
-"""How far a job is: with the seed and the arrays, all that a resume needs; and its form in JSON."""
+"""The progress of a job: with the seed and the arrays, everything that a resume needs. Converts to
+and from JSON."""
 
 from __future__ import annotations
 
@@ -30,12 +31,13 @@ Objective = Annotated[
 
 
 def _no_sums() -> dict[str, Any]:
-    """Sums of classification, as the other defaults of TrainState."""
+    """The sums of classification: like the other defaults of TrainState, for tests and old
+    checkpoints."""
     return zero_sums(("loss", "right"))
 
 
 def _check_progress(progress: Progress) -> Progress:
-    """Raises ValueError where a count cannot be."""
+    """Raises ValueError for an impossible count."""
     counts = asdict(progress)
     if (
         not all(0 <= count < 2**53 for count in counts.values())
@@ -54,15 +56,15 @@ class Reached(NamedTuple):
     seconds: Seconds  # spent in the job
     epochs: Number
     images: Count  # samples trained on
-    joules: Number | None  # None where they were not measured
+    joules: Number | None  # None if not measured
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """State of the whole job, over all its runs. It is taken at a sync point, so no sum is under
-    way on the device.
+    """State of the whole job, over all its runs. It is recorded at a sync point, so no sum is
+    pending on the device.
 
-    The types are those of progress.json too: from_json() checks a checkpoint against them.
+    The types also define progress.json: from_json() checks a checkpoint against them.
     """
 
     progress: Annotated[Progress, AfterValidator(_check_progress)]
@@ -88,9 +90,7 @@ class TrainState:
     best: Objective = math.nan  # of all evaluations
     best_epoch: Count = 0  # that this evaluation ended or lay in, counted from 1
     evaluated_s: Seconds = 0.0  # `seconds` at the last evaluation
-    trained_s: Seconds = (
-        0.0  # of `seconds`: those of steps that were not thrown away, up to the last evaluation
-    )
+    trained_s: Seconds = 0.0  # `seconds` in steps not discarded, up to the last evaluation
     trained_images: Count = 0  # samples of those steps
     gpu_j: NumberOrNaN = 0.0  # joules of the whole job, NaN where some were not measured
     cpu_j: NumberOrNaN = 0.0
@@ -110,16 +110,16 @@ class TrainState:
     # the states of hooks, by their names: trees of JSON
     hooks: dict[str, Any] = field(default_factory=dict)
     is_kept: bool = (
-        False  # this checkpoint stays, whatever checkpoint.keep_last is: a script has asked for it
+        False  # a script asked to keep this checkpoint regardless of checkpoint.keep_last
     )
 
     def trained(self, sums: Sums, seconds: float, noise: tuple[float, float]) -> TrainState:
-        """With the sums and the time of more steps."""
+        """The state after more steps, with their sums and time."""
         total = add_sums(self.sums, {name: host_value(sums[name]) for name in self.sums})
         return replace(self, sums=total, epoch_s=self.epoch_s + seconds, noise=noise)
 
     def add_energy(self, sums: Sums) -> TrainState:
-        """With the joules of more work."""
+        """The state with more joules added."""
         gpu_j = sums.get("joules.gpu", 0.0)
         cpu_j = sums.get("joules.cpu", 0.0)
         return replace(
@@ -131,23 +131,23 @@ class TrainState:
         )
 
     def comparable(self, other: TrainState) -> bool:
-        """Whether evaluations of both are of as many samples, and of as many views of each."""
+        """Whether both are evaluated on the same number of samples, and of views of each."""
         return self.views == other.views and (
             self.evaluates == other.evaluates or 0 in (self.evaluates, other.evaluates)
         )
 
     @property
     def rank_of_last(self) -> float:
-        """The smaller, the better the last evaluation."""
+        """A sort key of the last evaluation: the smaller, the better."""
         return -self.last if self.better == "max" else self.last
 
     @property
     def trained_samples(self) -> int:
-        """Since the last evaluation."""
+        """The number of samples trained since the last evaluation."""
         return round(self.sums.get("count", 0))  # type: ignore[arg-type]
 
     def forget_evaluations(self) -> TrainState:
-        """Where the next ones cannot be compared with those before."""
+        """Resets evaluations, if the next ones cannot be compared with earlier ones."""
         plateau = Plateau(share=self.plateau.share)
         values = replace(self, to_beat=math.nan, last=math.nan, best=math.nan, best_epoch=0)
         return replace(values, at_target=0, without_better=0, plateau=plateau)
@@ -155,8 +155,8 @@ class TrainState:
     def after_evaluation(
         self, value: float, target: float | None, seconds: float, min_delta: float = 0.0
     ) -> TrainState:
-        """After an evaluation, `seconds` into the job; `value` is of the objective, `target`
-        stop.target, `min_delta` stop.min_delta."""
+        """The state after an evaluation, `seconds` into the job. value: of the objective; target:
+        stop.target; min_delta: stop.min_delta."""
         improves = is_better(value, self.best, self.better)  # the first one too
         beats = is_better(
             value - min_delta if self.better == "max" else value + min_delta,
@@ -187,8 +187,8 @@ class TrainState:
         )
 
 
-# What checkpoints from before hvdtrain 0.1 measured energy, and had other tasks than
-# classification, do not have.
+# Missing in checkpoints from before hvdtrain 0.1 measured energy and had tasks other than
+# classification.
 _ADDED: dict[str, Any] = {
     "objective": "accuracy",
     "better": "max",
@@ -213,7 +213,7 @@ _ADDED: dict[str, Any] = {
 
 
 def to_json(train_state: TrainState) -> dict[str, Any]:
-    """A tree that json.dumps() takes; NaN is None, infinities are words."""
+    """Converts to a tree for json.dumps(); NaN becomes None, infinities become words."""
     tree: dict[str, Any] = _plain(asdict(train_state))
     return tree
 
@@ -233,8 +233,8 @@ def _plain(value: Any) -> Any:
 
 
 def from_json(tree: dict[str, Any]) -> TrainState:
-    """Raises ValueError, LookupError or TypeError where a value is missing, of another type, or out
-    of range."""
+    """Converts from JSON. Raises ValueError, LookupError or TypeError if a value is missing, of
+    another type, or out of range."""
     tree = (
         _ADDED
         | ({"last": tree["accuracy"]} if "accuracy" in tree else {})
@@ -253,7 +253,7 @@ def from_json(tree: dict[str, Any]) -> TrainState:
 
 
 def _pick(tree: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """These entries of a tree; KeyError where one is missing."""
+    """Selects entries of a tree. Raises KeyError if one is missing."""
     return {name: tree[name] for name in names}
 
 

@@ -19,7 +19,7 @@ from hvdtrain.training.progress.train_state import Reached, TrainState
 
 def is_sync_point(config: Config, before: TrainState, p: Progress) -> bool:
     """Whether the ranks synchronize after the step that led to p; a resumed job does so at the same
-    steps as one without a stop."""
+    steps as an uninterrupted one."""
     intervals = (config.log.every_steps, config.checkpoint.every_steps, config.evaluate.every_steps)
     return (
         any(steps and p.step % steps == 0 for steps in intervals)
@@ -32,7 +32,7 @@ def is_sync_point(config: Config, before: TrainState, p: Progress) -> bool:
 def steps_to_sync_point(
     config: Config, recipe: Recipe, before: TrainState
 ) -> tuple[list[Progress], Progress]:
-    """Where each of the next steps begins, up to the next sync point; and the progress there."""
+    """The beginnings of the next steps up to the next sync point, and the progress there."""
     steps = [before.progress]
     p = before.progress
     while True:
@@ -48,8 +48,8 @@ def is_at_its_end(config: Config, p: Progress) -> bool:
 
 
 def evaluation_due(config: Config, now: TrainState) -> bool:
-    """Whether the end of an epoch, evaluate.every_steps or the last step has come and has not been
-    evaluated yet."""
+    """Whether an evaluation is due and not done: at the end of an epoch, by evaluate.every_steps,
+    or after the last step."""
     p = now.progress
     every = config.evaluate.every_steps
     is_due = (
@@ -61,8 +61,8 @@ def evaluation_due(config: Config, now: TrainState) -> bool:
 
 
 def time_is_over(config: Config, seconds: float) -> bool:
-    """Whether a job is done that has taken so many seconds, over all its runs: by rank 0's clock,
-    which decides for all ranks."""
+    """Whether a job's time is up after `seconds` over all its runs, by rank 0's clock, which
+    decides for all ranks."""
     limit_s = stop_seconds(config)
     return limit_s is not None and seconds >= limit_s
 
@@ -83,7 +83,7 @@ def patience_is_over(config: Config, now: TrainState) -> bool:
 
 
 def stop_reason(config: Config, now: TrainState) -> str:
-    """Why the job is over; empty while it is not. The same on all ranks."""
+    """Why the job is complete; empty while it is not. The same on all ranks."""
     target = config.stop.target
     if evaluation_due(config, now):
         return ""
@@ -119,11 +119,11 @@ def after_evaluation(
     seconds: float,
     energy_kinds: Collection[str],
 ) -> tuple[TrainState, list[Reached]]:
-    """The state after the evaluation with the sums `val`, and the targets of log.targets and
-    stop.target that it reached first.
+    """Returns the state after the evaluation with the sums `val`, and the targets of log.targets
+    and stop.target that it is the first to reach.
 
-    A target that an earlier evaluation was as good as was reached at a time that is not known,
-    before a resume added it: it is left out.
+    A target that an earlier evaluation already reached, before a resume added it, is skipped: its
+    time is unknown.
     """
     after = now.after_evaluation(
         objective(task).of(val), config.stop.target, seconds, config.stop.min_delta

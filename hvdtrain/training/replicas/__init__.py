@@ -1,1 +1,1 @@
-"""The replicas of the model on all ranks: made equal before the first step, compared later."""
+"""The replicas of the model on all ranks: equal before the first step, compared later."""

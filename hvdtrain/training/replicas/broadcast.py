@@ -1,4 +1,4 @@
-"""The ranks begin with the state of rank 0: its weights, buffers and optimizer state, broadcast."""
+"""Broadcasts rank 0's weights, buffers and optimizer state at the start."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ def broadcast_state(
     returns the common digest.
 
     only_weights: `restored` has no optimizer state; each rank keeps its own. on_array: called after
-    each array that has travelled.
+    each array is sent.
 
-    Weights, buffers and optimizer state travel as data: a step of the optimizer, to make its state,
-    would change the weights. They travel one by one, and a rank keeps what it has a part of.
-    Initial optimizer state that ranks have in parts is each rank's own: it does not depend on the
-    weights.
+    Weights, buffers and optimizer state are sent as data: creating optimizer state with a step
+    would change the weights. They are sent one by one, and a rank keeps its shards. Sharded initial
+    optimizer state is not sent: it does not depend on the weights.
 
-    Raises RuntimeError where digests differ after that.
+    Raises RuntimeError if digests differ after that.
     """
     if restored is None:
         pieces = [piece for piece in learner.pieces() if piece.is_whole]
@@ -43,7 +42,7 @@ def broadcast_state(
         if communicator.rank == 0
         else None
     )
-    # only rank 0 knows whether what comes is all
+    # only rank 0 knows whether the arrays are complete
     is_partial, schema = communicator.broadcast_object(own)
     loads_its_own = restored is None and communicator.rank == 0
     stream = ArrayStream(
@@ -69,8 +68,8 @@ def _broadcast(
     own: list[Piece],
     on_array: Callable[[], None],
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Rank 0's arrays, one by one; of one that is mapped from a file, which is read-only, a copy
-    while it is sent."""
+    """Broadcasts rank 0's arrays, one by one. An array mapped from a file, which is read-only, is
+    copied while it is sent."""
     for i, (name, shape, dtype) in enumerate(schema):
         array = (
             np.require(own[i].read(), requirements=["C", "W"]).reshape(shape)

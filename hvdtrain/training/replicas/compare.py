@@ -1,7 +1,7 @@
-"""The ranks stay equal: digests of weights, buffers, optimizer
-state, learning rate and step compared.
+"""Checks that ranks stay equal, by digests of weights, buffers, optimizer state, learning rate and
+step.
 
-What all ranks have is compared over all ranks; a part of an array (shard.stage, parallel) over the
+Replicated arrays are compared over all ranks; a part of an array (shard.stage, parallel) over the
 ranks that have the same part.
 """
 
@@ -26,10 +26,9 @@ MOST_RANKS = 8  # that a message names
 def check_equal(
     communicator: Communicator, learner: HasState, last: Hyper, hosts: list[str]
 ) -> str:
-    """Returns the common digest. Every rank calls it, after sync_buffers(); `last` is of the last
-    step.
+    """Returns the common digest. Every rank calls it, after sync_buffers(). last: of the last step.
 
-    Raises the same Diverged on every rank where one rank differs.
+    Raises the same Diverged on every rank if one rank differs.
     """
     tables = digest_tables(learner.pieces())
     tables.whole.update({"learning rate": _bits(last.lr), "step": last.step})
@@ -51,8 +50,8 @@ def check_equal(
 
 
 def _copies_are_equal(communicator: Communicator, parts: dict[str, int]) -> bool:
-    """Whether each part is the same on all ranks that have it, also where their other parts are
-    not: stages that share a weight."""
+    """Whether each part is the same on all ranks that have it, even if their other parts differ, as
+    for stages that share a weight."""
     own = np.array(
         [(int(combine({name: 0}), 16), number) for name, number in parts.items()], np.uint64
     ).reshape(-1, 2)
@@ -63,8 +62,8 @@ def _copies_are_equal(communicator: Communicator, parts: dict[str, int]) -> bool
 class DigestTables(NamedTuple):
     """64-bit digests by name."""
 
-    whole: dict[str, int]  # of what every rank has
-    parts: dict[str, int]  # of the parts that this rank has
+    whole: dict[str, int]  # of replicated arrays
+    parts: dict[str, int]  # of this rank's parts
 
 
 def digest_tables(pieces: Iterable[Piece]) -> DigestTables:
@@ -110,7 +109,7 @@ def describe_minority(
         f"rank{'s' if count > 1 else ''}"
     )
     if 2 * count <= len(among):
-        where += "; there is no majority, so which of them is wrong is not known"
+        where += "; there is no majority, so it is unknown which of them is wrong"
     return Minority(usual, majority, values[ranks[0]], ranks, where)
 
 

@@ -1,7 +1,7 @@
-"""Whether the model gives the same outputs on all ranks: its loss for one fixed batch, before the
-first step and at the first sync point.
+"""Checks that the model gives the same outputs on all ranks, by its loss for a fixed batch before
+the first step and at the first sync point.
 
-It finds what no digest of weights shows: a forward that reads another file, another library or the
+It detects what digests of weights do not show: a forward that depends on a file, a library or the
 rank.
 """
 
@@ -23,12 +23,11 @@ from hvdtrain.frameworks.learner import Learner
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.replicas.compare import describe_minority
 
-# Relative difference of the loss that is taken as rounding: ranks may have other GPUs, cores or
-# numbers of threads. TensorFloat-32, which one GPU has and another has not, is worth 1e-3; bfloat16
-# keeps 8 bits.
+# The relative difference of losses that counts as rounding: ranks may have different GPUs, cores or
+# numbers of threads. TensorFloat-32, if only one GPU has it, causes 1e-3; bfloat16 keeps 8 bits.
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3}
 _TOLERANCE_16 = 2e-2
-# at most; fewer where a pass of the job has fewer, so that the probe takes no more memory than
+# at most; fewer if a pass of the job has fewer, so that the probe takes no more memory than
 # training
 _SAMPLES = 8
 _VALUES = 2**24  # of a field, at most
@@ -39,24 +38,23 @@ _FIX = (
 
 
 class Probe:
-    """A fixed batch for the model of a job; without speed.compile, whose kernels for another shape
-    could change those of training."""
+    """A fixed batch for a job's model, without speed.compile: kernels for another shape could
+    change the training's kernels."""
 
     def __init__(self, config: Config, task: Task) -> None:
         self._task = task
         self._tolerance = TOLERANCE.get(config.speed.precision, _TOLERANCE_16)
-        has_parts = config.parallel.ranks > 1  # of one model: not each of the ranks has its outputs
+        has_parts = config.parallel.ranks > 1  # of one model: not every rank has its outputs
         self._off = config.speed.compile != "none" or not config.guard.equal_steps or has_parts
         self._batch = config.batch
 
     def compare(
         self, communicator: Communicator, learner: Learner, hosts: Sequence[str], when: str
     ) -> None:
-        """A collective. Raises the same Diverged on all ranks where the losses differ by more than
-        rounding.
+        """Compares the losses of all ranks. A collective. Raises the same Diverged on all ranks if
+        losses differ by more than rounding.
 
-        The model is called twice, in evaluation mode: losses that draw random numbers there are not
-        compared.
+        The model is called twice in evaluation mode; a loss that is random there is not compared.
         """
         if self._off or communicator.size == 1:
             return
@@ -78,7 +76,7 @@ class Probe:
 
 
 def largest_pass(batch: BatchConfig, ranks: int) -> int:
-    """Samples of a forward pass of a rank."""
+    """The most samples in a forward pass of a rank."""
     micro = batch.micro if isinstance(batch.micro, int) else batch.size
     return min(batch.evaluate, micro, -(-batch.size // ranks))
 
@@ -88,10 +86,10 @@ def _loss(learner: Learner, batch: Batch) -> float:
 
 
 def probe_batch(task: Task, most: int = _SAMPLES) -> Batch:
-    """Random numbers, made of counters; labels are 0, so that the loss shows each image's logits
-    and not only their mean.
+    """Creates a batch of counter-based random numbers. Labels are 0, so that the loss shows each
+    image's logits and not only their mean.
 
-    Of a task with functions of the user's own, which may take no others, samples of the data.
+    A task with user functions, which may only accept real data, gets samples of the data.
     """
     if task.examples is not None:
         return dict(task.examples)
@@ -101,8 +99,8 @@ def probe_batch(task: Task, most: int = _SAMPLES) -> Batch:
 
 
 def _probe_field(field: Field, samples: int) -> np.ndarray:
-    """(samples, *shape): bytes; integers of its range, 0 where a sample has one; floats of -1 to
-    1."""
+    """(samples, *shape): random bytes, integers in the field's range (0 for one number per sample),
+    or floats from -1 to 1."""
     values = samples * math.prod(field.shape)
     dtype = np.dtype(field.dtype)
     if field.is_mask:
@@ -117,8 +115,8 @@ def _probe_field(field: Field, samples: int) -> np.ndarray:
 
 
 def group_close(losses: Sequence[float], tolerance: float) -> list[int]:
-    """For each rank 0 where its loss is that of most ranks, else a number of its own or of equal
-    ones; no number equals no number."""
+    """For each rank, 0 if its loss is the most frequent one, else a number shared by equal losses.
+    NaN equals NaN."""
     values = np.array(losses)
     distinct, which, counts = np.unique(
         np.where(np.isfinite(values), values, np.inf), return_inverse=True, return_counts=True

@@ -1,5 +1,5 @@
-"""Whether every rank runs the same job, compared before the first step: versions, code,
-environment, configuration and data."""
+"""Checks before the first step that every rank runs the same job: versions, code, environment,
+configuration and data."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Facts = dict[str, dict[str, Any]]  # kind, a key of software.FIXES -> name of a 
 
 
 def facts(config: Config, data: dict[str, Any], engine: str) -> Facts:
-    """What must be equal on all ranks, by kind and by the name that a message gives it. Reads no
-    clock and asks no other rank.
+    """The facts that must be equal on all ranks, by kind and by their names in messages. Reads no
+    clock and communicates with no rank.
 
     data: the facts of that kind.
     """
@@ -58,7 +58,7 @@ def by_key(config: Config) -> dict[str, Any]:
 
 def check_same_facts(communicator: Communicator, facts: Facts) -> None:
     """Compares the facts of all ranks, by their digests. A collective; raises the same UserError on
-    all ranks where one differs."""
+    all ranks if one differs."""
     if len(set(communicator.allgather_object(_digest(facts)))) == 1:
         return
     of_all = communicator.allgather_object((socket.gethostname(), facts))
@@ -88,7 +88,7 @@ def check_same_facts(communicator: Communicator, facts: Facts) -> None:
 
 
 def _digest(facts: Facts) -> str:
-    """Equal where _text() is, for every kind and name."""
+    """A digest of the facts, equal if _text() is equal for every kind and name."""
     texts = {
         (kind, name): _text(facts, kind, name)
         for kind, of_kind in facts.items()
@@ -104,5 +104,5 @@ def _text(theirs: Facts, kind: str, name: str) -> str | None:
 
 
 def _shown(name: str, value: str | None) -> str:
-    """A value as a message shows it; a secret of the configuration stays one."""
+    """A value for a message; secrets of the configuration are hidden."""
     return "nothing" if value is None else short(redaction.redact({name: value})[name])

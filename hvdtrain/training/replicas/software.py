@@ -1,4 +1,4 @@
-"""What of a process decides what it computes, apart from its data and configuration: versions,
+"""Everything in a process that determines its results, apart from data and configuration: versions,
 hvdtrain's code, environment variables."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ USED_BY = {  # framework or engine -> names of PACKAGES
     },
     **{"mpi": ("mpi4py",), "horovod": ("torch", "Horovod"), "torchdist": ("torch",)},
 }
-# Variables that change results. Those that differ rightly between hosts (threads, devices, network
+# Variables that change results. Variables that may differ between hosts (threads, devices, network
 # interfaces) are not among them.
 VARIABLES = (
     *("KERAS_BACKEND", "PYTHONHASHSEED", "PYTHONOPTIMIZE"),
@@ -76,12 +76,12 @@ FIXES = {  # kind of what differs between ranks -> what to do
     "data": "copy the same data to every host, or give data.root= of a shared folder",
     "configuration": "give every rank the same command and the same --config file",
 }
-_SEED = "SEED"  # a variable whose name ends so is compared too: the user's own code may read it
+_SEED = "SEED"  # a variable with this suffix is compared, too: the user's code may read it
 
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """name -> version of Python, hvdtrain and these packages, names of PACKAGES; one that is not
-    installed is left out."""
+    """name -> version of Python, hvdtrain and these packages, names of PACKAGES; packages that are
+    not installed are skipped."""
     by_program = {"hvdtrain": __version__, "Python": platform.python_version()}
     for name in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -99,12 +99,12 @@ def code_digests() -> dict[str, str]:
 
 
 def digest(items: Mapping[str, str]) -> str:
-    """A short digest of names and values, whatever their order."""
+    """A short digest of names and values, independent of their order."""
     return hashlib.sha256(repr(sorted(items.items())).encode()).hexdigest()[:12]
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables that change results, as far as they are set."""
+    """The environment variables that change results and are set."""
     return {
         name: environ[name]
         for name in sorted(environ)

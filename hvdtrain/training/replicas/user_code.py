@@ -1,5 +1,5 @@
-"""Digests of the user's modules and objects that a configuration names, to compare ranks; nothing
-is imported or run for it."""
+"""Digests of the user's modules and objects that a configuration names, to compare ranks. Nothing
+is imported or run."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _OWN = __name__.partition(".")[0]  # hvdtrain's own files have a digest of their
 
 
 def named_modules(config: Config) -> list[str]:
-    """The user's classes that a configuration names, and those of the objects that a script gives:
-    package.module:Class."""
+    """The user's classes that a configuration names, and the classes of objects that a script
+    passes: package.module:Class."""
     sections = [
         section
         for section in (config.data, config.task, config.model, config.optim)
@@ -48,12 +48,12 @@ def named_modules(config: Config) -> list[str]:
 
 
 def module_digests(names: Iterable[str]) -> dict[str, str]:
-    """import path -> digest of its file, of the modules of `names` (package.module:Class) and of
-    all that their import statements reach.
+    """import path -> digest of the file, for the modules of `names` (package.module:Class) and
+    everything that their import statements reach.
 
-    Packages that are installed (site-packages, pip install --target) have versions: of them only
-    the named module is digested. A module that is not found is left out: importing it reports it.
-    Imports whose name is computed are not seen.
+    Installed packages (site-packages, pip install --target) have versions, so only the named module
+    is digested. Modules that are not found are skipped: importing them reports the error. Imports
+    with a computed name are not detected.
     """
     digests: dict[str, str] = {}
     waiting = [(module, True) for name in names for module in _parents(_module_of(name))]
@@ -85,7 +85,7 @@ def _parents(module: str) -> list[str]:
 
 
 def _file(module: str) -> Path | None:
-    """Where import would find it; None for a module without a file."""
+    """The file that import would find; None for a module without a file."""
     top, *below = module.split(".")
     if top == "__main__":
         origin = getattr(sys.modules["__main__"], "__file__", None)
@@ -107,7 +107,7 @@ def _file(module: str) -> Path | None:
 
 
 def _is_installed(path: Path) -> bool:
-    """Whether pip or Python itself brought it."""
+    """Whether pip or Python itself installed it."""
     python = (Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
     if {"site-packages", "dist-packages"} & set(path.parts) or any(
         path.is_relative_to(folder) for folder in python
@@ -160,7 +160,7 @@ _MOST_DEPTH = 4  # of functions in functions, and of lists in lists
 
 
 def given_objects(config: Config) -> dict[str, Any]:
-    """By what a message calls them; data have digests of their own."""
+    """The script's objects, by their names in messages; data have their own digests."""
     sections = (config, config.data, config.task, config.model, config.optim, config.recipe)
     given = [section.given for section in sections if section.given is not None]
     return {
@@ -169,8 +169,8 @@ def given_objects(config: Config) -> dict[str, Any]:
 
 
 def object_digests(config: Config) -> dict[str, str]:
-    """Short digests; what cannot be seen, as the state of an object that is no number, is left
-    out."""
+    """Short digests of the script's objects; state that cannot be compared, such as values that are
+    not numbers, is skipped."""
     return {
         f"the {name} of the script": _digest(thing) for name, thing in given_objects(config).items()
     }
@@ -188,7 +188,7 @@ def paths_of(thing: Any) -> set[str]:
 
 
 def _named(thing: Any) -> Any:
-    """Itself where it is a function or a class, else its class."""
+    """The thing itself if it is a function or a class, else its class."""
     if isinstance(thing, functools.partial):
         return _named(thing.func)
     return thing if hasattr(thing, "__qualname__") else type(thing)
@@ -199,7 +199,7 @@ def _digest(thing: Any) -> str:
 
 
 def _parts(thing: Any, depth: int) -> Iterator[Any]:
-    """Plain values that tell a thing from another one, the same in every process."""
+    """Plain values that identify a thing, the same in every process."""
     if thing is None or isinstance(thing, (bool, int, float, complex, str, bytes)):
         yield repr(thing)
     elif depth and isinstance(thing, (list, tuple)):
@@ -237,7 +237,7 @@ def _parts(thing: Any, depth: int) -> Iterator[Any]:
 
 
 def _plain(thing: Any) -> dict[str, str]:
-    """The settings of an object that are numbers; texts, as "cuda:1", may rightly differ."""
+    """The numeric settings of an object; strings such as "cuda:1" may legitimately differ."""
     found = getattr(thing, "__dict__", {})
     return {
         str(name): repr(value)
@@ -247,7 +247,7 @@ def _plain(thing: Any) -> dict[str, str]:
 
 
 def _code(code: CodeType) -> Iterator[Any]:
-    """Without line numbers: those are compared with the file."""
+    """The values of a code object, without line numbers: these are compared with the file."""
     yield code.co_code, code.co_names
     for constant in code.co_consts:
         yield (

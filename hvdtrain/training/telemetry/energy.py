@@ -1,5 +1,5 @@
-"""How many joules and watts a job takes, by counters of the hardware: NVML's of each GPU and RAPL's
-of each processor package."""
+"""Measures a job's energy and power with hardware counters: NVML for each GPU, RAPL for each
+processor package."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Nvml(Protocol):
-    """What is used of the module pynvml."""
+    """The part of the module pynvml that is used."""
 
     NVMLError: type[Exception]
 
@@ -39,7 +39,7 @@ class Nvml(Protocol):
 
 
 class Claim(NamedTuple):
-    """The counters that one rank has found; all ranks exchange these."""
+    """The counters that one rank found; all ranks exchange these."""
 
     host: str
     machine: str  # the same for two containers of one machine, whose host names differ
@@ -49,7 +49,7 @@ class Claim(NamedTuple):
 
 
 class Counter:
-    """A counter of the hardware. It starts again at 0 after `modulus` joules; inf: never."""
+    """A hardware counter. It wraps to 0 after `modulus` joules; inf: never."""
 
     def __init__(self, read_j: Callable[[], float], modulus: float = math.inf) -> None:
         self._read_j = read_j
@@ -57,10 +57,10 @@ class Counter:
         self._last = read_j()
 
     def joules(self, since_s: float = 0.0) -> float:
-        """Joules since the last call, which was since_s ago. Raises what reading raises.
+        """Joules since the last call, since_s ago. Raises what reading raises.
 
-        NaN where the counter went backwards, since the driver was loaded anew, or may have started
-        again more than once.
+        NaN if the counter went backwards because the driver was reloaded, or if it may have wrapped
+        more than once.
         """
         now = self._read_j()
         difference = now - self._last
@@ -71,15 +71,15 @@ class Counter:
 
 
 class Unmeasured(Exception):
-    """Why there is no counter."""
+    """The reason that a counter is missing."""
 
 
 class EnergyCounters:
     """The counters that this rank reads, so that all ranks together read each counter of the job
     once.
 
-    reasons: kind -> "" where it is measured, else why it is not; the same on all ranks. No "gpu"
-    where no rank uses one.
+    reasons: kind -> "" if it is measured, else why not; the same on all ranks. No "gpu" if no rank
+    uses one.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class EnergyCounters:
         self._unread = dict.fromkeys(KINDS, 0.0)
 
     def read(self) -> dict[str, float]:
-        """{"gpu": J, "cpu": J} since the last call on this rank; added up over all ranks they are
-        the job's.
+        """{"gpu": J, "cpu": J} since the last call on this rank; summed over all ranks they are the
+        job's.
 
-        0.0 for what another rank reads, or no rank. A counter that fails makes its kind NaN from
-        then on, and with it the sum over ranks.
+        0.0 for counters that another rank or no rank reads. After a counter fails, its kind and the
+        sum over ranks are NaN.
         """
         self._read_all()
         joules = self._unread
@@ -109,8 +109,8 @@ class EnergyCounters:
         return joules
 
     def keep_up(self) -> None:
-        """Between two reads that may be far apart, so that no counter starts again twice unseen.
-        0.1 us where it is too early."""
+        """Reads counters between two distant reads, so that none wraps twice unnoticed. Takes 0.1
+        us if it is not due yet."""
         if self._clock() - self._read_s > KEEP_UP_S:
             self._read_all()
 
@@ -128,7 +128,7 @@ class EnergyCounters:
             try:
                 joules = math.fsum(counter.joules(since_s) for counter in self._counters[kind])
             except Exception:
-                # OSError, ValueError, NVML's own: the number is lost, and training goes on without
+                # OSError, ValueError, NVML's own: the value is lost, and training continues without
                 # it
                 joules = math.nan
         if math.isnan(joules):
@@ -147,10 +147,10 @@ def find_counters(
 ) -> EnergyCounters:
     """The counters of this rank. Every rank calls it.
 
-    gpu: NVML's UUID ("GPU-...") of the device of this rank; None, with gpu_reason, where that is
-    not known. The lowest rank of those that share a GPU, or a machine, reads its counter. A kind
-    counts only if all its counters can be read. A counter is of the whole board, or of the package
-    without its memory: other processes that use them are counted too.
+    gpu: NVML's UUID ("GPU-...") of the device of this rank; None, with gpu_reason, if unknown. The
+    lowest rank that shares a GPU or a machine reads its counter. A kind counts only if all its
+    counters can be read. A counter covers the whole board, or the package without its memory,
+    including other processes that use them.
     """
     mine: dict[str, list[Counter]] = {}
     reasons: dict[str, str] = {}
@@ -203,8 +203,8 @@ def _machine(host: str, boot_id: Path) -> str:
 
 
 def _reason_of_all(claims: Sequence[Claim], kind: str) -> str:
-    """Empty where all can be read; else the reason of one host, with its name unless all have the
-    same reason."""
+    """Why counters of this kind cannot be read: empty if all can; else one host's reason, with its
+    name unless all have the same reason."""
     reasons = [(claim.host, claim.reasons[kind]) for claim in claims if claim.reasons[kind]]
     if not reasons:
         return ""
@@ -219,7 +219,7 @@ def _reason_of_all(claims: Sequence[Claim], kind: str) -> str:
 
 
 def package_counters(powercap: Path) -> list[Counter]:
-    """RAPL's counter of each processor package here; Unmeasured where one cannot be read."""
+    """RAPL's counter of each processor package here; Raises Unmeasured if one cannot be read."""
     try:
         zones = sorted(path for path in powercap.glob("intel-rapl:*") if _ZONE.match(path.name))
         zones = [
@@ -252,7 +252,7 @@ def _package_counter(zone: Path) -> Counter:
 
 
 def gpu_counter(gpu: str | None, gpu_reason: str, nvml: Nvml | None = None) -> Counter:
-    """NVML's counter of one GPU; Unmeasured where there is none."""
+    """NVML's counter of one GPU. Raises Unmeasured if there is none."""
     if gpu is None:
         raise Unmeasured(gpu_reason)
     if gpu.startswith("MIG-"):
@@ -292,10 +292,10 @@ SHORTEST_S = 0.1  # of a span whose power is computed: over less time it means l
 
 
 class EnergyMeter:
-    """One on each rank. All ranks read their counters at the same sync points, so that the sum over
-    ranks is of one span of time.
+    """Reads the energy counters, one object on each rank. All ranks read at the same sync points,
+    so that sums over ranks cover the same time.
 
-    `clock` is a monotonic one, in seconds; rank 0's decides when the counters are read.
+    clock: monotonic, in seconds; rank 0's decides when counters are read.
     """
 
     def __init__(self, counters: EnergyCounters, rank: int, clock: Callable[[], float]) -> None:
@@ -308,18 +308,18 @@ class EnergyMeter:
         self._read_s = self._synced_s = clock()  # the last reading; the last sync point
         self._interval_s = 0.0  # between the last two sync points
         self._due = False  # all ranks read at the next sync point
-        self._was_read = False  # the sums that all ranks add up now have a reading in them
+        self._was_read = False  # the current sums over ranks contain a reading
         self._joules = 0.0  # of all ranks, since the last reading
         self._watts = math.nan
         counters.read()  # the job begins here
 
     def keep_up(self) -> None:
-        """Call it between sync points: see EnergyCounters.keep_up."""
+        """Calls EnergyCounters.keep_up(); call it between sync points."""
         self._counters.keep_up()
 
     def sync_sums(self) -> Sums:
-        """This rank's joules at a sync point, to add up over ranks: zeros where the counters are
-        not read at this one."""
+        """This rank's joules at a sync point, to sum over ranks; zeros if counters are not read at
+        this one."""
         now_s = self._clock()
         self._interval_s = now_s - self._synced_s
         self._synced_s = now_s
@@ -330,13 +330,13 @@ class EnergyMeter:
         )
 
     def read_sums(self) -> Sums:
-        """Sums with a reading whatever the time. Every rank calls it."""
+        """Sums with a reading, regardless of the time. Every rank calls it."""
         self._was_read = True
         return self._sums(self._counters.read(), 0.0)
 
     def _sums(self, joules: dict[str, float], since_read_s: float) -> Sums:
-        """The next sync point is expected after as much time as this one took: the counters are
-        read there if that is late enough."""
+        """Adds the reading, and decides whether the next sync point reads counters; it is expected
+        after as much time as this one took."""
         due = self._decides and since_read_s + self._interval_s >= READ_EVERY_S
         measured = {
             f"joules.{kind}": math.nan if self.reasons.get(kind) else joules[kind] for kind in KINDS
@@ -344,7 +344,7 @@ class EnergyMeter:
         return {"joules.due": float(due), **measured}
 
     def update(self, sums: Sums) -> float:
-        """Takes the sums over all ranks; returns the watts between the last two readings, NaN
+        """Reads the sums over all ranks; returns the watts between the last two readings, NaN
         before there are two."""
         self._joules += sum(sums[f"joules.{kind}"] for kind in self.kinds)
         now_s = self._clock()

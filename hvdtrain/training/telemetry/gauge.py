@@ -1,5 +1,5 @@
-"""What a feature measures of the steps of all ranks: a gauge, which the telemetry asks at every
-sync point."""
+"""Gauges: a feature's measurements of steps on all ranks, which the telemetry reads at every sync
+point."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvdtrain.frameworks.stopwatch import PhaseTimes
 
 
 class Gauge:
-    """A measurement. The defaults are those of one that has nothing to say."""
+    """A measurement. By default it reports nothing."""
 
     def values(self, phases: PhaseTimes) -> dict[str, float]:
         """What this rank measured since the last sync point; `phases`: seconds. fields() gets the
@@ -28,12 +28,12 @@ class Gauge:
         return {}
 
     def emit(self, step: int) -> None:
-        """Events of its own, behind that of an epoch. Every rank calls it."""
+        """Emits additional events after the event of an epoch. Every rank calls it."""
 
     def lines(self) -> list[str]:
-        """For the end of a job."""
+        """Lines for the end of a job."""
         return []
 
     def from_step(self, step: int) -> Gauge:
-        """The gauge of the ranks that are left after a loss, which go on with that step."""
+        """The gauge of the surviving ranks after a loss, which continue with that step."""
         return self

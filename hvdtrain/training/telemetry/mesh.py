@@ -1,5 +1,5 @@
-"""What ranks that have one model together measure: how long they wait for each other, and a
-pipeline's passes on one clock."""
+"""Measurements of ranks that share one model: how long they wait for each other, and a pipeline's
+passes on one clock."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def gather_passes(
     """Fields of the event, of ranks 0, `apart`, 2 x `apart`, ...: one pipeline. Every rank calls
     it.
 
-    Empty where there are more than MOST_PASSES.
+    Empty if there are more than MOST_PASSES.
     """
     mine = [tuple(each) for each in own] if communicator.rank % apart == 0 else []
     found = [
@@ -58,9 +58,9 @@ def _row(one: TimedPass, begin_s: float) -> list[Any]:
 def on_one_clock(ranks: Sequence[Sequence[TimedPass]]) -> list[list[TimedPass]]:
     """The passes of each rank by the first one's clock.
 
-    Ranks of one host have one clock. Those of two hosts do not: nothing arrives before it was sent,
-    in both directions, which bounds how far the second clock is ahead; where 0 is not within the
-    bounds, it is taken to be in their middle (as Mills 1991, RFC 5905, does).
+    Ranks of one host share a clock; ranks of two hosts do not. Nothing arrives before it was sent,
+    in either direction, which bounds the offset of the second clock. If 0 is not within the bounds,
+    their midpoint is used (as in Mills 1991, RFC 5905).
     """
     moved = [list(ranks[0])]
     total_s = 0.0
@@ -78,7 +78,7 @@ def on_one_clock(ranks: Sequence[Sequence[TimedPass]]) -> list[list[TimedPass]]:
 
 
 def _bounds(first: Sequence[TimedPass], second: Sequence[TimedPass]) -> tuple[float, float]:
-    """The least and the most seconds by which the clock of `second` may be ahead."""
+    """The smallest and largest seconds by which the clock of `second` may be ahead."""
     passes = {
         (one.kind == "forward", one.stage, one.micro): one
         for one in first
@@ -109,8 +109,8 @@ def medians_of_stages(values: np.ndarray, stages: np.ndarray) -> np.ndarray:
 
 
 def slowest(work_ms: np.ndarray, stages: np.ndarray, hosts: Sequence[str]) -> dict[str, Any]:
-    """Fields of events: the rank that takes longest, relative to the others of its stage, and
-    these; work_ms, stages: (ranks,)."""
+    """Fields of events: the slowest rank relative to the others of its stage. work_ms, stages:
+    (ranks,)."""
     medians = medians_of_stages(work_ms, stages)
     times = work_ms / np.maximum(medians[stages], 1e-9)
     # where stages have one rank each, the one with most work
@@ -124,8 +124,8 @@ def slowest(work_ms: np.ndarray, stages: np.ndarray, hosts: Sequence[str]) -> di
 
 
 class MeshGauge(Gauge):
-    """The time that each rank takes for communication, and in a pipeline the share of its passes in
-    which it waits for others."""
+    """Measures each rank's communication time, and in a pipeline the share of its passes spent
+    waiting for others."""
 
     def __init__(
         self, parallel: ParallelConfig, communicator: Communicator, learner: Learner, log: Log
@@ -154,7 +154,8 @@ class MeshGauge(Gauge):
         return of_passes | {"rank.communication": phases.get("communication", 0.0)}
 
     def fields(self, sums: Sums, steps: int) -> dict[str, Any]:
-        """`bubble`, of each rank of a pipeline, and what the schedule would have."""
+        """Fields with `bubble`, the idle share of each rank of a pipeline, and the schedule's ideal
+        value."""
         self._epoch_communication = self._epoch_communication + sums["rank.communication"]
         if "rank.waiting" not in sums:
             return {}
@@ -209,6 +210,6 @@ class MeshGauge(Gauge):
 
 
 def _idle(seconds: np.ndarray, waiting: np.ndarray) -> np.ndarray:
-    """(ranks,) shares of the time of the slowest rank."""
+    """(ranks,) idle shares of the slowest rank's time."""
     idle: np.ndarray = 1.0 - (seconds - waiting) / max(float(seconds.max()), 1e-9)
     return idle

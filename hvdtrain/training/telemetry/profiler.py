@@ -14,17 +14,17 @@ from hvdtrain.frameworks.learner import Learner
 
 
 def parse_profile_steps(steps: str | None, where: str) -> tuple[int, int] | None:
-    """(10, 15) of profile.steps=10:15: steps done where the trace begins and where it ends. None of
-    None.
+    """Parses profile.steps=10:15 to (10, 15): the steps done when the trace begins and ends. None
+    for None.
 
-    Raises UserError for anything else; `where` says where the key was set.
+    Raises UserError for anything else; where: the place where the key was set.
     """
     if steps is None:
         return None
     match = re.fullmatch(r"(\d{1,15}):(\d{1,15})", steps)
     if not match or int(match[1]) >= int(match[2]):
         raise UserError(
-            f"profile.steps={steps} is no range of steps",
+            f"profile.steps={steps} is not a range of steps",
             where,
             "profile.steps=10:15 traces the five steps that follow step 10",
         )
@@ -32,8 +32,8 @@ def parse_profile_steps(steps: str | None, where: str) -> tuple[int, int] | None
 
 
 class StepProfiler:
-    """Traces the steps that follow step `first` up to step `last` into `folder`. A trace that fails
-    is a warning: training goes on."""
+    """Traces the steps after step `first` up to step `last` into `folder`. If a trace fails, a
+    warning is printed and training continues."""
 
     def __init__(self, learner: Learner, log: Log, folder: Path, first: int, last: int) -> None:
         self._learner = learner
@@ -45,7 +45,7 @@ class StepProfiler:
         self._over = False
 
     def before_step(self, step: int) -> None:
-        """Begins or ends the trace where a step begins after `step` others."""
+        """Begins or ends the trace before the step that follows `step` others."""
         if self._over:
             return
         if self.first <= step < self.last and self._trace is None:
@@ -80,4 +80,4 @@ class StepProfiler:
 
     def _give_up(self, error: Exception) -> None:
         self._over = True
-        warnings.warn(f"no profile: {error}; training goes on without it", stacklevel=2)
+        warnings.warn(f"no profile: {error}; training continues without it", stacklevel=2)

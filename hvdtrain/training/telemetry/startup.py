@@ -1,5 +1,5 @@
-"""How long a start took, from the launcher to the end of the first step, and how long the job will
-take by its first two steps."""
+"""Measures the startup, from the launcher to the end of the first step, and estimates the job's
+duration from its first two steps."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ NAMES |= {
 
 
 def phases(heartbeat: Heartbeat, now_s: float | None = None) -> dict[str, float]:
-    """Seconds of each phase, in order; with "launcher" where /proc shows a launcher's process on
-    this host."""
+    """Seconds of each phase, in order; with "launcher" if /proc shows a launcher's process on this
+    host."""
     marks = list(heartbeat.start_marks.items())
     found: dict[str, float] = {}
     began = _age_s(os.getpid())
@@ -90,12 +90,12 @@ def _launcher_age_s() -> float | None:
 
 
 def launcher(above: Iterable[tuple[str, int]], by_srun: bool) -> int | None:
-    """The process that began this start, of the (name, id) of those above us, nearest first: the
-    uppermost of the first row of launchers.
+    """The launcher process that began this start. above: (name, id) of our parents, nearest first.
+    It is the uppermost of the first row of launchers.
 
-    Wrappers may be below that row (mpirun -> sh -> us). What is above any other process began other
-    commands before: bash -> mpirun. slurmstepd runs our step only where srun started us, and
-    nothing else did; else it runs the batch script, or another launcher's daemon.
+    Wrappers may be below that row (mpirun -> sh -> us). Launchers above any other process began
+    other commands: bash -> mpirun. slurmstepd runs our step only if srun alone started us;
+    otherwise it runs the batch script or another launcher's daemon.
     """
     launcher_pid = None
     for name, pid in above:
@@ -114,7 +114,7 @@ def _above(pid: int) -> Iterator[tuple[str, int]]:
 
 
 def _age_s(pid: int) -> float | None:
-    """Seconds since a process of this host began; None where the host has no /proc or no such
+    """Seconds since a process of this host began; None if the host has no /proc or no such
     process."""
     fields = _stat(pid)
     if fields is None or not hasattr(time, "CLOCK_BOOTTIME"):
@@ -143,7 +143,7 @@ _UNITS = (
 
 class FirstStep:
     """Emits the event "first_step" once, after the second step: the first one reserves memory and
-    compiles, and is no rate.
+    compiles, so its rate is not representative.
 
     On a GPU the host does not wait for a step here: only what keeps the host busy is slow.
     """

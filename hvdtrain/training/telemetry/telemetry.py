@@ -76,8 +76,8 @@ def make_gauges(
     run: Path | None,
     step: int,
 ) -> list[Gauge]:
-    """What the features of a configuration measure in a job that goes on with `step`. Every rank
-    calls it."""
+    """Creates the gauges of a configuration's features, for a job that continues with `step`. Every
+    rank calls it."""
     gauges: list[Gauge] = []
     if config.parallel.cuts:
         gauges.append(MeshGauge(config.parallel, communicator, learner, log))
@@ -89,8 +89,8 @@ def make_gauges(
 
 
 class Telemetry:
-    """One on each rank. The ranks add up what sync_sums() returns with the sums of training;
-    sync_fields() makes an event's fields of it.
+    """Measures the steps, one object on each rank. The result of sync_sums() is summed over ranks
+    with the sums of training; sync_fields() converts it to an event's fields.
 
     stages: (ranks,), the stage of each, whose ranks do the same work; None: one. step_times: an
     event for each step (log.step_times).
@@ -135,7 +135,7 @@ class Telemetry:
         self._learner.stopwatch.enter("data")
 
     def sync_sums(self) -> Sums:
-        """Sums of this rank since the last sync point, to add up over ranks; the host waits for the
+        """Sums of this rank since the last sync point, to sum over ranks; the host waits for the
         device here."""
         self._steps = self._learner.stopwatch.read()
         phases = total(self._steps)
@@ -157,8 +157,8 @@ class Telemetry:
         return values
 
     def sync_fields(self, sums: Sums, step: int, window_s: float) -> dict[str, Any]:
-        """Fields of the event "step", of the steps since the last sync point, the last being the
-        `step`th. Every rank calls it."""
+        """Fields of the event "step" for the steps since the last sync point, up to step `step`.
+        Every rank calls it."""
         steps = max(1, len(self._steps))
         self._epoch_work_s = self._epoch_work_s + sums["rank.work"]
         self._epoch_steps += steps
@@ -190,17 +190,18 @@ class Telemetry:
         return phases | {"other": max(0.0, 1e3 * window_s / steps - sum(phases.values()))}
 
     def _slowest(self, work_ms: np.ndarray) -> dict[str, Any]:
-        """work_ms: (ranks,). Nothing where a rank's work has its waiting for other ranks in it.
+        """The slowest rank. work_ms: (ranks,). Empty if a rank's work includes waiting for other
+        ranks.
 
-        The ranks of a stage are compared with each other, since they do the same work; work_ms is
-        of the slowest rank's stage.
+        The ranks of a stage are compared with each other, since they do the same work; the field
+        work_ms belongs to the slowest rank's stage.
         """
         if not self._learner.waits_only_in_communication:
             return {}
         return slowest(work_ms, self._stages, self._hosts)
 
     def _emit_step_times(self, last_step: int) -> None:
-        """An event for each step since the last sync point, the last being the `last_step`th. Every
+        """Emits an event for each step since the last sync point, up to step `last_step`. Every
         rank calls it."""
         mine = [[step.get(phase, 0.0) for phase in PHASES] for step in self._steps]
         # (ranks, steps, phases)
@@ -255,7 +256,7 @@ class Telemetry:
 
 
 def _memory_mb(sums: Sums) -> dict[str, float]:
-    """The most of any rank, of what any rank has."""
+    """The largest value of any rank, for each name."""
     peaks = {
         "memory_mb": float(sums["rank.memory"].max()) / 1e6,
         "gpu_memory_mb": float(sums["rank.gpu_memory"].max()) / 1e6,
@@ -269,7 +270,7 @@ def _work_s(phases: PhaseTimes) -> float:
 
 
 def _rounded(value: Any) -> Any:
-    """To a thousandth, so that lines of events.jsonl are short."""
+    """Rounds to a thousandth, to keep lines of events.jsonl short."""
     if isinstance(value, dict):
         return {key: _rounded(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -281,8 +282,8 @@ _STATUS = Path("/proc/self/status")
 
 
 def peak_memory_bytes() -> int:
-    """Peak of the host's memory. Linux's ru_maxrss may be that of the process which started this
-    one: it outlives exec, VmHWM does not."""
+    """Peak host memory of this process. Linux's ru_maxrss may include the process that started this
+    one, because it survives exec; VmHWM does not."""
     try:
         (kb,) = re.findall(r"^VmHWM:\s*(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
     except (OSError, ValueError):
