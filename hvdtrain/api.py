@@ -278,8 +278,8 @@ def evaluate(
     """Evaluates a run's model on data and returns the metrics by name: exact over all samples, on
     any number of ranks.
 
-    data: what train_data of train() may be; loss, metrics: those of the run, or others, where `run`
-    is not what train() returned; the rest: as of predict()
+    data: what train_data of train() may be; loss, metrics: the run's, or others if `run` is not
+    what train() returned; the rest: as in predict()
     """
     from hvdtrain.cli.evaluate.of_data import AskedData, evaluate_data
 

@@ -42,8 +42,8 @@ class Communicator(Protocol):
 
     Every rank calls the same collectives in the same order. `name` identifies a collective and
     repeats at every step: Horovod caches by it, and its stall warnings print it. The result may be
-    the memory of x, overwritten: use the returned buffer. Type (array or tensor), dtype and device
-    of the result are those of x. All engines reduce and move NUMBER_TYPES and move bool; integers
+    the memory of x, overwritten: use the returned buffer. The result has the type (array or
+    tensor), dtype and device of x. All engines reduce and move NUMBER_TYPES and move bool; integers
     that overflow wrap around. Collectives raise UserError for a buffer that the engine cannot take.
     """
 

@@ -193,7 +193,7 @@ class MpiCommunicator:
         self, mpi: Any, ranks: Any, place: Placement, side_channel: MpiSideChannel | None
     ) -> None:
         """ranks: an MPI communicator; place: this rank's placement in it."""
-        # our own communicator, so that messages do not mix with those of other users of MPI
+        # our own communicator, so that messages do not mix with other users' messages
         self._mpi = mpi
         self._comm = ranks.Dup()
         self._calls = MpiCalls(mpi, self._comm)

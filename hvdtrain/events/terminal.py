@@ -18,7 +18,7 @@ from hvdtrain.events.log import BackgroundSink, Event
 from hvdtrain.events.writers import OutputStream, Pace, TextWriter
 
 NAME = "the standard output"
-# events that wait for a reader that has paused; those of steps are dropped first, oldest first
+# events that wait while the reader has paused; step events are dropped first, oldest first
 CAPACITY = 100
 REFRESH_S = 1.0  # of the display, which takes two milliseconds
 

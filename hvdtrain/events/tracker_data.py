@@ -19,7 +19,7 @@ from hvdtrain.events import redaction
 from hvdtrain.events.log import Event
 
 METRICS: tuple[str, ...] = ("loss", "accuracy")  # if the event "start" does not name them
-# field -> tag, by kind of event, beside those of metrics. A field of several numbers becomes a tag
+# field -> tag, by kind of event, besides metrics. A field of several numbers becomes a tag
 # for each: "speed/phase_ms/forward".
 _STEP = {
     "lr": "train/lr",

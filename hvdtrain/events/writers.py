@@ -256,8 +256,7 @@ def append_event(run: Path, event: Event) -> None:
         folder.open_file("events.jsonl").close()
         with folder.append("events.jsonl") as file:
             if file.write(data) < len(data):
-                # at once, since the job may write too; what is cut off is no JSON, and readers skip
-                # it
+                # at once, since the job may write too; readers skip a truncated line
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

@@ -81,8 +81,8 @@ from hvdtrain.horovod.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 
 
 def __getattr__(name: str) -> Any:
-    """The modules of Horovod's whose names are in none of ours. AttributeError for a name of
-    Horovod's that is not built here."""
+    """Imports Horovod's modules that have no file here. Raises AttributeError for a Horovod name
+    that is not implemented."""
     if name in ("compression", "functions", "mpi_ops"):
         # which takes its names from here
         return importlib.import_module(f"hvdtrain.horovod.torch.{name}")

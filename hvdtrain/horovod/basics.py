@@ -1,4 +1,4 @@
-"""init() and shutdown(), ranks and sizes, what the engine is built with, traces for Perfetto or
+"""init() and shutdown(), ranks and sizes, build information, traces for Perfetto or
 chrome://tracing, process sets."""
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hvdtrain.horovod.job import JOB
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Connects the ranks that a launcher has started; nothing where they are connected.
+    """Connects the ranks that a launcher started; does nothing if they are connected.
 
     comm: None for all ranks; a list of ranks or an mpi4py communicator for some of them (MPI
-    alone). process_sets: ProcessSets to add; "dynamic" is taken too: process sets can always be
+    alone). process_sets: ProcessSets to add; "dynamic" is accepted, too: process sets can always be
     added. HVDTRAIN_ENGINE selects the engine.
     """
     process_sets = _checked(process_sets)
@@ -36,7 +36,7 @@ def _checked(process_sets: Sequence[ProcessSet] | str | None) -> list[ProcessSet
     wrong = [each for each in given if not isinstance(each, ProcessSet)]
     if wrong:
         fix = 'process_sets=[hvd.ProcessSet([0, 1])], or "dynamic"'
-        raise BadCall(f"{wrong[0]!r:.100} is no process set", "hvd.init(process_sets=...)", fix)
+        raise BadCall(f"{wrong[0]!r:.100} is not a process set", "hvd.init(process_sets=...)", fix)
     return given
 
 
@@ -48,8 +48,8 @@ def shutdown() -> None:
 
 
 def recover(error: BaseException) -> None:
-    """Goes on without the ranks that are lost, and without process sets. Raises the error where no
-    rank is, or the engine cannot."""
+    """Continues without the lost ranks, and without process sets. Raises the error if no rank is
+    lost, or if the engine cannot continue."""
     JOB.recover(error)
     end_process_sets()
     begin_process_sets([])
@@ -68,7 +68,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Among the ranks of this host."""
+    """This rank's number among the ranks of its host."""
     return JOB.engine.local_rank
 
 
@@ -77,7 +77,7 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """The number of this host among those that have a rank of this local rank."""
+    """The number of this host among the hosts that have a rank with this local rank."""
     return JOB.engine.cross_rank
 
 
@@ -86,7 +86,7 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Whether every host has as many ranks."""
+    """Whether every host has the same number of ranks."""
     return JOB.engine.is_homogeneous
 
 
@@ -126,7 +126,7 @@ def gloo_enabled() -> bool:
 
 
 def nccl_built() -> int:
-    """The version of torch's own NCCL, as NCCL counts it; 0 where there is none."""
+    """The version of torch's own NCCL, as NCCL counts it; 0 if there is none."""
     if not (torch.cuda.is_available() and dist.is_available() and dist.is_nccl_available()):
         return 0
     major, minor, patch = (*torch.cuda.nccl.version(), 0)[:3]
@@ -159,8 +159,8 @@ def sycl_built() -> bool:
 
 
 def check_extension(ext_name: str, ext_env_var: str = "", pkg_path: str = "", *args: str) -> None:
-    """Nothing for "horovod.torch" and "horovod.tensorflow", which need no extension here. Raises
-    ImportError for others."""
+    """Does nothing for "horovod.torch" and "horovod.tensorflow", which need no extension here.
+    Raises ImportError for others."""
     known = ("horovod", "horovod.torch", "horovod.tensorflow")
     if ext_name.removeprefix("hvdtrain.") not in known or ext_name == "horovod":
         raise ImportError(
@@ -187,15 +187,15 @@ def stop_timeline() -> None:
 
 
 class ProcessSet:
-    """Some ranks, ascending. It has a process_set_id once it is added: by init() or
-    add_process_set()."""
+    """Some ranks, ascending. It has a process_set_id once init() or add_process_set() has added
+    it."""
 
     process_set_id: int | None = None
     ranks: list[int] | None = None
     mpi_comm: Any = None
 
     def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
-        """Raises ValueError for what are no ranks. An mpi4py communicator stands for its ranks in
+        """Raises ValueError for anything but ranks. An mpi4py communicator stands for its ranks in
         MPI_COMM_WORLD."""
         if hasattr(ranks_or_comm, "Get_group"):
             self.mpi_comm = ranks_or_comm
@@ -204,7 +204,7 @@ class ProcessSet:
         ranks = list(ranks_or_comm) if isinstance(ranks_or_comm, Iterable) else [ranks_or_comm]
         if any(not isinstance(rank, int) or isinstance(rank, bool) for rank in ranks):
             raise BadCall(
-                f"{ranks!r:.100} are no ranks",
+                f"{ranks!r:.100} are not ranks",
                 "hvd.ProcessSet()",
                 "a list of ranks, or an mpi4py communicator",
             )
@@ -217,7 +217,7 @@ class ProcessSet:
         )
 
     def rank(self) -> int | None:
-        """The place of this rank in it; None if it is not added. Raises ValueError on other
+        """The rank's place in the set; None if it is not added. Raises ValueError on other
         ranks."""
         if self.process_set_id is None:
             return None
@@ -248,8 +248,8 @@ _added: list[ProcessSet] = []
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Every rank of the job calls it, also those that are not part of it. Raises ValueError if
-    there is one of these ranks."""
+    """Adds a process set. Every rank of the job calls it, including ranks outside of the set.
+    Raises ValueError if there is one of these ranks."""
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
     ranks = process_set.ranks or []
@@ -265,7 +265,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Whether it was one, and not that of all ranks. Every rank of the job calls it."""
+    """Removes a process set; False if it does not exist or is the global one. Every rank of the job
+    calls it."""
     set_id = process_set.process_set_id
     if set_id is None or set_id == GLOBAL:
         return False
@@ -274,7 +275,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def begin_process_sets(process_sets: Sequence[ProcessSet]) -> None:
-    """Makes the process sets, at init()."""
+    """Creates the process sets at init()."""
     global_process_set.ranks = JOB.engine.ranks_of(GLOBAL)
     for process_set in process_sets:
         if process_set.process_set_id is None:
@@ -282,8 +283,7 @@ def begin_process_sets(process_sets: Sequence[ProcessSet]) -> None:
 
 
 def end_process_sets() -> None:
-    """Ends all process sets, at shutdown(): no process set but that of all ranks is one any
-    more."""
+    """Ends all process sets except the global one, at shutdown()."""
     for process_set in _added:
         process_set.process_set_id = None
     _added.clear()

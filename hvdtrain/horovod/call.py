@@ -36,7 +36,7 @@ class CollectiveCall:
         grouped: bool = False,
         in_place: bool = False,
     ) -> None:
-        """given: a tensor; a list of them where it is grouped."""
+        """given: a tensor, or a list of tensors if the call is grouped."""
         given = list(given) if grouped else [given]
         self._grouped = grouped
         self.set_id = process_set.process_set_id
@@ -84,8 +84,8 @@ class CollectiveCall:
         splits: Sequence[int] = (),
         finish: Callable[[Any], Any] | None = None,
     ) -> int:
-        """A handle. any_rows: the lengths of axis 0 may differ. finish: of the result, or the list
-        of them where the call is grouped."""
+        """Starts the call and returns a handle. any_rows: the lengths of axis 0 may differ. finish:
+        applied to the result, or to the list of results if the call is grouped."""
         shapes = tuple(
             (ANY, *tensor.shape[1:]) if any_rows else tuple(tensor.shape) for tensor in self.tensors
         )
@@ -113,15 +113,15 @@ class CollectiveCall:
         return JOB.submit(self.set_id, request, finish or self._finish)
 
     def start_reduction(self, op: int, prescale: float, postscale: float) -> int:
-        """A handle. op: hvd.Average and so on. Raises BadCall for a reduction that the dtypes do
-        not have."""
+        """Starts a reduction and returns a handle. op: hvd.Average and so on. Raises BadCall for a
+        reduction that the dtypes do not support."""
         reduction = op_name(op, self.where)
         for tensor in self.tensors:
             check_op(reduction, tensor.dtype, not prescale == postscale == 1, self.where)
         return self.start(op=reduction, prescale=prescale, postscale=postscale)
 
     def _finish(self, results: list[torch.Tensor]) -> Any:
-        """Results as tensors of the caller's libraries; in place, what was given."""
+        """Converts results to the caller's libraries; in place, returns the given tensors."""
         if self._gets_copies:
             for given, result in zip(self._given, results, strict=True):
                 put(result, given)
@@ -134,8 +134,8 @@ class CollectiveCall:
 
 
 def poll(handle: int) -> bool:
-    """Whether synchronize() would return at once. Begins and makes what does not need to wait for
-    other ranks."""
+    """Whether synchronize() would return at once. Also starts and runs collectives that do not have
+    to wait for other ranks."""
     return JOB.poll(handle)
 
 
@@ -143,7 +143,7 @@ def synchronize(handle: int) -> Any:
     """Waits for what was begun, and returns its result; None for a handle that was synchronized
     before.
 
-    Raises HorovodInternalError if ranks do not agree, or one of them does not take part: the
+    Raises HorovodInternalError if ranks do not agree, or if one of them does not take part; the
     message names them.
     """
     return JOB.wait(handle)
@@ -155,20 +155,20 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:
-    """Says that this rank has no more data: until every rank has joined it takes part, with
-    nothing, in what the others reduce.
+    """Declares that this rank has no more data: until every rank has joined, it takes part in the
+    others' reductions without contributing.
 
-    Averages are over the ranks that have not joined. Returns the rank that joined last. `device` is
-    not needed.
+    Averages are over the ranks that are still active. Returns the rank that joined last. `device`
+    is not needed.
     """
     return JOB.join()
 
 
 def op_name(op: int, where: str) -> ReduceOp:
-    """Raises ValueError for another number."""
+    """The name of an operation. Raises ValueError for another number."""
     if not isinstance(op, int) or not 0 <= op < len(_NAMES):
         raise BadCall(
-            f"op={op!r} is no reduction", where, "hvd.Average, Sum, Adasum, Min, Max or Product"
+            f"op={op!r} is not a reduction", where, "hvd.Average, Sum, Adasum, Min, Max or Product"
         )
     return _NAMES[op]
 
@@ -190,8 +190,8 @@ def given_op(op: int | None, average: bool | None) -> int:
 
 
 def as_torch(x: Any, where: str, *, in_place: bool = False) -> tuple[torch.Tensor, Back]:
-    """A view of x where it can be one, without its gradient. Raises BadCall for what is none, and
-    for memory that cannot be changed."""
+    """A view of x if possible, without its gradient. Raises BadCall for anything but a tensor, and
+    for read-only memory."""
     if isinstance(x, torch.Tensor):
         if x.layout != torch.strided:
             raise BadCall(
@@ -219,7 +219,7 @@ def as_torch(x: Any, where: str, *, in_place: bool = False) -> tuple[torch.Tenso
     if (keras := sys.modules.get("keras")) is not None and isinstance(x, keras.Variable):
         return as_torch(x.value, where, in_place=in_place)
     fix = "a tensor of torch or TensorFlow, an array of NumPy or JAX"
-    raise BadCall(f"{type(x).__module__}.{type(x).__qualname__} is no tensor", where, fix)
+    raise BadCall(f"{type(x).__module__}.{type(x).__qualname__} is not a tensor", where, fix)
 
 
 def _of_jax(x: Any, where: str, in_place: bool) -> tuple[torch.Tensor, Back]:
@@ -253,7 +253,7 @@ def _of_tensorflow(tf: Any, x: Any, where: str, in_place: bool) -> tuple[torch.T
 
 
 def is_target(x: Any, tensor: torch.Tensor) -> bool:
-    """Whether results that are written to `tensor`, which as_torch() has made of x, are in x."""
+    """Whether results written to `tensor`, which as_torch() created from x, appear in x."""
     if isinstance(x, np.ndarray):
         return tensor.data_ptr() == x.ctypes.data
     return not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
@@ -272,8 +272,8 @@ def put(result: torch.Tensor, x: Any) -> None:
 
 
 def as_non_view(tensor: torch.Tensor) -> torch.Tensor:
-    """This memory as a tensor that is no view: what an autograd function returns may be changed in
-    place only then."""
+    """This memory as a tensor that is not a view: only then may an autograd function's result be
+    changed in place."""
     if not tensor._is_view():
         return tensor
     return tensor.new_empty(0).set_(
@@ -311,7 +311,8 @@ def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 class Compressor:
-    """compress() gives the tensor for the wire, and what decompress() needs."""
+    """Base class: compress() returns the tensor to send, and the context that decompress()
+    needs."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -335,7 +336,7 @@ class NoneCompressor(Compressor):
 
 
 class _Cast(Compressor):
-    """Floating-point tensors and arrays, within their library; others stay what they are."""
+    """Casts floating-point tensors and arrays, within their library; others are unchanged."""
 
     wire: torch.dtype
 
@@ -392,7 +393,7 @@ class BF16Compressor(_Cast):
 
 
 class Compression:
-    """What allreduce() and DistributedOptimizer() take as `compression`."""
+    """The values of `compression` in allreduce() and DistributedOptimizer()."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

@@ -47,7 +47,7 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """A broadcast_async() into the tensor itself."""
+    """Starts a broadcast_async() into the tensor itself."""
     return _start_broadcast(
         CollectiveCall("broadcast", tensor, name, process_set, in_place=True),
         root_rank,
@@ -200,8 +200,8 @@ def alltoall_async(
 ) -> int:
     """Begins to send each rank its rows of the tensor: splits[r] of them, in order, or equal parts.
 
-    synchronize() gives the rows received, in rank order, and how many came from each: as splits'
-    own dtype and device.
+    synchronize() returns the rows received, in rank order, and how many came from each, with the
+    dtype and device of splits.
     """
     call = CollectiveCall("alltoall", tensor, name, process_set)
     call.needs_rows()
@@ -245,7 +245,7 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The rows that every rank sends to this one; where splits are given, (rows, received splits).
+    """The rows that every rank sends to this one; (rows, received splits) if splits are given.
     Gradients go through it."""
     if isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled():
         found, received = _Alltoall.apply(tensor, splits, name, process_set)
@@ -288,8 +288,8 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Begins a reduction of which each rank gets its rows: equally many, the first ranks one more.
-    op: all but Adasum."""
+    """Starts a reduction that gives each rank its rows: equally many, the first ranks one more. op:
+    all but Adasum."""
     return _start_scatter(
         CollectiveCall("reducescatter", tensor, name, process_set),
         op,
@@ -419,8 +419,8 @@ class _Reducescatter(torch.autograd.Function):
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
-    """Begins a sum or an average of sparse tensors, as gathers of their indices and values; what it
-    returns waits for the result."""
+    """Starts a sum or an average of sparse tensors, by gathering their indices and values; the
+    returned function waits for the result."""
     sparse = tensor if tensor.is_coalesced() else tensor.coalesce()
     names = (
         (None, None, None)
@@ -429,7 +429,7 @@ def sparse_allreduce_async(
     )
     indices = allgather_async(sparse.indices().t().contiguous(), names[0], process_set)
     values = allgather_async(sparse.values(), names[1], process_set)
-    # ranks that have not joined
+    # ranks that are still active
     givers = allgather_async(
         torch.ones(1, dtype=torch.int64, device=tensor.device), names[2], process_set
     )

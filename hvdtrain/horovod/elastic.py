@@ -1,5 +1,5 @@
-"""hvd.elastic: a training function that goes on from its last commit when a rank is lost: run(),
-the states that it keeps, its sampler."""
+"""hvd.elastic: a training function that continues from its last commit when a rank is lost: run(),
+states and the sampler."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from hvdtrain.horovod.parameters import broadcast_optimizer_state, broadcast_par
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a function whose first argument is a State: func(state, ...).
 
-    The state is synchronized before each call. When a rank is lost the others go back to their last
-    commit, leave it out, and call the function again. That needs an engine that goes on without a
-    rank: mpi under `mpirun --with-ft ulfm`, or torchdist without torchrun's own elasticity
+    The state is synchronized before each call. When a rank is lost, the others return to their last
+    commit, exclude it, and call the function again. That needs an engine that survives lost ranks:
+    mpi under `mpirun --with-ft ulfm`, or torchdist without torchrun's own elasticity
     (docs/elastic.md). On others the error ends the job, as it does without elastic.run.
     """
 
@@ -49,7 +49,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class State:
-    """What elastic.run() asks of a state."""
+    """The interface of a state for elastic.run()."""
 
     def __init__(self) -> None:
         self._reset_callbacks: list[Callable[[], Any]] = []
@@ -64,14 +64,14 @@ class State:
             callback()
 
     def commit(self) -> None:
-        """What is kept until the next commit. A collective: nothing is kept that a rank which is
-        lost has spoilt."""
+        """Saves the state until the next commit. A collective: a state damaged by the loss of a
+        rank is not saved."""
         JOB.engine.confirm()
         self.save()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Nothing: no rank is added to a job that runs."""
+        """Does nothing: ranks are never added to a running job."""
 
     def reset(self) -> None:
         """Resets what depends on rank and size."""
@@ -87,7 +87,7 @@ class State:
 
 
 class ObjectState(State):
-    """Values, as attributes of these names."""
+    """A state of values, as attributes with these names."""
 
     def __init__(self, **values: Any) -> None:
         super().__init__()
@@ -132,7 +132,8 @@ class TorchState(ObjectState):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """A new model, optimizer or sampler in the place of one is kept from now on."""
+        """Sets an attribute; a new model, optimizer or sampler replaces the old one in the saved
+        state."""
         if name in self.__dict__.get("_handlers", {}) and (handler := _handler(value)) is not None:
             self._handlers[name] = handler
         object.__setattr__(self, name, value)
@@ -156,7 +157,7 @@ class TorchState(ObjectState):
 
 
 class _Stateful(Protocol):
-    """What has a state_dict."""
+    """An object with a state_dict."""
 
     def state_dict(self) -> Any: ...
 
@@ -167,7 +168,7 @@ class _Handler:
     """Keeps the state_dict of one object."""
 
     def __init__(self, value: _Stateful, broadcast: Callable[[Any], None]) -> None:
-        """broadcast: makes the object that of rank 0."""
+        """broadcast: makes the object equal to rank 0's."""
         self._value = value
         self._broadcast = broadcast
         self.save()
@@ -195,7 +196,8 @@ def _handler(value: Any) -> _Handler | None:
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """Every rank has equally many: some samples come twice where they do not divide.
+    """A sampler that gives every rank the same number of samples; some come twice if they do not
+    divide evenly.
 
     Call record_batch() after each batch, set_epoch() at the end of an epoch, and give it to the
     TorchState.
@@ -212,13 +214,13 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins an epoch, with an order of its own."""
+        """Begins an epoch, with a new order."""
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Every rank has had so many samples more."""
+        """Records that every rank has processed `batch_size` more samples."""
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, int]:
@@ -230,7 +232,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def reset(self) -> None:
-        """Divides what is left among the ranks that there are now."""
+        """Divides the remaining samples among the current ranks."""
         self.num_replicas = JOB.engine.size
         self.rank = JOB.engine.rank
         order = list(range(len(self.dataset)))

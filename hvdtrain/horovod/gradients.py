@@ -22,10 +22,10 @@ Factors = tuple[float, float]  # before the reduction, after it
 def shares(
     op: int, factors: Factors, inputs: Sequence[Any], results: Sequence[Any]
 ) -> list[Any] | None:
-    """What of_allreduce() needs of the values.
+    """The information about values that of_allreduce() needs.
 
-    For Min and Max: where a rank has the extreme. For Product: the product of the other ranks, nan
-    where the input is 0.
+    For Min and Max: where a rank has the extreme value. For Product: the product of the other
+    ranks, nan where the input is 0.
     """
     before, after = factors
     pairs = list(zip(inputs, results, strict=True))
@@ -42,14 +42,14 @@ def of_allreduce(
     reduce: Reduce,
     library: TensorLibrary,
 ) -> list[Any]:
-    """The gradients of an allreduce, of the sum over ranks of what each computes from its result.
+    """The gradients of an allreduce, for the sum over ranks of each rank's function of the result.
 
-    found_shares: what shares() gave.
+    found_shares: the result of shares().
 
-    Sums and averages are their own gradient, and Adasum is taken for it, as in Horovod. Of Min and
-    Max the gradient goes to the ranks that have the extreme, in equal parts; of Product to each as
-    the product of the others. Horovod reduces these gradients by the same op, which is no
-    derivative.
+    Sums and averages are their own gradient, and Adasum is treated so, as in Horovod. For Min and
+    Max the gradient goes in equal parts to the ranks that have the extreme value; for Product each
+    rank gets it times the product of the others. Horovod reduces these gradients by the same op,
+    which is not a derivative.
     """
     before, after = factors
     if op not in (Min, Max, Product):
@@ -79,8 +79,8 @@ def refuse_zeros(has_zeros: bool, where: str) -> None:
 def of_allgather(
     grads: Sequence[Any], starts: Sequence[Any], rows: Sequence[Any], reduce: Reduce
 ) -> list[Any]:
-    """This rank's rows of the average over ranks. starts, rows: where they begin in each tensor,
-    and how many they are."""
+    """This rank's rows of the average over ranks. starts, rows: their beginning and number in each
+    tensor."""
     averages = reduce(list(grads), Average, 1.0, 1.0)
     return [
         grad[start : start + count]
@@ -101,14 +101,14 @@ def of_alltoall(
     exchange: Callable[[Any, Any], Any],
     library: TensorLibrary,
 ) -> Any:
-    """The rows on their way back. received: from each rank, None for equal parts. unsent: rows that
-    were sent to nobody, None for none."""
+    """Sends the rows back. received: from each rank, None for equal parts. unsent: rows that were
+    sent to nobody, None for none."""
     returned = exchange(grad, received)
     return returned if unsent is None else library.padded(returned, unsent)
 
 
 def check_reducescatter(op: int, where: str) -> None:
-    """Raises BadCall for an op whose gradient there is not."""
+    """Raises BadCall for an op without a gradient."""
     if op not in (Average, Sum):
         raise BadCall(
             "gradients go through a reducescatter of Average or Sum alone",

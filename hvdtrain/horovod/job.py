@@ -1,5 +1,5 @@
-"""The job of this process: init() and shutdown(), its engine and which one it is, and the handles
-of what is under way."""
+"""The job of this process: init() and shutdown(), the choice of its engine, and the handles of
+pending requests."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ Finish = Callable[[Any], Any]  # what a request gives -> what the caller gets
 
 
 class HorovodJob:
-    """One for a process. The engine stays connected after shutdown(), for an init() of the same
-    ranks that follows."""
+    """The job of a process. The engine stays connected after shutdown(), for a later init() with
+    the same ranks."""
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
@@ -41,7 +41,7 @@ class HorovodJob:
         self._comm: Any = None  # of whose init()
         self._under_way: dict[
             int, tuple[int, Finish]
-        ] = {}  # handle -> that of the engine, and what becomes of its result
+        ] = {}  # handle -> the engine's handle, and the function that finishes its result
         self._handles = itertools.count(1)  # of this process, whatever the number of its jobs
         self.first_handle = 1  # of this job: those before are void
         self._numbers: dict[tuple[str, int], itertools.count[int]] = defaultdict(itertools.count)
@@ -49,7 +49,7 @@ class HorovodJob:
 
     @property
     def engine(self) -> Engine:
-        """Raises ValueError before init(), as Horovod does."""
+        """The engine. Raises ValueError before init(), as Horovod does."""
         if self._engine is None:
             raise BadCall(
                 "Horovod has not been initialized; use hvd.init().",
@@ -63,7 +63,7 @@ class HorovodJob:
         return self._engine is not None
 
     def start(self, comm: Any = None) -> None:
-        """Does nothing where it has started."""
+        """Connects the engine; does nothing if it has started."""
         if self._engine is not None:
             return
         if not self._watches_failure:
@@ -86,7 +86,7 @@ class HorovodJob:
             atexit.register(self._at_exit)  # runs before what connect() has registered
 
     def shutdown(self) -> None:
-        """A collective: what is under way is made first."""
+        """Ends the job. A collective: pending requests are finished first."""
         engine = self._engine
         if engine is not None:
             self._forget()
@@ -95,23 +95,23 @@ class HorovodJob:
             self._idle = engine
 
     def be_elastic(self) -> None:
-        """Before a loss, where the engine can go on after one. A collective."""
+        """Prepares for a loss, if the engine can survive one. A collective."""
         self.engine.be_ready_to_shrink()
 
     def recover(self, error: BaseException) -> None:
-        """Goes on without the ranks that are lost. Raises the error where none is, or the engine
-        cannot."""
+        """Continues without the lost ranks. Raises the error if no rank is lost, or if the engine
+        cannot continue."""
         self._forget()
         self.engine.recover(error)
         self._numbers.clear()  # ranks may have made different numbers of calls until then
 
     def _forget(self) -> None:
-        """The handles so far are void."""
+        """Makes all earlier handles void."""
         self._under_way.clear()
         self.first_handle = next(self._handles)
 
     def submit(self, set_id: int | None, request: Request, finish: Finish) -> int:
-        """A handle for wait(), which gives finish(result)."""
+        """Submits a request; returns a handle for wait(), which returns finish(result)."""
         if set_id is None:
             raise BadCall(
                 "this process set was not added",
@@ -124,7 +124,7 @@ class HorovodJob:
         return handle
 
     def poll(self, handle: int) -> bool:
-        """Raises BadCall for a handle that there is not."""
+        """Whether the request is done. Raises BadCall for an unknown handle."""
         engine = self.engine
         self._check(handle, "hvd.poll()")
         if handle not in self._under_way:
@@ -136,7 +136,8 @@ class HorovodJob:
         return engine.poll(self._under_way[handle][0])
 
     def wait(self, handle: int) -> Any:
-        """None for a handle that there is not. Raises BadCall for that of a former job."""
+        """The result of a request; None for an unknown handle. Raises BadCall for a former job's
+        handle."""
         engine = self.engine
         if handle not in self._under_way:
             self._check(handle, "hvd.synchronize()")
@@ -153,8 +154,7 @@ class HorovodJob:
             raise BadCall(what, where, "synchronize() before shutdown()")
 
     def name(self, kind: str, name: str | None, set_id: int | None) -> str:
-        """The name of a request: that of the caller, or a number among those of its kind in its
-        process set."""
+        """The name of a request: the caller's, or a number within its kind and process set."""
         return (
             name
             if name is not None
@@ -162,8 +162,8 @@ class HorovodJob:
         )
 
     def join(self) -> int:
-        """Ranks may have made different numbers of calls before: those without a name are counted
-        anew."""
+        """Joins. Ranks may have made different numbers of calls before, so calls without a name are
+        counted from the beginning again."""
         last = self.engine.join()
         for kind, set_id in list(self._numbers):
             if set_id == GLOBAL:
@@ -177,7 +177,7 @@ class HorovodJob:
     def _fail(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        """An exception that ends this process ends the others, which would wait for it."""
+        """Ends the other ranks, which would wait, when an exception ends this process."""
         self._has_failed = True
         self._hook(kind, error, traceback)
         if os.getpid() != self._pid:
@@ -244,15 +244,17 @@ def connect(comm: Any) -> Engine:
 
 
 def engine_name(environ: Mapping[str, str], place: Placement) -> str:
-    """auto is what comm.engine=auto selects among our own; Horovod only where horovodrun has
-    started the ranks.
+    """The engine's name. auto selects among our own engines as comm.engine=auto does; Horovod only
+    if horovodrun started the ranks.
 
     Raises UserError for another name.
     """
     name = environ.get(ENGINE_VARIABLE, "auto")
     if name not in ENGINES:
         raise UserError(
-            f"{ENGINE_VARIABLE}={name!r} is no engine", "the environment", nearest(name, ENGINES)
+            f"{ENGINE_VARIABLE}={name!r} is not an engine",
+            "the environment",
+            nearest(name, ENGINES),
         )
     if name != "auto":
         return name

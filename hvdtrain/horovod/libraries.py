@@ -1,7 +1,7 @@
-"""Tensors of TensorFlow, JAX and Keras: whose they are, what is in a variable, and the operations
-that collectives need of a library.
+"""Tensors of TensorFlow, JAX and Keras: detects their library, unwraps variables, and provides the
+operations that collectives need.
 
-Imports none of these libraries: a tensor of one is there only where the script has imported it.
+Imports none of these libraries: a tensor of one can only exist if the script has imported it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def tensorflow() -> Any:
-    """The module where it is imported, else None."""
+    """The module tensorflow if it is imported, else None."""
     return sys.modules.get("tensorflow")
 
 
 def as_written(function: F) -> F:
-    """The function, which a tf.function calls as it is: AutoGraph does not translate it. Without
-    importing TensorFlow for it."""
+    """Marks a function so that AutoGraph does not translate it in a tf.function. Does not import
+    TensorFlow."""
     function.autograph_info__ = {}  # type: ignore[attr-defined]  # the mark of tf.autograph.experimental.do_not_convert()
     return function
 
@@ -34,14 +34,14 @@ def is_of_tensorflow(tensors: Sequence[Any]) -> bool:
 
 
 def is_traced_by_jax(tensors: Sequence[Any]) -> bool:
-    """Whether one of them is what JAX puts in place of an array while it compiles or
-    differentiates; does not import it."""
+    """Whether one of them is a JAX tracer, which replaces an array while JAX compiles or
+    differentiates; does not import JAX."""
     jax = sys.modules.get("jax")
     return jax is not None and any(isinstance(tensor, jax.core.Tracer) for tensor in tensors)
 
 
 def value_of(variable: Any) -> Any:
-    """The tensor in a variable of Keras or TensorFlow; what is no variable is returned."""
+    """The tensor in a variable of Keras or TensorFlow; anything else is returned unchanged."""
     keras = sys.modules.get("keras")
     tf = tensorflow()
     if keras is not None and isinstance(variable, keras.Variable):
@@ -54,26 +54,26 @@ def value_of(variable: Any) -> Any:
 
 
 def is_in_graph() -> bool:
-    """Whether TensorFlow is making the graph of a function now."""
+    """Whether TensorFlow is currently building the graph of a function."""
     tf = tensorflow()
     return tf is not None and not tf.executing_eagerly()
 
 
 class TensorLibrary(Protocol):
-    """What gradients need beside collectives: operations on the numbers of one tensor."""
+    """The operations on one tensor that gradients need besides collectives."""
 
     def cast(self, flags: Any, like: Any) -> Any:
         """1 where a flag is true, else 0, in the dtype of `like`."""
 
     def choose(self, flags: Any, tensor: Any) -> Any:
-        """The numbers of the tensor where a flag is true, else 0: also in the place of a nan.
-        flags: of the tensor's shape, or one."""
+        """The numbers of the tensor where a flag is true, else 0, also for a nan. flags: of the
+        tensor's shape, or one."""
 
     def constant(self, tensor: Any) -> Any:
         """The tensor without its gradient."""
 
     def padded(self, tensor: Any, rows: Any) -> Any:
-        """The tensor with so many rows of zeros behind it."""
+        """The tensor with `rows` rows of zeros appended."""
 
 
 def library_of(tensors: Sequence[Any]) -> TensorLibrary:

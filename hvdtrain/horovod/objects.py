@@ -1,11 +1,11 @@
-"""Objects of one rank, or of each, on all: pickled over MPI, or signed with the job's secret; else
-as data, so that no rank runs what a stranger sends."""
+"""Sends objects of one rank, or of each rank, to all ranks: pickled over MPI, or signed with the
+job's secret; else as data, so that no rank runs code from a stranger."""
 
 from __future__ import annotations
 
 import base64
 import io
-import pickle  # of ranks of one job: over MPI, or once the signature is checked
+import pickle  # only between ranks of one job: over MPI, or once the signature is checked
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +30,8 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The object of rank `root_rank`, on that rank itself. Tensors arrive in host memory.
+    """Returns the object of rank `root_rank` on every rank; the root gets its own object. Tensors
+    arrive in host memory.
 
     Raises ValueError on every rank if the object cannot be sent.
     """
@@ -43,7 +44,7 @@ def broadcast_object(
             "one of these ranks",
         )
     is_root = JOB.engine.rank == root_rank
-    # roots that differ are told
+    # different roots are reported
     of_root = (
         f"{JOB.name('broadcast_object', name, process_set.process_set_id)} of rank {root_rank}"
     )
@@ -71,8 +72,7 @@ def allgather_object(
 
 
 class _Failure(NamedTuple):
-    """Sent in place of an object that cannot be, so that every rank raises the error: the others
-    wait for something."""
+    """Sent instead of an object that cannot be sent, so that every rank raises the error."""
 
     what: str
     fix: str
@@ -109,8 +109,8 @@ def _as_bytes(content: bytes) -> torch.Tensor:
 
 
 def to_bytes(thing: Any, secret: str | None, purpose: str, where: str) -> bytes:
-    """secret: Engine.secret. Raises BadCall if it is empty and the object is no data, else what
-    pickle raises."""
+    """secret: Engine.secret. Raises BadCall if it is empty and the object is not plain data, else
+    what pickle raises."""
     if secret == "":
         return pack(plain(thing, where), "", purpose)
     file = io.BytesIO()
@@ -122,7 +122,7 @@ def to_bytes(thing: Any, secret: str | None, purpose: str, where: str) -> bytes:
 def from_bytes(content: bytes, secret: str | None, purpose: str, where: str) -> Any:
     """The object of to_bytes(); tensors are in host memory.
 
-    Raises BadCall, before anything is unpickled, where the signature is not that of the job.
+    Raises BadCall, before anything is unpickled, if the job did not sign it.
     """
     try:
         if secret == "":
@@ -192,8 +192,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors in host memory: the receiver may not have the sender's device. Of a view its
-    numbers alone, not the whole storage."""
+    """Pickles tensors in host memory: the receiver may not have the sender's device. Of a view,
+    only its numbers are sent, not the whole storage."""
 
     def reducer_override(self, thing: Any) -> Any:
         if type(thing) is not torch.Tensor:
@@ -210,7 +210,7 @@ class _Scalar(NamedTuple):
 
 
 class _Dict(NamedTuple):
-    """A dict with any keys, or an OrderedDict: of a state_dict() of a module the attributes are the
+    """A dict with any keys, or an OrderedDict; the attributes of a module's state_dict() are the
     versions of its layers."""
 
     items: list[Any]
@@ -225,7 +225,7 @@ class _Made(NamedTuple):
 
 
 class _Codec(NamedTuple):
-    """Content of an object, in lists, strings and a dict, and the object of such content."""
+    """Converts an object to lists, strings and a dict, and back."""
 
     content: Callable[[Any], Any]
     make: Callable[[Any], Any]
@@ -258,8 +258,8 @@ _AS_THEY_ARE = frozenset((type(None), bool, int, float, str))
 
 
 def plain(thing: Any, where: str, place: str = "") -> Any:  # noqa: PLR0911 (one for each class)
-    """The object in what pack() takes. Raises BadCall for what is neither a plain value, an array
-    or a tensor, nor a container of them.
+    """Converts an object for pack(). Raises BadCall for anything but plain values, arrays, tensors,
+    and containers of them.
 
     place: of the thing in the object that is sent, such as "['optimizer'][0]".
     """
@@ -292,7 +292,7 @@ def plain(thing: Any, where: str, place: str = "") -> Any:  # noqa: PLR0911 (one
 def _members(things: Any, where: str, place: str) -> list[Any]:
     if _AS_THEY_ARE.issuperset(
         map(type, things)
-    ):  # as the indices of a sampler, of which there may be millions
+    ):  # such as the indices of a sampler, which may be millions
         return list(things)
     return [plain(inner, where, f"{place}[{index}]") for index, inner in enumerate(things)]
 

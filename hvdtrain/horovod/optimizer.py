@@ -1,5 +1,5 @@
-"""DistributedOptimizer: gradients, or steps with Adasum, are combined over ranks; started by hooks
-of backward, waited for by step()."""
+"""DistributedOptimizer: combines gradients over ranks, or steps with Adasum. Hooks of backward
+start reductions, and step() waits for them."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The optimizer, of a class below its own: backward begins to reduce each gradient, step()
-    waits for them.
+    """Returns the optimizer, as a subclass of its class: backward starts to reduce each gradient,
+    and step() waits for them.
 
     named_parameters: model.named_parameters(). compression: of gradients on the wire.
     backward_passes_per_step: they are reduced in the last of so many. gradient_predivide_factor:
     with Average, gradients are divided by it before the sum, and the sum by size / factor. groups:
     a number of groups of gradients that are reduced as one, or lists of parameters; num_groups is
-    its former name. sparse_as_dense: sparse gradients are reduced as dense ones. Its state and its
-    groups are those of `optimizer`.
+    its former name. sparse_as_dense: sparse gradients are reduced as dense ones. It shares its
+    state and groups with `optimizer`.
 
-    synchronize() waits before step(): to clip gradients, say; step() goes inside skip_synchronize()
-    then. With op=Adasum each rank makes its own step, and the changes of the weights are combined.
+    To clip gradients, call synchronize() first and then step() inside skip_synchronize(). With
+    op=Adasum each rank takes its own step, and the changes of the weights are combined.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise BadCall(
@@ -88,8 +88,8 @@ def DistributedOptimizer(
 
 
 def _below(optimizer: torch.optim.Optimizer, steps: type) -> Any:
-    """This optimizer, of a class that has its class' name and the methods of `steps` before its
-    own."""
+    """Changes this optimizer's class to a subclass with the same name and the methods of
+    `steps`."""
     kind = type(optimizer)
     wrapped: Any = object.__new__(type(kind.__name__, (steps, kind), {}))
     # A schedule that was made before has put the optimizer's own step() into its attributes, which
@@ -110,7 +110,7 @@ class ReductionGroup:
 
 
 class PendingReduction(NamedTuple):
-    """The reduction of a group."""
+    """The pending reduction of a group."""
 
     handle: int | Callable[[], torch.Tensor]  # what waits for a sparse one
     ctxs: Sequence[Any]  # of the compression
@@ -131,7 +131,7 @@ class Gradients:
         sparse_as_dense: bool,
         process_set: ProcessSet,
     ) -> None:
-        """groups: of all parameters that are trained, or none. factors: prescale, postscale of an
+        """groups: of all trained parameters, or none. factors: prescale, postscale of an
         average."""
         self.op = op
         self.process_set = process_set
@@ -146,7 +146,8 @@ class Gradients:
         self.under_way: dict[ReductionGroup, PendingReduction] = {}
 
     def start(self, group: ReductionGroup) -> None:
-        """A gradient that was not computed counts as zeros: another rank may have computed it."""
+        """Starts the reduction of a group. A gradient that was not computed counts as zeros:
+        another rank may have computed it."""
         grads = [_gradient(parameter) for parameter in group.parameters]
         if grads[0].is_sparse and not self._sparse_as_dense and not self._is_grouped:
             self.under_way[group] = PendingReduction(
@@ -176,7 +177,7 @@ class Gradients:
         )
 
     def finish(self) -> None:
-        """The reductions that are under way, in the order in which they were started."""
+        """Waits for pending reductions, in the order in which they were started."""
         under_way = self.under_way
         self.under_way = {}
         for group, found in under_way.items():
@@ -188,8 +189,8 @@ class Gradients:
                 self._take(parameter, wire, ctx)
 
     def forget(self) -> None:
-        """The reductions that are under way. They are waited for, so that their names are free
-        again, where their job still runs."""
+        """Drops pending reductions. If their job still runs, it waits for them, to free their
+        names."""
         under_way = self.under_way
         self.under_way = {}
         if any(found.job != JOB.first_handle for found in under_way.values()):
@@ -219,7 +220,7 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 
 class GradientSteps:
-    """The methods that DistributedOptimizer() puts before those of an optimizer."""
+    """The methods of an optimizer that DistributedOptimizer() overrides."""
 
     def begin(self, gradients: Gradients, passes: int, takes_part: bool) -> None:
         """takes_part: whether there are other ranks to reduce with."""
@@ -236,7 +237,7 @@ class GradientSteps:
                     )
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """From the next backward pass on."""
+        """Sets the number of passes, from the next backward pass on."""
         self.backward_passes_per_step = passes
         for group in self._gradients.groups:
             group.passes_left = [passes] * len(group.parameters)
@@ -265,7 +266,7 @@ class GradientSteps:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """step() inside of it does not synchronize, because synchronize() was called."""
+        """Makes step() inside of it not synchronize, because synchronize() was called."""
         self._should_synchronize = False
         try:
             yield
@@ -273,7 +274,7 @@ class GradientSteps:
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """A step of the optimizer. A closure's gradients are reduced each time it was called."""
+        """Runs a step of the optimizer. A closure's gradients are reduced after each call."""
         base: Any = super()
         if not self._should_synchronize:
             self._synchronized = False
@@ -306,8 +307,8 @@ class GradientSteps:
         )
 
     def _over_ranks(self, loss: Any) -> Any:
-        """The loss over all ranks: by it LBFGS chooses how often it calls the closure, which all
-        ranks call equally often."""
+        """The loss over all ranks: LBFGS uses it to choose how often it calls the closure, which
+        all ranks must call equally often."""
         value = (
             loss.detach()
             if isinstance(loss, torch.Tensor)
@@ -346,8 +347,8 @@ class GradientSteps:
 def named(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
 ) -> Names:
-    """The name of each parameter of the optimizer. Raises ValueError if they are not named one by
-    one."""
+    """The name of each parameter of the optimizer. Raises ValueError unless each has a unique
+    name."""
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if named_parameters is None:
         groups = enumerate(optimizer.param_groups)
@@ -372,7 +373,7 @@ def named(
     if without:
         what = (
             "named_parameters was specified, but one or more model parameters were not named: "
-            f"those of shapes {without[:8]}"
+            f"with shapes {without[:8]}"
         )
         raise BadCall(
             what, _WHERE, "the named_parameters() of every module that the optimizer updates"
@@ -384,7 +385,7 @@ def parameter_groups(
     names: Names, groups: int | Sequence[Sequence[torch.Tensor]] | None, process_set: ProcessSet
 ) -> list[tuple[torch.Tensor, ...]]:
     """The groups, which are the same on every rank; none if `groups` is None or 0. Raises
-    ValueError for what are no groups."""
+    ValueError for anything but groups."""
     if groups is None or groups == 0:
         return []
     trained = [parameter for parameter in names if parameter.requires_grad]
@@ -433,11 +434,10 @@ def parameter_groups(
 
 
 def load_in_place(optimizer: torch.optim.Optimizer, load: Callable[[], None]) -> None:
-    """Calls load(), which makes new groups for the optimizer, and puts them into the list that it
-    has.
+    """Calls load(), which creates new groups for the optimizer, and puts them into its existing
+    list.
 
-    The optimizer that was wrapped has the same list, and by it a schedule that was made of it
-    before.
+    The wrapped optimizer, and schedules created from it before, share that list.
     """
     groups = optimizer.param_groups
     load()
@@ -446,9 +446,9 @@ def load_in_place(optimizer: torch.optim.Optimizer, load: Callable[[], None]) ->
 
 
 class AdasumSteps:
-    """The methods that DistributedOptimizer(op=Adasum) puts before those of an optimizer.
+    """The methods of an optimizer that DistributedOptimizer(op=Adasum) overrides.
 
-    Each rank makes its own step, and the changes of the weights are combined (Maleki et al. 2020,
+    Each rank takes its own step, and the changes of the weights are combined (Maleki et al. 2020,
     arXiv:2006.02924).
     """
 
@@ -462,11 +462,11 @@ class AdasumSteps:
         self.backward_passes_per_step = passes
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Gradients accumulate until step(), whatever their number."""
+        """Does nothing: gradients accumulate until step(), however many there are."""
         self.backward_passes_per_step = passes
 
     def synchronize(self) -> None:
-        """Nothing: what is combined are the changes of the weights."""
+        """Does nothing: changes of the weights are combined, not gradients."""
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
         raise AssertionError(
@@ -482,7 +482,7 @@ class AdasumSteps:
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The optimizer's own, of which the changes on all ranks are combined."""
+        """Runs the optimizer's own step and combines the changes of all ranks."""
         starts = [parameter.detach().clone() for parameter in self._trained]
         base: Any = super()
         if closure is None:

@@ -1,5 +1,5 @@
-"""The parameters and the optimizer state of one rank on all of them, as data: nothing is stepped
-for it."""
+"""Broadcasts parameters and optimizer state from one rank to all, as data: no optimizer step is
+taken for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hvdtrain.horovod.job import JOB
 from hvdtrain.horovod.objects import broadcast_object, to_bytes
 from hvdtrain.horovod.optimizer import AdasumSteps, GradientSteps, load_in_place
 
-# 1: a fresh optimizer is stepped as by Horovod, for those who compare losses with its
+# 1: a fresh optimizer takes a step as in Horovod, to compare losses with Horovod's
 EMPTY_STEP = "HVDTRAIN_HOROVOD_EMPTY_STEP"
 
 
@@ -29,10 +29,10 @@ def broadcast_parameters(
     root_rank: int,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """model.state_dict(), model.named_parameters() or model.parameters(), in place. What is no
-    tensor in a state_dict is left alone.
+    """Broadcasts model.state_dict(), model.named_parameters() or model.parameters(), in place.
+    Values of a state_dict that are not tensors are left alone.
 
-    Raises ValueError for what has no tensors, as a module or the state_dict of an optimizer.
+    Raises ValueError for arguments without tensors, such as a module or an optimizer's state_dict.
     """
     handles = [
         broadcast_async_(
@@ -87,11 +87,11 @@ def broadcast_optimizer_state(
     model: torch.nn.Module | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """The state and the settings of its groups: a state that only the root has appears on the
-    others. `model` is not needed.
+    """Broadcasts the state and the settings of groups; state that only the root has is created on
+    the others. `model` is not needed.
 
-    Horovod's steps a fresh optimizer to make its state, which changes the weights; here where
-    EMPTY_STEP is 1.
+    Horovod steps a fresh optimizer to create its state, which changes the weights; this does so
+    only if EMPTY_STEP is 1.
 
     Raises ValueError for LBFGS, as Horovod does.
     """
@@ -103,7 +103,7 @@ def broadcast_optimizer_state(
         )
     name = "broadcast_optimizer_state"
     if _makes_empty_step(os.environ):
-        # ranks that differ in it wait for another name, and are told
+        # ranks that differ in it wait for different names, which is reported
         name = "broadcast_optimizer_state after an empty step"
         if not optimizer.state_dict()["state"]:
             _step_empty(optimizer, model)
@@ -150,7 +150,7 @@ def broadcast_optimizer_state(
 
 
 def _makes_empty_step(environ: Mapping[str, str]) -> bool:
-    """Raises UserError for a value that is neither 0 nor 1."""
+    """Reads EMPTY_STEP. Raises UserError for a value that is neither 0 nor 1."""
     value = environ.get(EMPTY_STEP, "0")
     if value not in ("0", "1"):
         raise UserError(
@@ -162,8 +162,8 @@ def _makes_empty_step(environ: Mapping[str, str]) -> bool:
 
 
 def _step_empty(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
-    """Horovod's: with gradients of 0, which stay. model: to know which parameters of SGD have
-    sparse gradients."""
+    """Takes a step as Horovod does, with gradients of 0, which stay. model: tells which parameters
+    of SGD have sparse gradients."""
     embeddings = [
         module
         for module in (model.modules() if model is not None else ())
@@ -180,7 +180,9 @@ def _step_empty(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None)
                 parameter.grad = zeros.to_sparse() if is_sparse else zeros
     kind: Any = type(optimizer)
     if isinstance(optimizer, (GradientSteps, AdasumSteps)):
-        _, kind = kind.__bases__  # that of the wrapped optimizer, whose step() waits for no rank
+        _, kind = (
+            kind.__bases__
+        )  # the wrapped optimizer's class, whose step() does not wait for ranks
     kind.step(optimizer)
 
 
@@ -225,7 +227,8 @@ def _without_tensors(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _can_be_sent(value: Any, group: int, key: str) -> bool:
-    """Not a lambda, say, which Horovod's cloudpickle sends. A line of this rank says so."""
+    """Whether a value can be sent. A lambda cannot, while Horovod's cloudpickle sends it; this rank
+    then prints a line."""
     try:
         to_bytes(value, JOB.engine.secret, "", "")
     except Exception:

@@ -1,5 +1,4 @@
-"""allreduce and its forms: asynchronous, in place, grouped; autograd goes through those that
-wait."""
+"""allreduce and its forms: asynchronous, in place, grouped; the blocking ones support autograd."""
 
 from __future__ import annotations
 
@@ -183,8 +182,8 @@ def grouped_allreduce(
 
 
 class _Allreduce(torch.autograd.Function):
-    """A backward() through it frees nothing: a second one, or one for each tensor of a group, is
-    possible as in Horovod."""
+    """An allreduce with gradients. A backward() through it frees nothing: as in Horovod, a second
+    one is possible, or one for each tensor of a group."""
 
     @staticmethod
     def forward(
@@ -213,7 +212,7 @@ class _Allreduce(torch.autograd.Function):
         # here: a backward() frees nothing of it
         ctx.shares = gradients.shares(op, ctx.factors, tensors, results)
         ctx.has_zeros = op == Product and any(bool((x == 0).any()) for x in tensors)
-        if op == Product:  # of which the second derivative goes through the values
+        if op == Product:  # its second derivative goes through the values
             ctx.save_for_backward(*tensors, *results)
         return results
 
@@ -248,7 +247,7 @@ def reduce_over(process_set: ProcessSet, grouped: bool = True) -> gradients.Redu
 
 
 class Torch:
-    """The operations of torch that gradients need."""
+    """The torch operations that gradients need."""
 
     def cast(self, flags: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return flags.to(like.dtype)

@@ -1,4 +1,5 @@
-"""SyncBatchNorm: batch norm by the mean and variance of the samples of all ranks, on a CPU too."""
+"""SyncBatchNorm: batch norm with the mean and variance over the samples of all ranks, also on
+CPUs."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from hvdtrain.horovod.reductions import allreduce
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch norm as torch.nn.BatchNorm1d, 2d and 3d, for (N, C, ...); in training the statistics
-    are those of the samples of all ranks."""
+    """Batch norm like torch.nn.BatchNorm1d, 2d and 3d, for (N, C, ...), with statistics over the
+    samples of all ranks in training."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
@@ -35,7 +36,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _update(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """The running statistics; variance: unbiased."""
+        """Updates the running statistics. variance: unbiased."""
         assert (
             self.num_batches_tracked is not None
             and self.running_mean is not None
@@ -78,8 +79,8 @@ class _Normalize(torch.autograd.Function):
         squares = gathered[:, 1 + x.size(1) :]
         count = counts.sum()
         mean = (means * counts).sum(0) / count
-        # Chan et al. 1983: the squares around the mean of all are those around the means of the
-        # ranks, and what these are apart.
+        # Chan et al. 1983: squares around the common mean = squares around the ranks' means +
+        # squares of the differences of the means.
         variance = (squares + counts * (means - mean).square()).sum(0) / count
         scale = (variance + eps).rsqrt()
         normal = (values - _spread(mean, x)) * _spread(scale, x)

@@ -42,11 +42,11 @@ class BatchPhase(NamedTuple):
 def batches_instead_of_decays(
     first: int, milestones: int, gamma: float, largest: int
 ) -> tuple[int, ...]:
-    """At each of so many milestones, where a schedule would multiply the rate by gamma, the batch
-    grows 1 / gamma times, up to `largest`.
+    """Grows the batch by 1 / gamma at each milestone, up to `largest`, instead of multiplying the
+    rate by gamma.
 
     Smith et al. 2017, section 3: a decay of the rate and a growth of the batch by the same factor
-    lower the noise lr N / B alike. Beyond `largest` the rate decays instead.
+    lower the noise lr N / B equally. Beyond `largest` the rate decays instead.
     """
     batches: list[int] = []
     for _ in range(milestones):
@@ -56,7 +56,8 @@ def batches_instead_of_decays(
 
 
 def batch_phases(growth: Growth, dataset: int) -> Iterator[BatchPhase]:
-    """All steps, without a loop over them: the batch changes at a few epochs only."""
+    """Yields all steps in phases, without a loop over steps: the batch changes only at a few
+    epochs."""
     step = samples = 0
     while True:
         batch = growth(samples / dataset)
@@ -79,7 +80,7 @@ def samples_after(steps: float, growth: Growth, dataset: int) -> float:
 
 
 def steps_before(epoch: float, growth: Growth, dataset: int) -> float:
-    """Steps that come before the first that starts at `epoch` or later; infinity as
+    """The number of steps before the first one that starts at `epoch` or later; infinity as in
     steps_until()."""
     for phase in batch_phases(growth, dataset):
         steps = steps_until(epoch, phase.samples, phase.batch, dataset)
@@ -89,10 +90,10 @@ def steps_before(epoch: float, growth: Growth, dataset: int) -> float:
 
 
 def steps_until(epoch: float, samples: int, batch: int, dataset: int) -> float:
-    """How many steps come before the first that starts at `epoch` or later; infinity where that is
+    """The number of steps before the first one that starts at `epoch` or later; infinity if that is
     longer than any job.
 
-    Rounded as Progress.epochs rounds: the estimate is corrected by the same division.
+    It rounds as Progress.epochs does: the estimate is corrected by the same division.
     """
     estimate = (epoch * dataset - samples) / batch
     if not estimate < 2**52:
@@ -109,9 +110,9 @@ def resolve_batch_size(config: Config, ranks: int) -> Config:
     """The configuration with batch.size set to batch.per_rank x ranks that read different samples,
     and batch.per_rank to None.
 
-    Where both keys are set, the command line overrides files. A run folder stores batch.size, and
-    with resume=RUN that value overrides a batch.per_rank of a file: the job keeps its batch on
-    another number of ranks. Raises UserError if both keys are set and neither overrides the other.
+    If both keys are set, the command line overrides files. A run folder stores batch.size, and with
+    resume=RUN that value overrides batch.per_rank from a file: the job keeps its batch on another
+    number of ranks. Raises UserError if both keys are set and neither overrides the other.
     """
     per_rank = config.batch.per_rank
     if per_rank is None:
@@ -127,12 +128,12 @@ def resolve_batch_size(config: Config, ranks: int) -> Config:
 
 
 def _of_one_model(config: Config) -> str:
-    """Ranks that have a model together read the same samples."""
+    """A part of a message: ranks that share a model read the same samples."""
     return f" / {config.parallel.ranks} of one model" if config.parallel.ranks > 1 else ""
 
 
 def _key_that_counts(config: Config) -> Literal["batch.size", "batch.per_rank"]:
-    """Which of the two keys sets the global batch, where batch.per_rank is set."""
+    """Which of the two keys sets the global batch, if batch.per_rank is set."""
     size_origin = config.origin("batch.size")
     per_rank_origin = config.origin("batch.per_rank")
     if size_origin == DEFAULT:

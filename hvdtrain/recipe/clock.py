@@ -1,5 +1,5 @@
-"""Where a length of the recipe ends, and where the job does, in epochs: functions of the
-configuration and the size of the data alone."""
+"""The ends of the recipe's lengths and of the job, in epochs: functions only of the configuration
+and the size of the data."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from hvdtrain.recipe.batch import Growth, samples_after, steps_before
 
 @dataclass(frozen=True)
 class Clock:
-    """Converts lengths to epochs, in which every schedule counts.
+    """Converts lengths to epochs, the unit of every schedule.
 
-    Steps are those of the recipe's batches, counted from the beginning of the job, and a token is
-    each of `context` in a sample. A share of the job is one of its steps where stop.steps ends it,
-    else one of its epochs: known before the first step, so that the rate of each step is a function
-    of its position alone. What ends by its time (stop.time) has no share.
+    Steps have the recipe's batches and are counted from the beginning of the job; a sample has
+    `context` tokens. A share of the job is a share of its steps if stop.steps ends it, else of its
+    epochs. It is known before the first step, so that each step's rate depends only on its
+    position. A job that ends by time (stop.time) has no shares.
     """
 
     dataset: int  # samples of an epoch
-    context: int | None  # tokens of a sample; None where samples have none
+    context: int | None  # tokens of a sample; None if samples have none
     multiplier: int  # of counts of epochs: epoch_multiplier()
-    epochs: float | None  # of the job, None where their number does not end it
+    epochs: float | None  # of the job, None if their number does not end it
     steps: int | None  # the same of steps
 
     def after(self, begin: float, length: Length, growth: Growth, where: str) -> float:
-        """Epochs done at the end of `length` from `begin` on. where: of the key, for a message.
+        """Epochs done at the end of `length` from `begin` on. where: the key's place, for a
+        message.
 
         Raises UserError for tokens where samples have none.
         """
@@ -61,7 +62,7 @@ class Clock:
         return begin + self.epochs * amount / 100
 
     def end(self, growth: Growth) -> float:
-        """End of the job; infinity where only its time ends it."""
+        """The end of the job; infinity if only time ends it."""
         if self.steps is not None and self._steps_end_it(growth):
             return self._after_steps(0.0, self.steps, growth)
         return math.inf if self.epochs is None else float(self.epochs)
@@ -107,7 +108,7 @@ def total_epochs(config: Config) -> float | None:
 
 
 def total_samples(config: Config, dataset: int) -> int:
-    """Samples of the whole job, or ENDLESS: it ends with the first step that has read so many, 0.7
-    of 10 samples are 7."""
+    """The samples of the whole job, or ENDLESS. The job ends with the first step that has read this
+    many; 0.7 of 10 samples are 7."""
     epochs = total_epochs(config)
     return ENDLESS if epochs is None else math.ceil(Fraction(repr(epochs)) * dataset)

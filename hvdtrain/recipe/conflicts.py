@@ -1,4 +1,4 @@
-"""Keys of the recipe that contradict each other; training/conflicts.py asks for them when the
+"""Keys of the recipe that contradict each other; training/conflicts.py checks them when the
 configuration is read."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def check_recipe(config: Config) -> None:
 
 
 def recipe_conflicts(config: Config) -> Iterator[UserError]:
-    """Every contradiction in the recipe that shows without data."""
+    """Yields every contradiction in the recipe that can be detected without data."""
     for row in ROWS:
         yield from row.errors(config) if isinstance(row, Exclusion) else row(config)
 
@@ -74,8 +74,8 @@ def _has_chain(config: Config) -> bool:
 
 
 def _has_no_known_end(config: Config) -> bool:
-    """Whether only time ends a job: it has no length that a schedule could know, and each rank and
-    each resume must have the same rates."""
+    """Whether only time ends a job: then a schedule cannot know its length, yet each rank and each
+    resume must use the same rates."""
     return total_epochs(config) is None and config.stop.steps is None
 
 
@@ -268,7 +268,8 @@ def _ends_of_growth(growth: str, key: str) -> Rule:
 def _shares_of_two_ends(
     config: Config, key: str, lengths: Sequence[float | str]
 ) -> Iterator[UserError]:
-    """Which of two ends comes first depends on the batches, and these on the shares."""
+    """Rejects shares of a job with two ends: which end comes first depends on the batches, and
+    these on the shares."""
     if total_epochs(config) is None or config.stop.steps is None:
         return
     for length in lengths:

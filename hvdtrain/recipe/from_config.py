@@ -35,12 +35,12 @@ from hvdtrain.recipe.schedules import (
 def recipe_from_config(
     config: Config, dataset: int, momentum: float, context: int | None = None
 ) -> Recipe:
-    """The recipe of a job on `dataset` training samples; `momentum` is the optimizer's default
-    where optim.momentum is left out.
+    """Builds the recipe of a job on `dataset` training samples. momentum: the optimizer's default,
+    used if optim.momentum is not set.
 
     context: tokens of a sample, None if samples have none. Raises UserError if keys of the recipe
     contradict each other, a batch exceeds the data set, the warm-up leaves nothing to the schedule,
-    a length counts tokens that there are not, or a rate is not finite.
+    a length counts tokens but samples have none, or a rate is not finite.
     """
     check_recipe(config)
     time = clock(config, dataset, context)
@@ -92,7 +92,7 @@ _END = 1 / 25 / 1e4
 
 
 def _momentum_cycle(config: Config, end: float) -> OneCycle | None:
-    """The momentum of recipe.schedule=one_cycle, low where the rate is high."""
+    """The momentum of recipe.schedule=one_cycle: low when the rate is high."""
     if not config.recipe.cycle_momentum:
         return None
     low, high = config.recipe.cycle_momentum
@@ -111,14 +111,14 @@ def _one_piece(config: Config, end: float) -> Schedule | None:
 
 
 def _steps_until(length: float | str, config: Config, time: Clock, growth: Growth) -> int:
-    """Steps that come before the first that starts at the end of a length of model.thaw."""
+    """The number of steps before the first one that starts at the end of a length of model.thaw."""
     epochs = time.after(0.0, read_length(length), growth, config.where("model.thaw"))
     return math.ceil(steps_before(epochs, growth, time.dataset))
 
 
 def users_function(config: Config) -> Callable[[float], float] | None:
-    """The schedule that a script gives, or that recipe.function names. Raises UserError if there is
-    none of that name."""
+    """The schedule that a script passes, or that recipe.function names. Raises UserError if the
+    name does not exist."""
     recipe = config.recipe
     if recipe.given is not None:
         function: Callable[[float], float] = recipe.given.make()
@@ -144,8 +144,8 @@ def peak_lr(config: Config) -> float:
 def warmup_epochs(config: Config, time: Clock, growth: Growth) -> float:
     """Epochs done at the end of the warm-up.
 
-    minGPT counts the tokens of a step before it takes the step's rate: its rates are those of one
-    step later here.
+    minGPT counts a step's tokens before it computes the step's rate: its rates are one step ahead
+    of these.
     """
     return time.after(0.0, read_length(config.recipe.warmup), growth, config.where("recipe.warmup"))
 
@@ -199,8 +199,8 @@ def schedule_pieces(recipe: RecipeConfig) -> list[PieceConfig]:
 
 
 def batch_growth(config: Config, time: Clock) -> Growth:
-    """The global batch over the whole job. Raises UserError if a change comes before the one before
-    it."""
+    """The global batch over the whole job. Raises UserError if changes are not in ascending
+    order."""
     recipe = config.recipe
     first = config.batch.size
     if recipe.growth == "decays":
@@ -223,14 +223,14 @@ def batch_growth(config: Config, time: Clock) -> Growth:
 def _check_rising(
     key: str, lengths: Sequence[float | str], at: Sequence[float], where: str
 ) -> None:
-    """`lengths` end after `at` epochs."""
+    """Raises UserError if lengths, which end after `at` epochs, do not rise."""
     for earlier, later, length, other in zip(at, at[1:], lengths, lengths[1:], strict=False):
         if not earlier < later:
             what = (
                 f"{key}: {_with_epochs(read_length(other), later)} come after "
                 f"{_with_epochs(read_length(length), earlier)}"
             )
-            raise UserError(what, where, "lengths of which each is more than the one before")
+            raise UserError(what, where, "lengths in ascending order")
 
 
 def _with_epochs(length: Length, epochs: float) -> str:
@@ -243,7 +243,7 @@ def _with_epochs(length: Length, epochs: float) -> str:
 
 
 def _check_batches_fit(growth: Growth, config: Config, dataset: int) -> None:
-    """A step is at most one pass over the data."""
+    """Raises UserError if a batch is larger than the data set."""
     later_key = "recipe.batch_max" if config.recipe.growth == "decays" else "recipe.grow_to"
     for batch in (growth.first, *growth.to):
         if batch > dataset:
@@ -268,10 +268,10 @@ def _check_rates_are_finite(schedule: Schedule, config: Config, end: float) -> N
 
 
 def _schedule_after_warmup(config: Config, time: Clock, growth: Growth, warmup: float) -> Schedule:
-    """The pieces of recipe.chain one after the other, of which the first begins where the warm-up
-    ends; or that of recipe.schedule.
+    """The pieces of recipe.chain one after the other, or the one of recipe.schedule. The first
+    begins at the end of the warm-up.
 
-    The milestones of recipe.schedule=steps count from the beginning of the job; what decays begins
+    The milestones of recipe.schedule=steps count from the beginning of the job; a decay begins
     after the warm-up.
 
     Raises UserError if the last piece begins at the end of the job or later.

@@ -51,10 +51,10 @@ class NoiseScale:
     arXiv:1812.06162, eq. 2.9 and appendix A.1).
 
     A mean gradient over b samples has E ||g||^2 = |G|^2 + S / b. So the squared norm of a rank's
-    own mean gradient over b samples exceeds that of the global batch, over B, by S (1 / b - 1 / B)
-    on average. S is the sum of these excesses over ranks and steps divided by the sum of (1 / b - 1
-    / B), for any shares of the ranks and any growth of the batch. |G|^2 and S are smoothed apart,
-    since their ratio is biased.
+    own mean gradient over b samples exceeds the one of the global batch, over B, by S (1 / b - 1 /
+    B) on average. S is the sum of these excesses over ranks and steps divided by the sum of (1 / b
+    - 1 / B), for any shares of the ranks and any growth of the batch. |G|^2 and S are smoothed
+    separately, since their ratio is biased.
     """
 
     decay: float = 0.9  # of the moving averages, for each update

@@ -1,4 +1,4 @@
-"""recipe.schedule=plateau: evaluations that get no better lower the learning rate."""
+"""recipe.schedule=plateau: lowers the learning rate if evaluations do not improve."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ LEAST_CHANGE = 1e-8  # of a rate, below which it stays: eps of torch
 
 
 class Plateau(NamedTuple):
-    """What the evaluations of a job have come to. With the position in the job it is all that the
-    rate of a step depends on."""
+    """The state of the rule after a job's evaluations. The rate of a step depends only on it and on
+    the position in the job."""
 
     share: Annotated[float, Field(ge=0, le=1)] = (
         1.0  # of the rate that the recipe has at a position
@@ -45,8 +45,8 @@ class PlateauRule:
     """The rate is multiplied by gamma after more than `patience` evaluations in a row without a
     better one.
 
-    The rule of torch.optim.lr_scheduler.ReduceLROnPlateau, whose names these are; its factor is
-    gamma, and min_lr recipe.end_lr.
+    It follows torch.optim.lr_scheduler.ReduceLROnPlateau and uses its names; factor is gamma, and
+    min_lr is recipe.end_lr.
     """
 
     peak: float  # the rate after the warm-up
@@ -59,7 +59,7 @@ class PlateauRule:
     least: float  # share of the peak
 
     def after(self, state: Plateau, epochs: float, value: float, better: Better) -> Plateau:
-        """After an evaluation of this value, at `epochs` epochs done."""
+        """The state after an evaluation with this value, at `epochs` epochs done."""
         if epochs < self.begin:
             return state
         share, best, bad, cooldown = state

@@ -24,14 +24,14 @@ class Recipe:
     batch: Growth  # samples over all ranks
     momentum: float
     weight_decay: float
-    epochs: float  # of the whole job; infinity where only its time ends it
-    lr_follows_batch: Scale = "none"  # how the rate scales where the batch grows
+    epochs: float  # of the whole job; infinity if only time ends it
+    lr_follows_batch: Scale = "none"  # how the rate scales when the batch grows
     base_batch: int = 1  # global batch whose gradient noise sample_noise=1 reproduces
     sample_noise: float = 0.0
     gradient_noise: float = 0.0
     local_from: float = 0.0  # epochs done where comm.local_steps begins
     plateau: PlateauRule | None = None  # of recipe.schedule=plateau
-    momentum_cycle: Schedule | None = None  # in the place of `momentum`
+    momentum_cycle: Schedule | None = None  # instead of `momentum`
     thaw: tuple[int, ...] = ()  # as Hyper's
 
     def at(self, progress: Progress) -> Hyper:
@@ -52,7 +52,7 @@ class Recipe:
         )
 
     def after_evaluations(self, hyper: Hyper, state: Plateau) -> Hyper:
-        """The numbers of a step, at(), as evaluations have changed them up to it."""
+        """The numbers of a step from at(), adjusted by the evaluations before it."""
         return hyper if self.plateau is None else hyper._replace(lr=hyper.lr * state.share)
 
     def judge(self, state: Plateau, progress: Progress, value: float, better: Better) -> Plateau:

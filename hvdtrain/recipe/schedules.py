@@ -74,7 +74,7 @@ class OneCycle:
 
 @dataclass(frozen=True)
 class UsersSchedule:
-    """`peak` times what the user's function gives for the share of the job that is done."""
+    """`peak` times the user's function of the share of the job that is done."""
 
     peak: float
     function: Callable[[float], float]
@@ -82,7 +82,8 @@ class UsersSchedule:
     where: str
 
     def __call__(self, epochs: float) -> float:
-        """Raises UserError if the function gives no number, or one that is no factor."""
+        """The rate. Raises UserError if the function does not return a number, or not a valid
+        factor."""
         share = _fraction(epochs, 0.0, self.finish)
         factor = self.function(share)
         try:

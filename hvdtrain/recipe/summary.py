@@ -1,4 +1,4 @@
-"""The recipe for people: the arithmetic behind the learning rate on one line, the batch on
+"""Describes the recipe: the arithmetic behind the learning rate on one line, the batch on
 another."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hvdtrain.recipe.clock import base_batch, clock, epoch_multiplier
 from hvdtrain.recipe.from_config import batch_growth, peak_lr, schedule_pieces, warmup_start_lr
 from hvdtrain.recipe.recipe import Recipe, scaling
 
-MOST_EPOCHS = 64  # of which averages_lines() counts the steps
+MOST_EPOCHS = 64  # averages_lines() counts the steps of so many
 
 
 def lr_summary(config: Config, dataset: int, context: int | None = None) -> str:

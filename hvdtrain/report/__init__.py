@@ -1,1 +1,1 @@
-"""A run read back from its folder: as a DataFrame, as numbers, as one HTML page with figures."""
+"""Reads a run from its folder: as a DataFrame, as numbers, or as one HTML page with figures."""

@@ -1,5 +1,5 @@
-"""Runs side by side: the configuration keys in which they differ, and how they scale over ranks,
-with the spread over seeds."""
+"""Compares runs: the configuration keys in which they differ, and how they scale over ranks, with
+the spread over seeds."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SHORTEST_S = (
 
 
 class Spread(NamedTuple):
-    """Repeated measurements of one quantity; NaN for what is not known."""
+    """Repeated measurements of one quantity; NaN for unknown values."""
 
     mean: float
     sd: float  # of the sample; NaN for one value
@@ -85,9 +85,8 @@ def spread(values: list[float]) -> Spread:
 
 
 def differing_keys(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
-    """(key, its value in each run) of the keys whose values are not all equal, but for `run`; None
-    if a run lacks the key, its default where it is of an extra: a run records those that it
-    uses."""
+    """(key, its value in each run) for keys whose values differ, except `run`. None if a run lacks
+    the key; the default for a key of an extra, which a run records only if it uses it."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key != "run")
     values = {
         key: [run.config.get(key, defaults().get(key) if run.config else None) for run in runs]
@@ -104,8 +103,8 @@ def scaling_comparisons(runs: Sequence[RunRecord]) -> list[ScalingComparison]:
     """Comparisons at a constant batch over all ranks (strong scaling), and at a constant batch of
     each rank (weak scaling).
 
-    Runs are left out whose configuration or ranks are not known, that changed ranks, engine or
-    device on the way, or that are short.
+    Skips runs whose configuration or ranks are unknown, that changed ranks, engine or device, or
+    that are short.
     """
     comparable = [
         run
@@ -122,13 +121,13 @@ def scaling_comparisons(runs: Sequence[RunRecord]) -> list[ScalingComparison]:
 
 
 def is_short(run: RunRecord) -> bool:
-    """Whether the job took too few seconds for its speed to say anything."""
+    """Whether the job was too short for its speed to be meaningful."""
     return summary.job_seconds(run) < SHORTEST_S
 
 
 def changes_between_starts(run: RunRecord) -> str:
-    """What a resumed job changed, as "ranks 1, then 2"; empty if nothing. A start whose steps were
-    all repeated does not count."""
+    """The changes of a resumed job, such as "ranks 1, then 2"; empty if there are none. A start
+    whose steps were all repeated does not count."""
     starts: list[Fields] = []
     for start in run.events_of("start"):
         starts = [*(old for old in starts if number(old, "step") < number(start, "step")), start]
@@ -143,7 +142,7 @@ def changes_between_starts(run: RunRecord) -> str:
 
 
 def global_batch(run: RunRecord) -> float:
-    """Samples of a step over all ranks: batch.size, else that of the first step event; NaN where
+    """The samples of a step over all ranks: batch.size, else from the first step event; NaN if
     neither is known."""
     first_step = next(iter(run.step_events()), {})
     return summary.first_finite(
@@ -156,7 +155,7 @@ def _batch_of_rank(run: RunRecord) -> float:
 
 
 class _Scaling(NamedTuple):
-    """What stays constant while the ranks change."""
+    """The kind of batch that stays constant while the number of ranks changes."""
 
     description: str  # with {:g} for the batch
     batch: Callable[[RunRecord], float]
@@ -169,7 +168,7 @@ _SCALINGS = (
 
 
 def _groups(runs: Sequence[RunRecord], key: Callable[[RunRecord], Any]) -> list[list[RunRecord]]:
-    """Runs of equal keys together, in the order in which the keys appear."""
+    """Groups runs with equal keys, in the order in which the keys appear."""
     groups: dict[Any, list[RunRecord]] = defaultdict(list)
     for run in runs:
         groups[key(run)].append(run)
@@ -177,7 +176,8 @@ def _groups(runs: Sequence[RunRecord], key: Callable[[RunRecord], Any]) -> list[
 
 
 def _training_key(run: RunRecord) -> str:
-    """Equal for runs that train the same, whatever their seed, ranks and communication."""
+    """A key that is equal for runs that train the same, regardless of seed, ranks and
+    communication."""
     ignored_keys = (*_LOCATION_KEYS, *_BATCH_KEYS, "seed")
     ignored_prefixes = (*_COMMUNICATION_PREFIXES, *_OBSERVATION_PREFIXES)
     config = {
@@ -192,7 +192,7 @@ def _training_key(run: RunRecord) -> str:
 
 
 def _communication_key(run: RunRecord) -> str:
-    """Equal for runs whose ranks communicate alike."""
+    """A key that is equal for runs whose ranks communicate in the same way."""
     config = {
         key: value
         for key, value in (defaults() | run.config).items()
@@ -210,7 +210,7 @@ def _by_communication(runs: list[RunRecord]) -> list[list[RunRecord]]:
 
 
 def _at_constant_batch(runs: list[RunRecord], scaling: _Scaling) -> list[ScalingComparison]:
-    """In ascending order of the batch; batches with one number of ranks only are left out."""
+    """In ascending order of the batch; batches with only one number of ranks are skipped."""
     known = [run for run in runs if math.isfinite(scaling.batch(run))]
     groups = sorted(_groups(known, scaling.batch), key=lambda group: scaling.batch(group[0]))
     return [
@@ -225,8 +225,8 @@ def _at_constant_batch(runs: list[RunRecord], scaling: _Scaling) -> list[Scaling
 
 
 def _of_models(group: Sequence[RunRecord]) -> str:
-    """Which ranks have one model together: ", parallel.tensor=2"; empty if every rank has a whole
-    one."""
+    """The model parallelism of runs: ", parallel.tensor=2"; empty if every rank has a whole
+    model."""
     keys = {
         f"{key}={run.config.get(key)}" for run in group for key in _MODEL_KEYS if run.ranks != 1
     }
@@ -235,8 +235,7 @@ def _of_models(group: Sequence[RunRecord]) -> str:
 
 
 def _scaling_rows(runs: list[RunRecord]) -> list[ScalingRow]:
-    """A row for each number of ranks, the fewest first: that row is what the others are compared
-    with."""
+    """A row for each number of ranks, the fewest first: the other rows are compared with it."""
     rows: list[ScalingRow] = []
     for group in sorted(
         _groups(runs, lambda run: run.ranks), key=lambda group: group[0].ranks or 1

@@ -44,8 +44,8 @@ class PageImage(NamedTuple):
 def render_page(
     runs: Sequence[RunRecord], labels: Sequence[str], images: Sequence[PageImage], command: str
 ) -> str:
-    """The HTML of a report of one run or of several; `labels` are their short names, `command` the
-    command line that made it.
+    """The HTML of a report of one run or of several; labels: their short names; command: the
+    command line that created the report.
 
     Raises UserError if jinja2 is not installed.
     """
@@ -134,7 +134,7 @@ def _lead(run: RunRecord) -> str:
 def _sentences(
     runs: Sequence[RunRecord], labels: Sequence[str], sentence_of: Callable[[RunRecord], str]
 ) -> list[str]:
-    """A sentence about each run that has one, after the run's label where there are several."""
+    """A sentence about each run that has one, after the run's label if there are several."""
     sentences = [(label, sentence_of(run)) for run, label in zip(runs, labels, strict=True)]
     return [
         f"{label}: {sentence}" if len(runs) > 1 else sentence
@@ -144,7 +144,7 @@ def _sentences(
 
 
 def _warnings(run: RunRecord, label: str, several_ranks: bool) -> list[str]:
-    """What limits the results of a run; `several_ranks`: the report has runs on different numbers
+    """Warnings that limit a run's results. several_ranks: the report has runs on different numbers
     of ranks."""
     lines = []
     nonfinite = run.events_of("nonfinite")
@@ -199,7 +199,7 @@ def _rounded(value: Any) -> Any:
 
 
 class SampleKind(NamedTuple):
-    """What a job wrote of a few samples, and how the page shows it."""
+    """A kind of sample files that a job wrote, and how the page shows them."""
 
     stem: str  # of the names of its files in RUN/samples
     title: str
@@ -221,7 +221,7 @@ SAMPLE_KINDS = (
         "Masks",
         "Samples of the validation set: the image, its mask, and the class that the model says of "
         "each pixel.",
-        "images, their masks and those of the model",
+        "images, their masks and the model's masks",
         3,
     ),
 )
@@ -231,7 +231,7 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 
 
 class Drawn(NamedTuple):
-    """One row of the page; of `url` and `text` one is empty."""
+    """One row of the page; either `url` or `text` is empty."""
 
     title: str  # "step 120: val loss 1.273"
     url: str  # data:image/png
@@ -239,8 +239,8 @@ class Drawn(NamedTuple):
 
 
 def read_samples(run: RunRecord, kind: SampleKind) -> list[Drawn]:
-    """A file that is no picture or text, or cannot be read, is left out: the report shows the
-    rest."""
+    """Reads the samples of a kind. A file that is not a picture or text, or cannot be read, is
+    skipped."""
     try:
         with Folder.open(run.folder, "samples") as folder:
             names = [(match, name) for name in folder.names() if (match := _NAME.fullmatch(name))]
@@ -254,7 +254,7 @@ def read_samples(run: RunRecord, kind: SampleKind) -> list[Drawn]:
 
 
 def evenly(items: list[tuple[int, str]], most: int) -> list[tuple[int, str]]:
-    """At most so many of them, with the first and the last."""
+    """Selects at most `most` items, including the first and the last."""
     if len(items) <= most:
         return items
     return [items[round(index * (len(items) - 1) / (most - 1))] for index in range(most)]

@@ -39,26 +39,27 @@ class Table(NamedTuple):
 
 
 def shown(value: float, form: str = "") -> str:
-    """Four digits, or all of a whole number's, unless a format is given; empty for NaN."""
+    """Formats with four digits, or all digits of a whole number, unless a format is given; empty
+    for NaN."""
     if not math.isfinite(value):
         return ""
     return format(value, form or (",.0f" if abs(value) >= 1000 else ".4g"))
 
 
 def percent(value: float) -> str:
-    """Empty for NaN."""
+    """Formats as a percentage; empty for NaN."""
     return f"{100 * value:.2f}%" if math.isfinite(value) else ""
 
 
 def summary_table(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table:
-    """A column for each run; a row that is empty in all of them is left out."""
+    """A column for each run; a row that is empty in all of them is dropped."""
     columns = [_summary_column(run, objective_name(runs)) for run in runs]
     rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
     return Table(["", *labels], [row for row in rows if any(row[1:])])
 
 
 def objective_name(runs: Sequence[RunRecord]) -> str:
-    """The metric that decides; "objective" where it is not the same in all runs."""
+    """The name of the objective; "objective" if it differs between runs."""
     names = {objective_of(run).name for run in runs}
     return names.pop() if len(names) == 1 else "objective"
 
@@ -122,7 +123,7 @@ def targets(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table:
 
 
 def logged(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table:
-    """What scripts with a loop of their own have logged: a row for each name of each run."""
+    """Values logged by custom loops: a row for each name of each run."""
     rows = []
     for run, label in zip(runs, labels, strict=True):
         for name in logged_names(run):
@@ -140,7 +141,7 @@ def logged(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table:
 
 
 def evaluations_table(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table:
-    """A row for each time that `evaluate` was run, of each run the last ones."""
+    """A row for each call of `evaluate`; the last ones of each run."""
     rows = [
         [
             label,
@@ -182,7 +183,7 @@ def differing(keys: Sequence[tuple[str, list[Any]]], labels: Sequence[str]) -> T
 
 
 def scaling(comparison: ScalingComparison) -> Table:
-    """A row for each number of ranks; a column that is empty in all of them is left out."""
+    """A row for each number of ranks; a column that is empty in all of them is dropped."""
     objective = objective_of(comparison.runs[0])
     scale, unit = (100.0, " (%)") if objective.percent else (1.0, "")
     last = f"last {objective.name}{unit}"
@@ -267,8 +268,8 @@ def ranks(run: RunRecord) -> Table:
 
 
 def mesh_grid(run: RunRecord) -> Table:
-    """Which rank on which host has which place: a row for each place in `data`; empty if every rank
-    has a whole model."""
+    """The rank and host at each place of the mesh, a row for each place in `data`; empty if every
+    rank has a whole model."""
     found = mesh.mesh_of(run)
     if found is None or found.sizes.stage * found.sizes.tensor > _MOST_COLUMNS:
         return Table([], [])
@@ -298,13 +299,13 @@ def mesh_grid(run: RunRecord) -> Table:
     return Table(
         ["rank", *header],
         rows,
-        f"{more}Ranks of a row read the same samples; those of a column have the same part of the "
+        f"{more}Ranks of a row read the same samples; ranks of a column have the same part of the "
         "model.",
     )
 
 
 def stages(run: RunRecord) -> Table:
-    """Stages of a pipeline: what each does and how long it waits."""
+    """The stages of a pipeline: their work and waiting times."""
     work_ms = summary.rank_work_ms(run)
     rows = [
         [
@@ -329,7 +330,7 @@ def stages(run: RunRecord) -> Table:
 
 
 def world_sizes(run: RunRecord) -> Table:
-    """A row for each change of the ranks; none if there was none."""
+    """A row for each change of the ranks; none if there was no change."""
     found = summary.world_sizes(run)
     rows = [
         [

@@ -1,5 +1,5 @@
-"""A run read back from its folder, during the job or after a crash: configuration, events, metrics,
-evaluations; as a DataFrame, too."""
+"""Reads a run from its folder, during the job or after a crash: configuration, events, metrics and
+evaluations; also as a DataFrame."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pandas
 from typing import NamedTuple
 
-Fields = dict[str, Any]  # of one event: "time", "kind", "step", and those of docs/events.md
+Fields = dict[str, Any]  # of one event: "time", "kind", "step", and the fields in docs/events.md
 _OF_EVALUATIONS = ("epoch", "target")
 # a resumed job writes them again for the steps that it repeats
 _REPEATED_KINDS = (
@@ -51,11 +51,11 @@ _LIST_ITEMS = {"work_ms": ("min", "median", "max")}  # what the items of a list 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run: `events` in the order of the file, without those of steps that a resumed job
+    """One run: `events` in the order of the file, without events of steps that a resumed job
     repeated."""
 
     folder: Path
-    config: dict[str, Any]  # by dotted key; empty where config.yaml is missing or cannot be read
+    config: dict[str, Any]  # by dotted key; empty if config.yaml is missing or cannot be read
     events: list[Fields]
 
     def events_of(self, kind: str) -> list[Fields]:
@@ -69,7 +69,7 @@ class RunRecord:
 
     @property
     def start_event(self) -> Fields:
-        """The last start; empty if a crash destroyed it."""
+        """The event of the last start; empty if a crash destroyed it."""
         return next(reversed(self.events_of("start")), {})
 
     @property
@@ -102,12 +102,12 @@ class RunRecord:
 
     @property
     def ranks(self) -> int | None:
-        """Number of ranks at the last start; None if that is not known."""
+        """Number of ranks at the last start; None if unknown."""
         ranks = number(self.start_event, "ranks")
         return int(ranks) if math.isfinite(ranks) else None
 
     def seconds_at(self, event: Fields) -> float:
-        """Seconds of the job up to an event; those since the first event where the event has no
+        """Seconds of the job up to an event; seconds since the first event if the event has no
         field `seconds`."""
         seconds = number(event, "seconds")
         return (
@@ -116,8 +116,8 @@ class RunRecord:
 
 
 def number(event: Fields, name: str) -> float:
-    """A field as a number, `phase_ms.forward` for one inside a mapping; NaN where it is missing,
-    null, no number or too large."""
+    """A field as a number, `phase_ms.forward` for one inside a mapping; NaN if it is missing, null,
+    not a number or too large."""
     value: Any = event
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -127,15 +127,14 @@ def number(event: Fields, name: str) -> float:
 
 
 def numbers(event: Fields, name: str) -> list[float]:
-    """A field that is a list, with NaN for each item that is not a number; empty if there is no
-    list."""
+    """A field as a list, with NaN for each item that is not a number; empty if it is not a list."""
     value = event.get(name)
     return [number({"item": item}, "item") for item in value] if isinstance(value, list) else []
 
 
 def read_run(folder: Path, step_times: bool = False) -> RunRecord:
-    """Reads the run in a folder, with the events of single steps (log.step_times), which are many,
-    only where `step_times`.
+    """Reads the run in a folder. step_times: also read the many events of single steps
+    (log.step_times).
 
     Raises UserError if there is no run, or it cannot be read.
     """
@@ -179,8 +178,8 @@ def read_run(folder: Path, step_times: bool = False) -> RunRecord:
 
 
 def _events(file: BufferedReader, step_times: bool) -> Iterator[tuple[Fields, int]]:
-    """Each event with the length of its line, read as it comes; a line of more than MOST_LINE_BYTES
-    is none."""
+    """Yields each event with the length of its line; lines of more than MOST_LINE_BYTES are
+    skipped."""
     while line := file.readline(MOST_LINE_BYTES):
         if not line.endswith(b"\n") and len(line) == MOST_LINE_BYTES:
             while line and not line.endswith(b"\n"):
@@ -191,12 +190,12 @@ def _events(file: BufferedReader, step_times: bool) -> Iterator[tuple[Fields, in
 
 
 def _memory_bytes(line: bytes) -> int:
-    """About the most that the parsed line takes: each value is an object."""
+    """An upper estimate of the memory of the parsed line: each value is an object."""
     return len(line) + _VALUE_BYTES * (line.count(b",") + line.count(b"[") + line.count(b"{"))
 
 
 def _bounded(events: Iterator[tuple[Fields, int]], path: Path) -> Iterator[Fields]:
-    """Raises UserError if they would take more than MOST_MEMORY_BYTES."""
+    """Passes on events. Raises UserError if they would take more than MOST_MEMORY_BYTES."""
     total = 0
     for event, size in events:
         total += size
@@ -207,8 +206,8 @@ def _bounded(events: Iterator[tuple[Fields, int]], path: Path) -> Iterator[Field
 
 
 def _parse(line: bytes) -> Iterator[Fields]:
-    """The event of a line, or nothing. Where a crash cut a line off, a resumed job appends to it:
-    then its last event is the one."""
+    """Yields the event of a line, or nothing. If a crash truncated a line, a resumed job appends to
+    it: then the line's last event counts."""
     for candidate in (line, _last_event(line)):
         try:
             event = json.loads(candidate, parse_constant=lambda _: None)
@@ -230,7 +229,7 @@ def _last_event(line: bytes) -> bytes:
 
 
 def _is_flat(value: Any, levels: int) -> bool:
-    """Whether lists and mappings in it are nested in so many levels at most."""
+    """Whether lists and mappings in it are nested at most `levels` deep."""
     if not isinstance(value, dict | list):
         return True
     return levels > 0 and all(
@@ -240,13 +239,12 @@ def _is_flat(value: Any, levels: int) -> bool:
 
 
 def _has_time_and_step(event: Fields) -> bool:
-    """Within their limits; False for NaN."""
+    """Whether time and step are within their limits; False for NaN."""
     return 0 <= number(event, "time") < _LATEST_S and 0 <= number(event, "step") < _LARGEST
 
 
 def _without_repeated_steps(events: Iterator[Fields]) -> list[Fields]:
-    """A resumed job, and one that lost ranks, repeats steps and evaluations: their earlier events
-    are dropped."""
+    """Drops earlier events of repeated steps and evaluations, after a resume or a loss of ranks."""
     kept: list[Fields] = []
     for event in events:
         if event["kind"] in ("start", "lost"):
@@ -266,7 +264,7 @@ def _without_repeated_steps(events: Iterator[Fields]) -> list[Fields]:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Empty if it cannot be read: a run is worth reporting without its configuration."""
+    """Reads config.yaml; empty if it cannot be read, because a run can be reported without it."""
     try:
         return {assignment.key: assignment.value for assignment in read_run_config(folder)}
     except UserError:
@@ -274,8 +272,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def to_dataframe(run: RunRecord) -> pandas.DataFrame:
-    """Rows in the order of the job, index 0..n; columns time, kind, step, then the events' fields,
-    nested ones as `phase_ms.forward`.
+    """Converts to rows in the order of the job, index 0..n; columns time, kind, step, then the
+    events' fields, nested ones as `phase_ms.forward`.
 
     A field that an event lacks is NaN. attrs["config"] is the configuration by dotted key,
     attrs["run"] the folder. Rows of single steps are there if the run was read with step_times.
@@ -295,7 +293,7 @@ def to_dataframe(run: RunRecord) -> pandas.DataFrame:
 
 
 def _flat(event: Fields, prefix: str = "") -> Fields:
-    """Mappings, and lists whose items have names, as dotted fields."""
+    """Flattens mappings, and lists whose items have names, to dotted fields."""
     flat: Fields = {}
     for name, value in event.items():
         items = _LIST_ITEMS.get(name)
@@ -329,7 +327,7 @@ class RunMetric(NamedTuple):
     percent: bool = False
 
     def shown(self, value: float) -> str:
-        """Empty for NaN."""
+        """Formats a value; empty for NaN."""
         if not math.isfinite(value):
             return ""
         return f"{100 * value:.2f}%" if self.percent else f"{value:.4g}"
@@ -383,7 +381,7 @@ def evaluated_data(evaluation: Fields) -> str:
 
 
 def class_results(evaluation: Fields) -> list[ClassResult]:
-    """By label; empty if they are not recorded."""
+    """Results of classes by label; empty if not recorded."""
     samples = numbers(evaluation, "class_samples")
     accuracies = numbers(evaluation, "class_accuracy")
     if len(samples) != len(accuracies):
@@ -403,7 +401,7 @@ def class_results(evaluation: Fields) -> list[ClassResult]:
 
 
 def class_names(evaluation: Fields, classes: int) -> list[str]:
-    """Printable; numbers where there are no names."""
+    """Printable class names; numbers if there are none."""
     names = evaluation.get("class_names")
     if not isinstance(names, list) or len(names) != classes:
         return [str(label) for label in range(classes)]
@@ -414,8 +412,7 @@ def class_names(evaluation: Fields, classes: int) -> list[str]:
 
 
 def confusion_shares(evaluation: Fields) -> list[list[float]] | None:
-    """[label][what the model says] as shares of the samples of the label; None if there is no such
-    square matrix."""
+    """[label][prediction] as shares of the label's samples; None without a square matrix."""
     rows = evaluation.get("confusion")
     if not isinstance(rows, list) or not 2 <= len(rows) <= _MOST_CLASSES:
         return None
@@ -426,7 +423,8 @@ def confusion_shares(evaluation: Fields) -> list[list[float]] | None:
 
 
 def _most_frequent_mistakes(confused: Any, classes: int) -> dict[int, tuple[int, int]]:
-    """label -> (what it is taken for most often, how often), of those that the event lists."""
+    """label -> (its most frequent wrong prediction, how often), for the labels that the event
+    lists."""
     mistakes: dict[int, tuple[int, int]] = {}
     for entry in confused if isinstance(confused, list) else ():
         if (
@@ -445,7 +443,7 @@ def _most_frequent_mistakes(confused: Any, classes: int) -> dict[int, tuple[int,
 
 
 def logged_names(run: RunRecord) -> list[str]:
-    """In the order of their first events."""
+    """The logged names, in the order of their first events."""
     names = dict.fromkeys(name for event in run.events for name in _values(event))
     return [name for name in names if name.isprintable() and 0 < len(name) <= _LONGEST_NAME][
         :_MOST_LOGGED
@@ -453,7 +451,7 @@ def logged_names(run: RunRecord) -> list[str]:
 
 
 def logged_steps(run: RunRecord, name: str) -> tuple[list[Fields], list[float]]:
-    """The events of steps that have it, and its value in each."""
+    """The step events with this name, and its value in each."""
     events = [event for event in run.step_events() if name in _values(event)]
     return events, [number({"value": _values(event)[name]}, "value") for event in events]
 

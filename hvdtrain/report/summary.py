@@ -17,7 +17,7 @@ _ENERGY_NAMES = {"gpu": "GPUs", "cpu": "processors"}
 
 
 class ReachedTarget(NamedTuple):
-    """A value of the objective that was reached, and what it took; NaN for what is not known."""
+    """A value of the objective that was reached, and its cost; NaN for unknown values."""
 
     value: float
     seconds: float
@@ -27,12 +27,12 @@ class ReachedTarget(NamedTuple):
 
 
 class Straggler(NamedTuple):
-    """The rank with the most work of its own in a step."""
+    """The rank with the most own work in a step."""
 
     rank: int
     host: str  # empty where it is not known
     work_ms: float
-    median_ms: float  # of all ranks; with a pipeline of those of its stage
+    median_ms: float  # of all ranks; with a pipeline, of its stage
     place: str = ""  # in the mesh
 
 
@@ -48,12 +48,13 @@ def finite(values: Iterable[float]) -> list[float]:
 
 
 def first_finite(*values: float) -> float:
-    """NaN where none is."""
+    """The first finite value; NaN if there is none."""
     return next(iter(finite(values)), math.nan)
 
 
 def samples_per_s(run: RunRecord) -> float:
-    """Rate of training over the whole job: all samples by all seconds, not a mean of rates."""
+    """The training rate over the whole job: all samples divided by all seconds, not a mean of
+    rates."""
     epochs = [
         _WeightedRate(number(event, "samples_per_s"), number(event, "epoch_s"))
         for event in run.epoch_events()
@@ -68,7 +69,7 @@ def samples_per_s(run: RunRecord) -> float:
 
 
 def tokens_per_s(run: RunRecord) -> float:
-    """Tokens a second over the whole job; NaN of a task without tokens."""
+    """Tokens per second over the whole job; NaN for a task without tokens."""
     epochs = [
         _WeightedRate(number(event, "tokens_per_s"), number(event, "epoch_s"))
         for event in run.epoch_events()
@@ -77,7 +78,7 @@ def tokens_per_s(run: RunRecord) -> float:
 
 
 def _weighted_mean(rates: list[_WeightedRate]) -> float:
-    """NaN where no rate and its weight are known."""
+    """The weighted mean; NaN if no rate with its weight is known."""
     known = [one for one in rates if math.isfinite(one.rate) and math.isfinite(one.weight)]
     total = sum(one.weight for one in known)
     return sum(one.rate * one.weight for one in known) / total if total else math.nan
@@ -110,7 +111,7 @@ def epochs_done(run: RunRecord) -> float:
 
 
 def job_seconds(run: RunRecord) -> float:
-    """Up to the last event that has `seconds`; else up to the last event."""
+    """The seconds up to the last event that has `seconds`; else up to the last event."""
     known = [
         number(event, "seconds") for event in run.events if event["kind"] not in ("target", "start")
     ]
@@ -118,8 +119,8 @@ def job_seconds(run: RunRecord) -> float:
 
 
 def joules_per_sample(run: RunRecord) -> float:
-    """Joules for each sample; of a job without an end the mean of the epochs that measured the
-    hardware of the last one, by samples."""
+    """Joules per sample. For a job without an end, the mean over the epochs that measured the same
+    hardware as the last one, weighted by samples."""
     of_job = number(run.end_event, "joules_per_sample")
     if math.isfinite(of_job):
         return of_job
@@ -135,7 +136,7 @@ def joules_per_sample(run: RunRecord) -> float:
 
 
 def measured_hardware(event: Fields) -> set[str] | None:
-    """The kinds of hardware (gpu, cpu) whose joules an event has; None if it does not say which."""
+    """The kinds of hardware (gpu, cpu) whose joules an event has; None if it does not name them."""
     joules = event.get("joules")
     if not isinstance(joules, dict) or (
         not joules and math.isfinite(number(event, "joules_per_sample"))
@@ -169,8 +170,8 @@ def energy_summary(run: RunRecord) -> str:
 
 
 def memory_summary(run: RunRecord) -> str:
-    """What the job took of a rank's memory, and what was predicted of rank 0: 480 MB, 421 predicted
-    (+14.0%); empty if no end tells."""
+    """The memory of a rank, and the prediction for rank 0: 480 MB, 421 predicted (+14.0%); empty if
+    no end tells."""
     ranks = numbers(run.end_event, "rank_memory_mb")
     predicted = number(run.end_event, "memory_predicted_mb")
     if not finite(ranks):
@@ -197,7 +198,7 @@ def _lost_counters(run: RunRecord, kinds: set[str]) -> dict[str, str]:
 
 
 def targets(run: RunRecord) -> list[ReachedTarget]:
-    """The easiest first; of each the first time that it was reached."""
+    """The targets, the easiest first, each at the first time it was reached."""
     reached: dict[float, ReachedTarget] = {}
     for event in run.events_of("target"):
         value = number(event, "target")
@@ -214,7 +215,7 @@ def targets(run: RunRecord) -> list[ReachedTarget]:
 
 
 def rank_work_ms(run: RunRecord) -> list[float]:
-    """Own work in a step of each rank, the mean over the epochs on the last number of ranks; empty
+    """Each rank's own work in a step, the mean over the epochs with the last number of ranks; empty
     if no epoch has it."""
     rows = [row for event in run.epoch_events() if (row := numbers(event, "rank_work_ms"))]
     rows = [row for row in rows if len(row) == len(rows[-1])]  # a resumed job may have fewer ranks
@@ -223,7 +224,7 @@ def rank_work_ms(run: RunRecord) -> list[float]:
 
 
 def straggler(run: RunRecord) -> Straggler | None:
-    """None on one rank, and where nothing was measured."""
+    """The slowest rank; None for one rank, and if nothing was measured."""
     work_ms = rank_work_ms(run)
     known = finite(work_ms)
     if len(known) < 2:
@@ -240,7 +241,7 @@ def straggler(run: RunRecord) -> Straggler | None:
 
 
 def median_of_stage(run: RunRecord, work_ms: Sequence[float]) -> list[float]:
-    """For each rank the median of those that do the same work: of its stage, or of all."""
+    """For each rank, the median of the ranks that do the same work: of its stage, or of all."""
     mesh = mesh_of(run)
     if mesh is None or len(mesh.places) != len(work_ms):
         return [median(finite(work_ms))] * len(work_ms)
@@ -252,13 +253,13 @@ def median_of_stage(run: RunRecord, work_ms: Sequence[float]) -> list[float]:
 
 
 def host_of(start: Fields, rank: int) -> str:
-    """Empty if it is not known."""
+    """The host of a rank; empty if unknown."""
     hosts = start.get("host_of_rank")
     return str(hosts[rank]) if isinstance(hosts, list) and 0 <= rank < len(hosts) else ""
 
 
 def straggler_summary(run: RunRecord) -> str:
-    """One sentence; empty on one rank, and where nothing was measured."""
+    """A sentence about the slowest rank; empty for one rank, and if nothing was measured."""
     slowest = straggler(run)
     if not slowest:
         return ""
@@ -309,7 +310,7 @@ def labels(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _common_prefix(sequences: Sequence[Sequence[str]]) -> int:
-    """How many of their first elements are equal."""
+    """The number of leading elements that are equal."""
     length = 0
     for elements in zip(*sequences, strict=False):
         if len(set(elements)) > 1:
@@ -377,9 +378,9 @@ def _list(event: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _why_started(before: Mapping[str, Any]) -> str:
-    """before: the last event of the start before."""
+    """Why a start happened. before: the last event of the previous start."""
     ended = {"stop": "stopped", "failed": "failed", "end": "ended"}.get(before["kind"])
     if ended is None:
-        return "went on after a kill or the loss of a host"
+        return "resumed after a kill or the loss of a host"
     reason = before.get("reason")
-    return f"{ended} ({reason}), went on" if isinstance(reason, str) else f"{ended}, went on"
+    return f"{ended} ({reason}), resumed" if isinstance(reason, str) else f"{ended}, resumed"

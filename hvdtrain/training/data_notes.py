@@ -26,8 +26,8 @@ def notes(config: Config, datasets: Datasets) -> list[str]:
         and task.name != "regression"
     ):
         lines.append(
-            "data.val_share takes of all samples alike, not of each class: labels are read with "
-            "the samples (`targets` would have them)"
+            "data.val_share is drawn from all samples, not from each class: labels are only read "
+            "with the samples (`targets` would provide them)"
         )
     return lines + task.notes_on_data(train, val, has_given_stats=bool(config.data.mean))
 

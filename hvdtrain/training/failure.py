@@ -33,9 +33,7 @@ ECHO_S = 1.5
 # before they are connected only the launcher ends the other ranks, once the process of rank 0 is
 # gone
 UNCONNECTED_ECHO_S = 5.0
-FLUSH_S = (
-    0.2  # mpirun prints its own message between the pieces of ours that it has not passed on yet
-)
+FLUSH_S = 0.2  # mpirun prints its own message between pieces of ours that it still has to pass on
 ABORT_S = 10  # an abort that hangs ends by SIGALRM
 # a rank of a host where another one reports an error waits this long to be ended by that one
 NEXT_S = 10.0

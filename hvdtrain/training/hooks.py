@@ -217,7 +217,7 @@ class Hooks:
         self._means: dict[str, float] = {}
         self._ended_by = ""  # why a hook has ended the job; the same on every rank
         self._are_states_checked = False
-        # steps, and those at the last evaluation, of the checkpoint that hooks were told of last
+        # (steps, steps at the last evaluation) of the last checkpoint that hooks were called for
         self._told = (
             -1,
             -1,

@@ -255,7 +255,7 @@ class Neighbours:
             np.array([any(map(_elements, own))], np.uint8), "copy.has_parts"
         )
         self._empty = frozenset(np.flatnonzero(has_parts == 0).tolist())
-        self._runs = {self._rank: own}  # and, from the first exchange on, those of the source
+        self._runs = {self._rank: own}  # and, from the first exchange on, the source's
 
     def have(self, pieces: Sequence[Piece]) -> bool:
         """Whether these are still the arrays: a user's optimizer creates its state in its first

@@ -77,7 +77,8 @@ def act(
     return now
 
 
-# that the end of a loop which failed, or has to go, waits for what its sinks have not written
+# how long the end of a loop that failed, or has to stop, waits for what its sinks still have to
+# write
 HASTY_S = 3.0
 
 

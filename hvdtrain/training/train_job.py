@@ -295,7 +295,7 @@ def load_best(job: Job, now: TrainState) -> None:
             f"the checkpoint of the best evaluation ({now.best:.4f} in epoch {now.best_epoch}) is "
             "not there"
         )
-        warn(f"{what}: stop.restore_best takes that of step {best.progress.step}, {best.last:.4f}")
+        warn(f"{what}: stop.restore_best uses step {best.progress.step}, {best.last:.4f}")
 
 
 def finish(job: Job, start: Start, now: TrainState, reason: str) -> JobResult:

@@ -210,8 +210,8 @@ def test_a_failing_output_is_reported_once_and_training_goes_on(
         sink(event)
     sink.close(HANG_S)
     line = (
-        "hvdtrain: the standard output: ValueError: I/O operation on closed file; training goes "
-        "on without it\n"
+        "hvdtrain: the standard output: ValueError: I/O operation on closed file; training "
+        "continues without it\n"
     )
     assert capsys.readouterr() == ("", line)
 

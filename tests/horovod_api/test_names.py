@@ -170,7 +170,7 @@ def test_settings_are_horovods_variables() -> None:
 
 def test_process_sets_that_are_none_are_refused_before_ranks_connect() -> None:
     for wrong in ("dynamik", [[0, 1]]):
-        with pytest.raises(BadCall, match="is no process set\n.*\n  fix: .*hvd.ProcessSet"):
+        with pytest.raises(BadCall, match="is not a process set\n.*\n  fix: .*hvd.ProcessSet"):
             hvd.init(process_sets=wrong)  # type: ignore[arg-type]
     assert not hvd.is_initialized()
 
@@ -179,5 +179,5 @@ def test_an_unknown_engine_is_an_error_with_the_nearest() -> None:
     from hvdtrain.comm.launcher_variables import NO_LAUNCHER
 
     assert engine_name({}, NO_LAUNCHER) == "single"
-    with pytest.raises(UserError, match="HVDTRAIN_ENGINE='mpii' is no engine"):
+    with pytest.raises(UserError, match="HVDTRAIN_ENGINE='mpii' is not an engine"):
         engine_name({"HVDTRAIN_ENGINE": "mpii"}, NO_LAUNCHER)

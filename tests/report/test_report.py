@@ -118,7 +118,7 @@ def test_world_sizes_over_time() -> None:
         ["0", "4", "n1, n2", "started"],
         ["5", "1", "n1", "3 ranks lost"],
         ["10", "3", "n1, n3", rows[2][4]],
-        ["15", "", "", "went on after a kill or the loss of a host"],
+        ["15", "", "", "resumed after a kill or the loss of a host"],
     ]
     assert [row[1] for row in rows] == [summary.duration(s) for s in (0, 3, 61, 130)]
     assert rows[2][4].startswith("stopped (SIGUSR2 from ") and "secret" not in rows[2][4]

@@ -77,7 +77,7 @@ def test_masks_have_a_part_of_their_own(tmp_path: Path) -> None:
     seen = PageParser(page_of(run_with(tmp_path / "run", files)))
     pictures = [attrs["alt"] for tag, attrs in seen.tags if tag == "img"]
     shown = ["step 10: validation accuracy 70.00%", "step 30", "step 50"]
-    assert pictures[1:] == [f"images, their masks and those of the model, {step}" for step in shown]
+    assert pictures[1:] == [f"images, their masks and the model's masks, {step}" for step in shown]
     assert seen.text.index("What the model draws") < seen.text.index("Masks")
 
 

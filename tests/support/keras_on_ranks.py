@@ -527,7 +527,7 @@ def errors_say_what_to_do() -> str:
         "backward_passes_per_step=3, and gradient_accumulation_steps=2",
         lambda: hvd.DistributedOptimizer(accumulating, backward_passes_per_step=3),
     )
-    refused("builtins.dict is no optimizer of Keras 3", lambda: hvd.DistributedOptimizer({}))
+    refused("builtins.dict is not an optimizer of Keras 3", lambda: hvd.DistributedOptimizer({}))
     built = SGD(0.1)
     built.build(model().trainable_variables)
     refused(

@@ -507,7 +507,7 @@ def test_labels_that_are_read_with_the_samples_are_named() -> None:
     config = configure(None, ["data.val_share=0.25"])
     assert (
         len(found.val) == 6
-        and "data.val_share takes of all samples alike, not of each class"
+        and "data.val_share is drawn from all samples, not from each class"
         in notes(config, found)[0]
     )
     assert not any("alike" in line for line in notes(config, divided({"x": COLUMNS, "y": LABELS})))

@@ -248,8 +248,8 @@ def test_evaluations_of_other_samples_are_not_compared(tmp_path: Path) -> None:
             0 if reset else 1,
         )
         assert (
-            "evaluations are of 7 samples, and were of 10: the best one and stop.patience begin "
-            "anew" in point.notes
+            "evaluations are of 7 samples, and were of 10: the best one and stop.patience start "
+            "over" in point.notes
         ) == reset
         files.remove(tmp_path / "checkpoints" / "step-00000002")
     save(tmp_path, 2, evaluates=7, best=0.95, best_epoch=1, views=6)
@@ -257,7 +257,7 @@ def test_evaluations_of_other_samples_are_not_compared(tmp_path: Path) -> None:
     assert math.isnan(point.train_state.best) and point.train_state.views == 1
     assert (
         "evaluations are of 1 view of each sample, and were of 6: the best one and stop.patience "
-        "begin anew" in point.notes
+        "start over" in point.notes
     )
     files.remove(tmp_path / "checkpoints" / "step-00000002")
     for step, accuracy, evaluates in (

@@ -348,8 +348,8 @@ def test_the_last_checkpoint_replaces_an_older_one_where_it_does_not_fit_beside_
         and result.stdout.count("tries again every 30 s") == 1
     ), result.stdout
     assert (
-        "no room on the disk for the last checkpoint beside all others: that of step 10 is given "
-        "up for it" in result.stdout
+        "no room on the disk for the last checkpoint beside all others: the checkpoint of step "
+        "10 was removed for it" in result.stdout
     )
     last = newest(run)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [

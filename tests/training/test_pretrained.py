@@ -129,11 +129,11 @@ def test_bfloat16_and_prefixes(
         ({"fc.bias": np.ones(10, np.int8)}, [], "is int8, and the model has it as", "floats"),
         ({"fc.bias": np.ones(10, bool)}, [], "is bool, and the model has it as", "floats"),
         ({"fc.bias": np.ones(10, "c8")}, [], "is complex64, and the model has", "floats"),
-        ({"fc.bias": np.full(10, np.nan)}, [], "has nan, which is no finite", "diverged"),
+        ({"fc.bias": np.full(10, np.nan)}, [], "has nan, which is not a finite", "diverged"),
         (
             {"fc.bias": np.full(10, 1e300)},
             ["speed.precision=fp32"],
-            "has 1e+300, which is no finite",
+            "has 1e+300, which is not a finite",
             "diverged",
         ),
         (

@@ -518,7 +518,7 @@ def test_the_best_evaluation_is_of_as_many_samples(capsys: pytest.CaptureFixture
     assert main([*FAST, "epochs=1", "run=out"]) == 0
     assert main(["resume=out", "epochs=2", "evaluate.samples=20"]) == 0
     assert (
-        "evaluations are of 20 samples, and were of 360: the best one and stop.patience begin anew"
+        "evaluations are of 20 samples, and were of 360: the best one and stop.patience start over"
         in capsys.readouterr().out
     )
     end = events(Path("out"), "end")[-1]

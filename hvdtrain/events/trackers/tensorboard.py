@@ -1,5 +1,5 @@
 """TensorBoard: the numbers of each event, and the configuration and the header as text, in
-RUN/tensorboard/NAME, NAME that of the run."""
+RUN/tensorboard/NAME, where NAME is the run's."""
 
 from __future__ import annotations
 

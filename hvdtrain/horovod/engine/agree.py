@@ -1,5 +1,5 @@
-"""What the ranks of a process set make next, a pure function of what each asks for; and the block
-by which a rank tells it in a round."""
+"""Decides the next collectives of a process set, as a pure function of the ranks' requests; and the
+block with which a rank announces its requests in a round."""
 
 from __future__ import annotations
 
@@ -21,36 +21,34 @@ class Asked(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """What a rank asks for in a round."""
+    """A rank's requests in a round."""
 
     rank: int  # of the job
     asked: Sequence[Asked]  # in the order of its program
     joined: bool = False  # takes part in everything, with nothing of its own
     leaving: bool = False  # asks for nothing more
-    blocked: bool = (
-        False  # every thread of it waits, and asks for nothing more until it has what it waits for
-    )
+    blocked: bool = False  # every thread waits, and requests nothing more until it has its result
     overdue: bool = False  # has waited for long without any progress
 
 
 class Ready(NamedTuple):
-    """Every rank that takes part has asked for it."""
+    """A request that every participating rank has made."""
 
     signature: Signature
     buckets: tuple[int, ...]  # of each rank that asked
 
 
 class Refusal(NamedTuple):
-    """Why a request that cannot be made is not."""
+    """Why a request cannot be carried out."""
 
     what: str
     of_missing: bool  # a rank does not take part; otherwise ranks take part differently
 
 
 class NegotiationResult(NamedTuple):
-    ready: list[Ready]  # in the order of the first rank that has not joined
+    ready: list[Ready]  # in the order of the first active rank
     refused: dict[Key, Refusal]
-    # the ranks that have not asked for it yet; only what is neither ready nor refused
+    # the ranks that still have to request it; only for requests that are neither ready nor refused
     missing: dict[Key, list[int]]
 
 
@@ -103,7 +101,7 @@ def _is_deadlock(
 
 
 def _deadlock(standings: Sequence[Standing], missing: dict[Key, list[int]]) -> dict[Key, Refusal]:
-    """Everything that is asked for, with what each rank waits for."""
+    """A refusal of every request, with what each rank waits for."""
     text = "; ".join(_waits(standing) for standing in standings)
     return {
         key: Refusal(f"{ranks_text(absent)} did not ask for it and cannot: {text}", True)
@@ -122,7 +120,7 @@ def _waits(standing: Standing) -> str:
 
 
 def differing(signatures: dict[int, Signature]) -> str:
-    """What differs between two ranks, and their values; empty if nothing does."""
+    """The difference between two ranks, and their values; empty if there is none."""
     (first, one), *others = signatures.items()
     for rank, other in others:
         if other != one:
@@ -171,13 +169,11 @@ BLOCKED = 1
 OVERDUE = 2
 _COMPARED = 4  # numbers at the beginning that are equal where nothing needs a second exchange
 _BYTES = 8  # of a number
-_PLACES = (
-    16  # bytes, of which the place of a tensor is a multiple: a view as complex128 begins there
-)
+_PLACES = 16  # bytes; tensors begin at multiples, so that they can be viewed as complex128
 # of small tensors: with the header 496 bytes of every rank, which take no longer than the header
 # alone
 INLINE_BYTES = 448
-INLINE_RANKS = 8  # sets of more ranks exchange headers alone
+INLINE_RANKS = 8  # sets of more ranks exchange only headers
 INLINE_REQUESTS = 16
 _INLINE_OPS = ("average", "sum", "min", "max", "product")
 P = ParamSpec("P")
@@ -192,7 +188,7 @@ class TensorViews(NamedTuple):
 
 
 class NegotiationBlock:
-    """The block of one rank, and those that all of them give."""
+    """The block of one rank, and the blocks of all ranks."""
 
     def __init__(self, size: int) -> None:
         """size: ranks of the set."""
@@ -214,7 +210,7 @@ class NegotiationBlock:
         )
 
     def is_equal(self) -> bool:
-        """Whether every rank asks for the same, and none of them has joined or is leaving."""
+        """Whether every rank has the same requests, and none has joined or is leaving."""
         first = self.rows[0, :_COMPARED].tobytes()
         return not self.rows[0, 2] and all(
             row[:_COMPARED].tobytes() == first for row in self.rows[1:]
@@ -222,7 +218,7 @@ class NegotiationBlock:
 
     @property
     def has_tensors(self) -> bool:
-        """Whether the blocks, which are equal, have all that was asked for."""
+        """Whether the blocks, which are equal, contain all requested tensors."""
         return bool(self.rows[0, 3])
 
     def views_of(self, requests: Sequence[Request]) -> list[TensorViews]:
@@ -247,8 +243,7 @@ class NegotiationBlock:
         return TensorViews(own, of_ranks)
 
     def _put_inline(self, requests: Sequence[Request]) -> int:
-        """The number of bytes; 0 where the tensors do not fit, -1 where there is nothing to
-        send."""
+        """The number of bytes; 0 if the tensors do not fit, -1 if there is nothing to send."""
         if not self._has_inline or not 0 < len(requests) <= INLINE_REQUESTS:
             return 0
         total = sum(_inline_bytes(request) for request in requests)
@@ -270,7 +265,7 @@ def _digest(requests: Sequence[Request]) -> int:
 
 
 def _inline_bytes(request: Request) -> int:
-    """More than fits for what cannot be sent inline."""
+    """The bytes to send inline; more than fits for requests that cannot be sent inline."""
     signature = request.signature
     if not (
         signature.kind == "allreduce" and signature.op in _INLINE_OPS
@@ -287,10 +282,10 @@ def _rounded(tensor: torch.Tensor) -> int:
 
 
 def outside_of_inference(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, outside of the caller's torch.inference_mode(): tensors that are made in that
+    """Runs the function outside of the caller's torch.inference_mode(): tensors created in that
     mode cannot be changed after it.
 
-    What rounds keep from call to call has to be of use outside of it, too.
+    Tensors that rounds keep between calls must be usable outside of it.
     """
 
     @functools.wraps(function)

@@ -6,7 +6,7 @@ from hvdtrain.errors import LOST, STALLED, UserError
 
 
 class HorovodInternalError(RuntimeError):
-    """A collective failed. What elastic.run() goes on after."""
+    """A collective failed; elastic.run() recovers from this error."""
 
 
 class HostsUpdatedInterrupt(RuntimeError):
@@ -31,12 +31,12 @@ class HorovodVersionMismatchError(ImportError):
 
 
 class BadCall(UserError, ValueError):
-    """An argument that no other rank is needed to refuse."""
+    """An invalid argument, detected without other ranks."""
 
 
 class NoSuchReduction(BadCall, HorovodInternalError):
-    """An op that a collective does not have; Horovod's own error for it is a HorovodInternalError,
-    as it comes from a round."""
+    """An op that a collective does not support. Also a HorovodInternalError, as in Horovod, where
+    it comes from a round."""
 
 
 class Mismatch(UserError, HorovodInternalError):
@@ -51,6 +51,6 @@ class Missing(UserError, HorovodInternalError):
 
 
 class Stalled(UserError, HorovodInternalError):
-    """A rank did not come to a collective in time."""
+    """A rank did not reach a collective in time."""
 
     code = STALLED

@@ -27,10 +27,10 @@ LOOK_S = 0.001
 
 
 class Lane:
-    """Requests of the ranks of one process set, of which this process is one.
+    """The requests of one process set that this process belongs to.
 
-    A request is seen by the other ranks once this rank waits for any of its requests, or enough of
-    them are queued: what a round makes depends on the programs of the ranks alone, not on time.
+    Other ranks see a request once this rank waits for any of its requests, or once enough are
+    queued: the collectives of a round depend only on the ranks' programs, not on time.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class Lane:
         change: Callable[[Signature], Any],
         streams: Streams | None = None,
     ) -> None:
-        """ranks: of the job, those of the communicator. callers: threads of this process. streams:
-        of this set alone.
+        """ranks: the communicator's, numbered in the job. callers: threads of this process.
+        streams: only of this set.
 
         change: makes or removes a process set that all ranks have agreed on.
         """
@@ -68,7 +68,7 @@ class Lane:
         self._turn = threading.Lock()  # held by the thread that makes rounds
         self._starting = threading.Lock()  # of start()
         self._thread: CommThread | None = None
-        self._is_queued = False  # start() was called, and its rounds have not begun
+        self._is_queued = False  # start() was called, but its rounds are still queued
         self._wanted = False  # by another thread: rounds until nothing is asked for
         self.has_left = False  # once every rank has
 
@@ -81,7 +81,7 @@ class Lane:
         return self._queue.add(request)
 
     def show(self) -> None:
-        """The requests so far are seen by the other ranks from the next round on."""
+        """Makes the requests so far visible to other ranks from the next round on."""
         self._queue.show()
 
     def has_shown(self) -> bool:
@@ -112,8 +112,8 @@ class Lane:
         return request.result
 
     def step(self, request: Request) -> bool:
-        """Whether it is done; makes what can be made without waiting for a rank that has not come.
-        Raises Stalled as finish() does."""
+        """Whether it is done; runs what is possible without waiting for absent ranks. Raises
+        Stalled as finish() does."""
         if not request.done and self._turn.acquire(blocking=False):
             if request.polled_s is None:
                 request.polled_s = time.monotonic()
@@ -128,8 +128,8 @@ class Lane:
         return request.done
 
     def start(self) -> None:
-        """Begins rounds on a thread of this set, which go on while want() is True and something is
-        asked for."""
+        """Starts rounds on a thread of this set. They continue while want() is True and something
+        is requested."""
         with self._starting:
             if self._is_queued:
                 return
@@ -142,8 +142,8 @@ class Lane:
         self._wanted = wanted
 
     def join(self) -> int:
-        """Takes part in everything that the others ask for, until all have joined; returns the rank
-        that came last."""
+        """Takes part in all requests of the others until all have joined; returns the rank that
+        joined last."""
         self.show()
         attendance = self.rounds.attendance
         with self._turn:
@@ -185,7 +185,7 @@ class Lane:
         self.has_left = True
 
     def close(self) -> None:
-        """Ends its thread. After leave(): nothing is asked for any more."""
+        """Ends its thread. Called after leave(): no request follows."""
         removed = HorovodInternalError("this process set was removed")
         self.rounds.broken = self.rounds.broken or removed
         if self._thread is not None:

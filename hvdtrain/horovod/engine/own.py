@@ -24,8 +24,8 @@ from hvdtrain.horovod.engine.waiting import Callers
 
 
 class OwnEngine:
-    """Several threads may call it. Where there are several process sets, each makes its rounds on a
-    thread of its own while one waits."""
+    """The engine with a lane for each process set. Several threads may call it. With several
+    process sets, each runs its rounds on its own thread while one waits."""
 
     def __init__(self, communicator: Communicator, settings: Settings) -> None:
         """A collective."""
@@ -44,7 +44,7 @@ class OwnEngine:
             self.start_timeline(settings.timeline, mark_cycles=settings.marks_cycles)
 
     def _begin(self) -> None:
-        """With the ranks of the communicator, and no process set but that of all of them."""
+        """Starts with the communicator's ranks and only the global process set."""
         communicator = self._communicator
         self.rank = communicator.rank
         self.size = communicator.size
@@ -69,7 +69,7 @@ class OwnEngine:
 
     @property
     def secret(self) -> str | None:
-        """A new one after the loss of a rank."""
+        """The job's secret; a new one after the loss of a rank."""
         return self._communicator.secret if self.size > 1 else None
 
     def submit(self, set_id: int, request: Request) -> int:
@@ -124,7 +124,7 @@ class OwnEngine:
         if not self._has_threads:
             what = (
                 "MPI was started without MPI_THREAD_MULTIPLE, by which the rounds of a process "
-                "set run beside those of the others"
+                "set run beside other sets' rounds"
             )
             raise BadCall(
                 what,
@@ -153,7 +153,7 @@ class OwnEngine:
     def _free(self, lane: Lane) -> None:
         """Frees a process set that every rank of it has left. A collective of these ranks."""
         lane.close()
-        if lane.communicator is not self._communicator:  # as that of the single engine is
+        if lane.communicator is not self._communicator:  # the single engine returns itself
             cast(Any, self._communicator).free_group(lane.communicator)
 
     def ranks_of(self, set_id: int) -> list[int]:
@@ -255,7 +255,7 @@ class OwnEngine:
             self._callers,
             self._change,
         )
-        lane.rounds.names_lost = not self._can_shrink  # else the living go on at once
+        lane.rounds.names_lost = not self._can_shrink  # else the survivors continue at once
         return lane
 
     def _agree_on(self, kind: str, ranks: Sequence[int]) -> Any:
@@ -263,8 +263,8 @@ class OwnEngine:
         return self.wait(self.submit(GLOBAL, Request(signature, list[torch.Tensor]())))
 
     def _change(self, signature: Signature) -> int | None:
-        """On every rank at the same place among the requests of all: the id of the process set;
-        None if there was one already."""
+        """Adds or removes a set, at the same place among the requests of all ranks; returns its id,
+        None if it already existed."""
         ranks = list(signature.ranks)
         known = next((set_id for set_id, members in self._sets.items() if members == ranks), None)
         if signature.kind == "remove_process_set":
@@ -287,8 +287,8 @@ class OwnEngine:
 
     @contextmanager
     def _others_going_on(self, lane: Lane) -> Iterator[None]:
-        """While this thread waits, what it has asked other process sets for is made too: other
-        ranks may wait for it first."""
+        """While this thread waits, its requests to other process sets are carried out, too: other
+        ranks may wait for them first."""
         self._show()
         others = [other for other in list(self._lanes.values()) if other is not lane]
         with self._lock:

@@ -1,5 +1,5 @@
-"""Makes the collectives of batches, on streams of their own: packs several tensors into one buffer,
-and hands out the results."""
+"""Runs the collectives of batches on separate streams: packs several tensors into one buffer, and
+distributes the results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Results = dict[tuple[int, int], Any]  # (id of the request, index of the tensor)
 
 
 class Performer:
-    """Makes the collectives of the ranks of one process set."""
+    """Runs the collectives of one process set."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Performer:
         timeline: Timeline,
         streams: Streams,
     ) -> None:
-        """ranks: of the job, those of the communicator."""
+        """ranks: the communicator's, numbered in the job."""
         self._streams = streams
         self._communicator = communicator
         self._ranks = list(ranks)
@@ -59,8 +59,8 @@ class Performer:
         }
 
     def perform(self, requests: Sequence[tuple[Request, tuple[int, ...]]]) -> None:
-        """Every rank of the set calls it with the same requests, in the same order. Each has the
-        buckets of the ranks that asked for it."""
+        """Runs the requests. Every rank of the set calls it with the same requests, in the same
+        order. Each request comes with the buckets of the ranks that made it."""
         results: Results = {}
         with self._streams.behind([request for request, _ in requests]) as streams:
             waits = [self._begin(batch, results) for batch in batches(requests, self._fusion_bytes)]
@@ -73,7 +73,7 @@ class Performer:
             )
 
     def _begin(self, batch: Batch, results: Results) -> Callable[[], None]:
-        """What it returns ends the collective."""
+        """Starts a batch; the returned function ends the collective."""
         start = self._start[batch.signature.kind]
         kind = batch.signature.kind
         if not self._timeline.is_on:
@@ -121,11 +121,11 @@ class Performer:
         )
 
     def _stays(self, tensor: torch.Tensor) -> bool:
-        """Whether the engine takes it where it is; else it is copied to host memory."""
+        """Whether the engine takes the tensor in place; else it is copied to host memory."""
         return tensor.device.type == "cpu" or "nccl" in self._communicator.features
 
     def _packed(self, sources: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """A buffer of the tensors, which stand behind one another, and its parts."""
+        """A buffer with the tensors one after another, and its parts."""
         first = sources[0]
         total = sum(source.numel() for source in sources)
         device = first.device if self._stays(first) else torch.device("cpu")
@@ -177,7 +177,7 @@ class Performer:
     def _gather(
         self, units: Sequence[RequestTensor], lengths: np.ndarray, results: Results
     ) -> None:
-        """lengths: of axis 0, of each rank's units."""
+        """Gathers units. lengths: of axis 0, of each rank's units."""
         flats = [as_bytes(self._placed(unit.source).reshape(-1)) for unit in units]
         # what one rank gathers from itself is its own memory
         is_copy = len(units) == 1 and self._communicator.size > 1
@@ -200,8 +200,8 @@ class Performer:
             results[id(unit.request), unit.place] = whole.to(unit.source.device)
 
     def _gathered(self, flat: torch.Tensor, of_ranks: np.ndarray, name: str) -> torch.Tensor:
-        """The bytes of every rank. of_ranks: how many of each: the engine need not ask, for which a
-        host would wait for its GPU."""
+        """Gathers the bytes of every rank. of_ranks: how many each has, so that the engine does not
+        ask, which would make the host wait for its GPU."""
         if len(set(of_ranks.tolist())) > 1 or self._communicator.size == 1:
             return self._communicator.allgather(flat, name)
         rows = flat.new_empty((self._communicator.size, len(flat)))
@@ -233,8 +233,8 @@ class Performer:
         return lambda: None
 
     def _reducescatter(self, batch: Batch, results: Results) -> Callable[[], None]:
-        """Each rank gets its rows from all, and reduces them: the first ranks have one more where
-        they do not split evenly."""
+        """Each rank gets its rows from all, and reduces them: the first ranks have one more if they
+        do not split evenly."""
         signature = batch.signature
         size = self._communicator.size
         rank = self._communicator.rank
@@ -266,8 +266,8 @@ class Performer:
         return lambda: None
 
     def _reducescatter_on_device(self, batch: Batch, results: Results) -> Callable[[], None]:
-        """Sums by the engine's reduce-scatter, the rest by an allreduce, of which this rank keeps
-        its rows."""
+        """Computes sums with the engine's reduce-scatter, and other reductions with an allreduce
+        from which this rank keeps its rows."""
         signature = batch.signature
         if signature.op in ("sum", "average") and is_for_engine(
             self._communicator, batch.units[0].source, "sum"
@@ -302,8 +302,8 @@ class Performer:
 
 
 def _prescale_(flat: torch.Tensor, batch: Batch, numbers: Sequence[int] = ()) -> None:
-    """The units' tensors, which stand behind one another in `flat`; numbers: of each, where they
-    are not whole. No stand-in is scaled."""
+    """Scales the units' tensors, which lie one after another in `flat`. numbers: the elements of
+    each, if parts. Stand-ins are not scaled."""
     if not any(unit.request.is_stand_in for unit in batch.units):
         scale_(flat, batch.signature.prescale)
         return
@@ -314,7 +314,8 @@ def _prescale_(flat: torch.Tensor, batch: Batch, numbers: Sequence[int] = ()) ->
 
 
 def check_splits(splits: Sequence[int], rows: int, size: int, where: str) -> None:
-    """Raises BadCall if they are not one for each rank of the set, or more than there are rows."""
+    """Raises BadCall unless there is one split for each rank of the set, and their sum is at most
+    the rows."""
     if len(splits) != size:
         raise BadCall(
             f"{len(splits)} splits for {size} ranks",
@@ -335,7 +336,7 @@ def _pieces(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tens
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The parts as one tensor of one dimension; the part itself where it is one."""
+    """Concatenates the parts to one tensor of one dimension; a single part is returned as it is."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
@@ -351,13 +352,12 @@ def _row_bytes(tensor: torch.Tensor) -> int:
 
 
 class Streams:
-    """The streams of one process set: it has one for each GPU that has tensors of its requests, so
-    that sets do not wait for each other.
+    """The streams of one process set, one for each GPU with tensors of its requests, so that sets
+    do not wait for each other.
 
     They see what the caller's stream has computed, and that stream sees their results. A stream is
-    a queue of work for a GPU; what is in several of them runs side by side. The order between two
-    streams is told to the GPU by events, so the host waits for neither. What waits is only what
-    follows in the stream that is told to wait.
+    a queue of work for a GPU; different streams run side by side. Events order two streams on the
+    GPU, so the host waits for neither; only later work in the waiting stream waits.
     """
 
     def __init__(self, gpus: Cuda | None = None) -> None:
@@ -365,8 +365,8 @@ class Streams:
         self._own: dict[torch.device, Stream] = {}
 
     def ask(self, request: Request) -> None:
-        """By the thread that asks: the collective will follow what its present streams have been
-        given until now."""
+        """Called by the requesting thread: the collective will run after the present work of its
+        current streams."""
         if self._gpus.kind not in request.signature.devices:
             return
         request.asked = [
@@ -374,8 +374,8 @@ class Streams:
         ]
 
     def behind(self, requests: Sequence[Request]) -> AbstractContextManager[Sequence[Stream]]:
-        """By the thread that makes the collectives: inside, its present streams are those of the
-        set, behind what the requests follow."""
+        """Called by the thread that runs collectives: inside, its current streams are the set's,
+        after the work that the requests follow."""
         on_gpus = [request for request in requests if self._gpus.kind in request.signature.devices]
         return self._behind(on_gpus) if on_gpus else nullcontext(())
 
@@ -395,7 +395,8 @@ class Streams:
             yield list(streams.values())
 
     def receive(self, request: Request) -> None:
-        """By the thread that has waited for the request: its present streams follow the results."""
+        """Called by the thread that waited for the request: its current streams then wait for the
+        results."""
         for event in request.made:
             self._gpus.present(event.device).wait_event(event)
         if request.made:

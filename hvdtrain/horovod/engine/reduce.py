@@ -1,5 +1,5 @@
-"""Reductions over ranks, of every dtype that torch can add up, in collectives or from the blocks of
-a round; and Adasum."""
+"""Reductions over ranks, for every dtype that torch can add, by collectives or from the blocks of a
+round; and Adasum."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvdtrain.horovod.engine.requests import ANY, Request, Signature, name_of
 
 SWAP_TAG = 22  # of the messages of swap()
 GATHER_BYTES = 4 << 20  # of one piece that every rank gets from every other, on a device
-WHOLE_BYTES = 64 << 10  # so much is sent whole to every rank: one exchange in place of two
+WHOLE_BYTES = 64 << 10  # so much is sent whole to every rank: one exchange instead of two
 # of more each rank reduces a part; a part of each piece, which bounds the memory that it takes
 PIECE_BYTES = 16 << 20
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -41,14 +41,16 @@ _OPS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def check_op(op: str, dtype: torch.dtype, has_factors: bool, where: str) -> None:
-    """Raises BadCall for a reduction that means nothing, or that torch does not compute: within a
+    """Raises BadCall for a reduction that is undefined or that torch does not support: within a
     round it would end the job."""
     wrong = ""
     if dtype not in _COMPUTED:
         wrong = "torch does not compute with it"
     elif dtype == torch.bool and (op == "average" or has_factors):
         wrong = (
-            "an average of bool is no bool" if op == "average" else "bool times a factor is no bool"
+            "an average of bool is not bool"
+            if op == "average"
+            else "bool times a factor is not bool"
         )
     elif dtype.is_complex and op in ("min", "max", "adasum"):
         wrong = "complex numbers have no order" if op != "adasum" else "Adasum is for real numbers"
@@ -64,7 +66,7 @@ def check_op(op: str, dtype: torch.dtype, has_factors: bool, where: str) -> None
 
 
 def check_moved(dtype: torch.dtype, where: str) -> None:
-    """Raises BadCall for quantized numbers, and for those of less than a byte."""
+    """Raises BadCall for quantized numbers, and for numbers of less than a byte."""
     if dtype not in _COMPUTED and not name_of(dtype).startswith("float8_"):
         raise BadCall(
             f"{name_of(dtype)} is not sent", where, "tensor.dequantize(), or a view as torch.uint8"
@@ -98,11 +100,11 @@ def start_reduce_(
 
 
 def is_for_engine(communicator: Communicator, flat: torch.Tensor, op: str) -> bool:
-    """Whether the engine reduces it, in an order of its own, which the size of the buffer decides.
+    """Whether the engine reduces it, in its own order, which depends on the buffer's size.
 
-    Not minima and maxima of floating-point numbers: MPI's and Gloo's lose a nan. Nor sums that are
-    small enough for the blocks of a round, where they are made in rank order: whether they travel
-    there is a matter of time, and their bits are not.
+    It does not for minima and maxima of floating-point numbers, because MPI and Gloo lose a nan.
+    Nor for sums small enough for a round's blocks, where they are computed in rank order: their
+    bits must not depend on whether they travel there.
     """
     dtype = name_of(flat.dtype)
     if op == "product" or not (
@@ -155,7 +157,7 @@ def _take(flat: torch.Tensor, found: torch.Tensor) -> None:
 
 
 def _reduce_in_order_(communicator: Communicator, flat: torch.Tensor, op: str, name: str) -> None:
-    """In the order of ranks, with the rounding of the dtype at each step."""
+    """Reduces in rank order, rounding to the dtype at each step."""
     size = communicator.size
     rank = communicator.rank
     if flat.nbytes <= WHOLE_BYTES:
@@ -172,7 +174,7 @@ def _reduce_in_order_(communicator: Communicator, flat: torch.Tensor, op: str, n
 def _reduced_of_all(
     communicator: Communicator, mine: Sequence[torch.Tensor], op: str, name: str
 ) -> torch.Tensor:
-    """The reduction of what the ranks have for this one. mine: what this one has for each."""
+    """Reduces the parts that all ranks have for this one. mine: this rank's parts for each rank."""
     rank = communicator.rank
     theirs = [
         part if other == rank else torch.empty_like(mine[rank]) for other, part in enumerate(mine)
@@ -182,8 +184,8 @@ def _reduced_of_all(
 
 
 def _reduce_gathered_(communicator: Communicator, flat: torch.Tensor, op: str, name: str) -> None:
-    """Reduces in order of ranks what every rank gets whole from every other: there are no messages
-    between devices."""
+    """Gathers all ranks' tensors on every rank and reduces them in rank order: there are no
+    messages between devices."""
     step = max(1, GATHER_BYTES // flat.element_size())
     for start in range(0, flat.numel(), step):
         piece = flat[start : start + step]
@@ -199,8 +201,7 @@ def _reduce_gathered_(communicator: Communicator, flat: torch.Tensor, op: str, n
 
 
 def reduced(op: str, parts: Sequence[torch.Tensor], own: int) -> torch.Tensor:
-    """In the order of ranks. parts: of each rank, of which all but that of rank `own` may be
-    overwritten."""
+    """In the order of ranks. parts: of each rank; all except rank `own`'s may be overwritten."""
     if len(parts) == 1:
         return parts[0].clone()
     total = combine(op, parts[0], parts[1], parts[1] if own == 0 else parts[0])
@@ -222,7 +223,8 @@ def combine(
 
 
 def scale_(tensor: torch.Tensor, factor: float) -> None:
-    """In place. Integers are multiplied in float64 and truncated towards zero, as Horovod does."""
+    """Multiplies in place. Integers are multiplied in float64 and truncated towards zero, as
+    Horovod does."""
     if factor == 1.0:
         return
     if tensor.is_floating_point() or tensor.is_complex():
@@ -256,7 +258,7 @@ def finish_reduction_(flat: torch.Tensor, op: str, ranks: int, postscale: float)
 
 
 def neutral(op: str, dtype: torch.dtype) -> float | bool:
-    """What a rank that has joined gives: it leaves the result to the others."""
+    """The neutral element, which a joined rank contributes."""
     if op not in ("min", "max", "product"):
         return 0
     if op == "product":
@@ -270,8 +272,8 @@ def neutral(op: str, dtype: torch.dtype) -> float | bool:
 
 
 def stand_in(signature: Signature, size: int) -> Request:
-    """What a rank that has joined gives to a request of the others: nothing that changes their
-    results. size: ranks of the set."""
+    """A joined rank's stand-in for a request of the others, which does not change their results.
+    size: ranks of the set."""
     inputs = []
     for dtype_name, shape, device in zip(
         signature.dtypes, signature.shapes, signature.devices, strict=True
@@ -293,7 +295,7 @@ def finish_inline(
     """Results of small tensors that came with a round's blocks: every rank computes them from all
     ranks' values, in rank order.
 
-    ranks: of the job, those of the set.
+    ranks: the set's, numbered in the job.
     """
     places = iter(block.views_of(requests))
     for request in requests:
@@ -305,7 +307,7 @@ def finish_inline(
 
 
 def _result(request: Request, place: TensorViews, ranks: Sequence[int]) -> torch.Tensor:
-    """In memory of its own."""
+    """The result in new memory."""
     signature = request.signature
     if signature.kind == "broadcast":
         return place.of_ranks[ranks.index(signature.root)].clone()
@@ -355,7 +357,7 @@ def swap(
 
 
 def as_bytes(flat: torch.Tensor) -> torch.Tensor:
-    """A view, of a contiguous tensor of one dimension."""
+    """A view as bytes, of a contiguous tensor of one dimension."""
     if not flat.numel():
         return flat.new_empty(0, dtype=torch.uint8)
     if (
@@ -379,13 +381,13 @@ def adasum_of_two(
 
 
 def adasum_(communicator: Communicator, flat: torch.Tensor, name: str) -> None:
-    """In place, of one vector of each rank, orthogonal ones added, parallel ones averaged (Maleki
-    et al. 2020, arXiv:2006.02924).
+    """Combines one vector of each rank in place: orthogonal ones are added, parallel ones averaged
+    (Maleki et al. 2020, arXiv:2006.02924).
 
     Pairs of ranks, then pairs of pairs (section 4.2: halves of the vector, twice the distance).
 
-    The ranks beyond the largest power of two come first: each adds its vector to that of a rank
-    below. Products are float64.
+    The ranks beyond the largest power of two come first: each adds its vector to a lower rank's.
+    Products are float64.
     """
     if communicator.size == 1:
         return
@@ -450,7 +452,7 @@ def _products(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float, float]:
 
 
 class _Wire:
-    """Messages between two ranks, in host memory: engines have none between devices."""
+    """Messages between two ranks, through host memory: engines have no messages between devices."""
 
     def __init__(self, communicator: Any, name: str) -> None:
         self._communicator = communicator

@@ -1,4 +1,5 @@
-"""A request of a rank: a collective of tensors, with its signature; the interface of an engine."""
+"""A rank's requests to an engine, and which of them travel together; the engine's interface, and
+its settings from environment variables."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ _MOST_DIGESTS = 100_000
 
 
 class Signature(NamedTuple):
-    """What describes a request: equal on every rank that takes part, or an error names the ranks
-    and what differs."""
+    """The description of a request. It must be equal on every participating rank; otherwise an
+    error names the ranks and the difference."""
 
     name: str
     kind: str
@@ -59,7 +60,7 @@ class Signature(NamedTuple):
 
 
 class Request:
-    """A collective that was asked for, with its result or error once it is done."""
+    """A requested collective, with its result or error once it is done."""
 
     __slots__ = (
         *("asked", "bucket", "done", "error", "inputs", "is_stand_in", "key", "made"),
@@ -136,7 +137,7 @@ GLOBAL = 0  # id of the process set of all ranks
 
 
 class Engine(Protocol):
-    """Own: agreed on by the ranks, made by a communicator; or Horovod itself."""
+    """An engine: either our own, whose ranks agree and use a communicator, or Horovod itself."""
 
     name: str
     rank: int
@@ -149,7 +150,7 @@ class Engine(Protocol):
 
     @property
     def secret(self) -> str | None:
-        """What Communicator.secret is."""
+        """See Communicator.secret."""
 
     def submit(self, set_id: int, request: Request) -> int:
         """A handle. Raises BadCall if this rank is not in the set, or a request of this name is
@@ -166,36 +167,36 @@ class Engine(Protocol):
         last."""
 
     def add_set(self, ranks: Sequence[int]) -> int:
-        """The id of a new process set. Every rank of the job calls it. Raises BadCall if there is
-        one of these ranks."""
+        """Adds a process set and returns its id. Every rank of the job calls it. Raises BadCall if
+        there is one of these ranks."""
 
     def remove_set(self, set_id: int) -> bool:
-        """Whether there was one. Every rank of the job calls it."""
+        """Removes a process set; returns whether it existed. Every rank of the job calls it."""
 
     def ranks_of(self, set_id: int) -> list[int]:
-        """Raises BadCall if there is no such set."""
+        """The ranks of a set. Raises BadCall if it does not exist."""
 
     def be_ready_to_shrink(self) -> None:
-        """So that recover() can leave out ranks, where the engine can. A collective."""
+        """Prepares for recover(), if the engine can exclude ranks. A collective."""
 
     def confirm(self) -> None:
-        """Before what was computed is kept: raises HorovodInternalError on every living rank where
+        """Called before results are kept: raises HorovodInternalError on every surviving rank if
         one was lost. A collective."""
 
     def recover(self, error: BaseException) -> None:
-        """After an error on every living rank: leaves out those that are lost. Raises the error
-        where no rank is lost, or it cannot."""
+        """After an error on every surviving rank: excludes lost ranks. Raises the error if no rank
+        is lost, or if the engine cannot."""
 
     def start_timeline(self, path: str, *, mark_cycles: bool) -> None:
         """Traces the requests from now on, on rank 0, or on every rank where the path has
         "{rank}"."""
 
     def stop_timeline(self) -> None:
-        """The file is complete. Nothing where none is written."""
+        """Completes the file; does nothing if none is written."""
 
     def leave(self) -> None:
-        """Ends what is under way, and every process set but that of all ranks, once every rank
-        does."""
+        """Ends pending requests, and every process set except the global one, once every rank calls
+        it."""
 
     def abort(self, code: int) -> NoReturn:
         """Ends every rank at once."""

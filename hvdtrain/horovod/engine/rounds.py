@@ -101,7 +101,7 @@ class Rounds:
         change: Callable[[Signature], Any],
         all_wait: Callable[[], bool],
     ) -> None:
-        """ranks: of the job, those of the communicator. all_wait: whether every thread of this
+        """ranks: the communicator's, numbered in the job. all_wait: whether every thread of this
         process that may ask for something waits for these rounds.
 
         change: makes or removes a process set that all ranks have agreed on.
@@ -125,7 +125,7 @@ class Rounds:
         self.attendance = Attendance()
         self._own_flags = 0
         self._idle_since: float | None = None  # of rounds without progress
-        # the ranks that have not asked for a request of this one
+        # the ranks that still have to make a request of this rank
         self.missing: dict[Key, list[int]] = {}
         self.broken: BaseException | None = None
 

@@ -33,7 +33,7 @@ _REDUCED_AS = {
 
 
 class HorovodEngine:
-    """Its own guards apply: its messages, its stall check."""
+    """The engine that passes requests to Horovod, with Horovod's own messages and stall check."""
 
     def __init__(self, place: Placement) -> None:
         os.environ.setdefault(GROUPS, "1")
@@ -120,7 +120,7 @@ class HorovodEngine:
         return list(self._sets[set_id].ranks)
 
     def be_ready_to_shrink(self) -> None:
-        """Nothing: Horovod's own elastic jobs need its own launcher and state."""
+        """Does nothing: Horovod's elastic jobs need its own launcher and state."""
 
     def confirm(self) -> None:
         """Nothing."""
@@ -135,14 +135,14 @@ class HorovodEngine:
         self._hvd.stop_timeline()
 
     def leave(self) -> None:
-        """Nothing: Horovod shuts down at exit, and cannot start again after a shutdown."""
+        """Does nothing: Horovod shuts down at exit, and cannot start again after a shutdown."""
 
     def abort(self, code: int) -> NoReturn:
         self._communicator.abort(code)
 
 
 class _Under:
-    """A request under way."""
+    """A pending request."""
 
     def __init__(self, hvd: Any, process_set: Any, ops: dict[str, Any], request: Request) -> None:
         self._hvd = hvd

@@ -1,5 +1,5 @@
-"""Waits for the other ranks of a set: says who is missing, and ends the wait where they do not
-come; whether all threads of a rank wait.
+"""Waits for the other ranks of a set: reports who is missing, and ends the wait if they do not
+come. Also detects whether all threads of a rank wait.
 
 Ranks agree on whether an exchange counts. One that waits for long says "here", and how its wait
 ends: "taken" or "given up". One that was away for long looks for these words, and takes the result
@@ -28,7 +28,7 @@ SPIN_S = 0.0002  # without a sleep: the others are about to come
 # its neighbour on the same core
 SHARE = 8
 SLEEP_S = 0.0005  # at most
-ANNOUNCE_S = 0.5  # of waiting, until the others are told of it
+ANNOUNCE_S = 0.5  # of waiting, until it is announced to the others
 WORD_S = 0.002  # between two looks for how the waits of the others end
 LOOK_S = 0.1  # after that, between two looks whether another rank gives up
 NOTICE_S = 1.0  # for the "here" of other ranks to come
@@ -59,7 +59,7 @@ class ExchangeWait(NamedTuple):
 
     exchange: OrderedExchange
     settings: Settings
-    ranks: Sequence[int]  # of the job, those of the set
+    ranks: Sequence[int]  # the set's, numbered in the job
     rank: int  # this one's place among them
     purpose: Callable[[], str]
 
@@ -121,7 +121,7 @@ def _give_up(waiting: ExchangeWait) -> None:
 
 
 def _raise_if_given_up(waiting: ExchangeWait) -> bool:
-    """Whether there are ranks whose wait has not ended."""
+    """Whether some ranks are still waiting."""
     said = waiting.exchange.said()
     if said["given up"]:
         gone = ranks_text([waiting.ranks[place] for place in sorted(said["given up"])])
@@ -152,8 +152,8 @@ def _missing(exchange: OrderedExchange, ranks: Sequence[int]) -> list[int]:
 
 
 def lost_ranks(exchange: OrderedExchange, ranks: Sequence[int], rank: int) -> list[int]:
-    """After a connection broke: those of the other ranks that do not announce themselves; several
-    where some are still at work alone."""
+    """After a connection broke, the ranks that do not announce themselves; may include ranks that
+    are still busy."""
     others = {place for place in range(len(ranks)) if place != rank}
     absent = set(others)
     end = time.monotonic() + NOTICE_S
@@ -189,7 +189,7 @@ class Callers:
         self._stays: dict[int, Stay] = {}
         self._known = WeakSet[
             threading.Thread
-        ]()  # that have asked for something; a thread's number may become that of another one
+        ]()  # threads that have made a request; thread numbers may be reused
         self._waiting: dict[int, object] = {}  # thread -> where it waits
         self._polling: dict[int, Polling] = {}
 
@@ -218,12 +218,12 @@ class Callers:
         """Whether every thread that may ask for something waits at `place`, or has done nothing but
         poll there for POLLING_S.
 
-        One may that has asked before, or that is no daemon: those of libraries are, and call
-        nothing here. Threads that Python has not started are those of autograd, which ask within a
-        backward() that another thread waits for, and those that run a function which TensorFlow or
-        JAX has compiled: where one of them waits, so does the thread that has called the function.
-        The idle thread of a pool may not, and one that has never asked may not while it waits
-        without a limit for what other threads put or set.
+        A thread may if it has asked before, or if it is not a daemon: libraries' threads are
+        daemons, and call nothing here. Threads that Python did not start belong to autograd, and
+        ask within a backward() that another thread waits for, or run a function that TensorFlow or
+        JAX compiled: if one of them waits, so does the thread that called the function. The idle
+        thread of a pool may not, and one that has never asked may not while it waits without a
+        limit for what other threads put or set.
         """
         frames = sys._current_frames()
         return all(

@@ -70,7 +70,7 @@ from hvdtrain.horovod.traced.variables import broadcast_variables as broadcast_v
 
 
 def __getattr__(name: str) -> Any:
-    """AttributeError for a name of Horovod's that is not built here."""
+    """Raises AttributeError for a Horovod name that is not implemented."""
     if message := not_built(name):
         raise AttributeError(message)
     raise AttributeError(f"hvdtrain.horovod.keras has no {name!r}: docs/keras.md lists what it has")

@@ -1,5 +1,5 @@
-"""Callbacks for model.fit() on several ranks: equal beginnings, metrics over all ranks, rates, and
-the best model of a run."""
+"""Callbacks for model.fit() on several ranks: broadcast of the initial state, metrics over all
+ranks, learning rates, and the best model of a run."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hvdtrain.horovod.traced.variables import broadcast_variables
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Weights and optimizer of rank `root_rank` on all ranks, before the first step of fit().
-    Random seeds stay those of each rank.
+    """Broadcasts the weights and optimizer of rank `root_rank` to all ranks, before the first step
+    of fit(). Each rank keeps its own random seed.
 
     A model that has no weights before it has seen data gets them after the first step.
     """
@@ -34,8 +34,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         *,
         process_set: ProcessSet = global_process_set,
     ) -> None:
-        """local_variables: one or several that each rank keeps as they are; the optimizer's are
-        those of the root all the same."""
+        """local_variables: one or several variables that each rank keeps unchanged; the optimizer's
+        variables are broadcast in any case."""
         super().__init__()
         refuse_placements(type(self).__name__, device=device)
         self._root = root_rank
@@ -88,8 +88,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """At the end of an epoch each metric is its mean over ranks, for the callbacks behind this one
-    and for the history."""
+    """Averages each metric over ranks at the end of an epoch, for later callbacks and for the
+    history."""
 
     def __init__(self, device: str = "", process_set: ProcessSet = global_process_set) -> None:
         super().__init__()
@@ -111,12 +111,12 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
-    """The learning rate is initial_lr x multiplier, from start_epoch on, before end_epoch.
+    """Sets the learning rate to initial_lr x multiplier, from start_epoch until before end_epoch.
 
     multiplier: a function of the epoch; a number is the factor of each epoch, multiplier ** (epoch
     - start_epoch), as in Horovod. staircase: it changes at the beginning of an epoch, else with
-    each batch: the epoch is then a fraction. momentum_correction: what an optimizer's momentum has
-    gathered changes in proportion (Goyal et al. 2017, arXiv:1706.02677, section 2.1).
+    each batch: the epoch is then a fraction. momentum_correction: an optimizer's accumulated
+    momentum changes in proportion (Goyal et al. 2017, arXiv:1706.02677, section 2.1).
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self._set(self._epoch + batch / self._steps)
 
     def _set(self, epoch: float) -> None:
-        # Callback.model: with JAX the variables are those of this moment
+        # Callback.model: with JAX it then has the current variables
         optimizer = self.model.optimizer
         before = rate_of(optimizer)
         now = self._initial * self._factor(epoch)
@@ -187,8 +187,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """The rate grows from initial_lr / size to initial_lr within the first warmup_epochs (Goyal et
-    al. 2017, section 2.2)."""
+    """Raises the learning rate from initial_lr / size to initial_lr during the first warmup_epochs
+    (Goyal et al. 2017, section 2.2)."""
 
     def __init__(
         self,
@@ -218,8 +218,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """ModelCheckpoint with save_best_only, which rank 0 alone writes; behind MetricAverageCallback
-    it judges by all ranks."""
+    """ModelCheckpoint with save_best_only that only rank 0 writes. Put it after
+    MetricAverageCallback to judge by all ranks."""
 
     def __init__(
         self,
@@ -253,7 +253,7 @@ def rate_of(optimizer: Any) -> float:
 
 
 def _velocities(optimizer: Any) -> list[Any]:
-    """The variables of a momentum that has the learning rate in it: of SGD and RMSprop."""
+    """The momentum variables that include the learning rate: of SGD and RMSprop."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if not getattr(inner, "momentum", 0):
         return []

@@ -1,5 +1,5 @@
-"""The calls of horovod.keras: on arrays and on tensors of Keras' backend, also inside of a
-train_step() that is compiled."""
+"""The calls of horovod.keras: on arrays and on tensors of Keras' backend, also inside of a compiled
+train_step()."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def allreduce(
 def allgather(
     value: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The values of all ranks along axis 0, whose lengths may differ, but not inside of a function
+    """The values of all ranks along axis 0, whose lengths may differ, except inside of a function
     that JAX compiles."""
     return collectives.allgather([_tensor(value)], name=name, process_set=process_set)[0]
 
@@ -72,8 +72,7 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The rows that every rank sends to this one; where splits are given, (rows, received
-    splits)."""
+    """The rows that every rank sends to this one; (rows, received splits) if splits are given."""
     return collectives.alltoall(_tensor(value), splits, name=name, process_set=process_set)
 
 
@@ -93,8 +92,8 @@ def reducescatter(
 
 
 def _tensor(value: Any) -> Any:
-    """Numbers and lists as tensors of the backend; what has a shape as it is, but within a
-    tf.function."""
+    """Converts numbers and lists to tensors of the backend; values with a shape stay as they are,
+    except within a tf.function."""
     is_array = isinstance(value, (np.ndarray, np.generic))
     if hasattr(value, "shape") and not (
         is_array and is_in_graph()

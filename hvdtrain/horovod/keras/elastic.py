@@ -1,4 +1,4 @@
-"""hvd.elastic for Keras: a model that goes on from its last commit when a rank is lost, and
+"""hvd.elastic for Keras: a model that continues from its last commit when a rank is lost, and
 callbacks that commit in fit()."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class KerasState(VariablesState):
     def __init__(
         self, model: Any, optimizer: Any = None, backend: None = None, **values: Any
     ) -> None:
-        """optimizer: where it is not that of model.compile(). Raises BadCall for a model that is
+        """optimizer: if it is not the one of model.compile(). Raises BadCall for a model that is
         not built."""
         if not model.built:
             raise BadCall(
@@ -59,13 +59,13 @@ class CommitStateCallback(keras.callbacks.Callback):
         self._commit()
 
     def _commit(self) -> None:
-        self.model.built  # noqa: B018  # Callback.model: with JAX the variables are those of this moment
+        self.model.built  # noqa: B018  # Callback.model: with JAX it then has the current variables
         self._state.commit()
 
 
 class UpdateBatchStateCallback(keras.callbacks.Callback):
-    """state.batch is the last batch of the epoch, 0 after it. Before CommitStateCallback in the
-    list."""
+    """Sets state.batch to the last batch of the epoch, and to 0 after it. Put it before
+    CommitStateCallback in the list."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()
@@ -79,8 +79,8 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):
-    """state.epoch counts epochs over all calls of fit(), each of which counts from 0. Before
-    CommitStateCallback in the list."""
+    """Counts epochs in state.epoch over all calls of fit(), while each call counts from 0. Put it
+    before CommitStateCallback in the list."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()

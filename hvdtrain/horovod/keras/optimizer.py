@@ -1,6 +1,5 @@
-"""DistributedOptimizer: an optimizer of Keras whose gradients are combined over ranks before it
-applies them, all or but for those of some layers; models that have one.
-"""
+"""DistributedOptimizer: a Keras optimizer that combines gradients over ranks before it applies
+them, optionally except for some layers. Loads models with one."""
 
 from __future__ import annotations
 
@@ -35,19 +34,19 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """The optimizer, of a class below its own, with its variables: gradients are combined over
-    ranks before it applies them.
+    """Returns the optimizer, as a subclass of its class and with its variables, which combines
+    gradients over ranks before it applies them.
 
     name: of the reductions. backward_passes_per_step: the sum of so many gradients is applied, with
     average_aggregated_gradients their mean; it is Keras' gradient_accumulation_steps, and ranks
-    reduce once in so many passes. With a LossScaleOptimizer, which has to judge the gradients of
-    all ranks, they reduce in every pass; under the policy mixed_float16 an optimizer without a loss
+    reduce once in so many passes. With a LossScaleOptimizer, which must check the gradients of all
+    ranks, they reduce in every pass; under the policy mixed_float16 an optimizer without a loss
     scale gets one here.
 
-    register_local_var(variable) of what is returned leaves a variable to each rank: its gradient is
-    not reduced, but divided by the number of ranks where scale_local_gradients is True.
+    register_local_var(variable) of the returned optimizer makes a variable local to each rank: its
+    gradient is not reduced, but divided by the number of ranks if scale_local_gradients is True.
 
-    Raises BadCall for arguments of Horovod's that would do nothing: devices, groups.
+    Raises BadCall for Horovod arguments that would have no effect: devices, groups.
     """
     refuse_placements(
         _WHERE,
@@ -60,7 +59,7 @@ def DistributedOptimizer(
         raise BadCall("this optimizer is a DistributedOptimizer already", _WHERE, _ONCE)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         what = (
-            f"{type(optimizer).__module__}.{type(optimizer).__qualname__} is no optimizer of "
+            f"{type(optimizer).__module__}.{type(optimizer).__qualname__} is not an optimizer of "
             "Keras 3"
         )
         raise BadCall(what, _WHERE, "keras.optimizers.SGD(...), say")
@@ -92,10 +91,10 @@ def PartialDistributedOptimizer(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """A DistributedOptimizer for which the variables of some layers are local, each rank's own.
+    """A DistributedOptimizer with the variables of some layers local to each rank.
 
-    local_layers: a layer that is built, or several.
-    BroadcastGlobalVariablesCallback(local_variables=...) leaves them out as well.
+    local_layers: a built layer, or several. BroadcastGlobalVariablesCallback(local_variables=...)
+    skips their variables, too.
     """
     how: dict[str, Any] = {
         "compression": compression,
@@ -119,8 +118,8 @@ def PartialDistributedOptimizer(
 
 
 def variables_of_layers(local_layers: Any, where: str) -> list[Any]:
-    """The trainable variables of a layer, or of several. Raises BadCall for what is none, and for
-    one that is not built."""
+    """The trainable variables of a layer, or of several. Raises BadCall for anything but a layer,
+    and for a layer that is not built."""
     if local_layers is None:
         return []
     layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers)
@@ -148,11 +147,11 @@ def load_model(
     legacy_opts: bool = False,
     **arguments: Any,
 ) -> Any:
-    """The model of a file, as keras.saving.load_model() loads it, whose optimizer is a
-    DistributedOptimizer with the state of the file.
+    """Loads a model as keras.saving.load_model() does; its optimizer is a DistributedOptimizer with
+    the saved state.
 
-    arguments: of DistributedOptimizer. The file is as one that was saved without it, and Keras
-    alone loads it too.
+    arguments: of DistributedOptimizer. Keras alone can load the file, too: it does not record
+    DistributedOptimizer.
     """
     if legacy_opts:
         raise BadCall(
@@ -182,7 +181,7 @@ def load_model(
 
 
 class Reducing:
-    """The methods that DistributedOptimizer puts before those of an optimizer."""
+    """The methods of an optimizer that DistributedOptimizer overrides."""
 
     _reduction: GradientReduction
     _factor: float  # of reduced gradients
@@ -190,7 +189,7 @@ class Reducing:
     gradient_accumulation_steps: int | None
 
     def register_local_var(self, var: Any) -> None:
-        """Leaves this variable to each rank: its gradient is that of this rank."""
+        """Makes this variable local: its gradient is not reduced over ranks."""
         if not isinstance(var, keras.Variable):
             what = (
                 f"a local variable is a {type(var).__module__}.{type(var).__qualname__}, not a "
@@ -207,7 +206,7 @@ class Reducing:
 
     @as_written
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
-        """Reduces, but for gradients that are accumulated: these once they are applied."""
+        """Reduces gradients, but accumulated ones only when they are applied."""
         base: Any = super()
         given = None if trainable_variables is None else list(trainable_variables)
         found = self._trainable_variables if given is None else given
@@ -220,8 +219,8 @@ class Reducing:
 
     @as_written
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
-        """Keras calls it for the gradients that are applied; on JAX in other passes too, where it
-        does not use the result."""
+        """Keras calls this for gradients that are applied; on JAX also in other passes, where it
+        ignores the result."""
         base: Any = super()
         if self.gradient_accumulation_steps:
             found = self.__dict__["_accumulated"]
@@ -254,8 +253,8 @@ class Reducing:
 
     @loss_scale_factor.setter
     def loss_scale_factor(self, value: float | None) -> None:
-        """Raises BadCall if a LossScaleOptimizer is put around this one, as by compile(): it would
-        judge each rank's gradients alone."""
+        """Raises BadCall if a LossScaleOptimizer wraps this one, for example by compile(): it would
+        check only each rank's own gradients."""
         if value is None and "loss_scale_factor" in self.__dict__:
             what = (
                 "a LossScaleOptimizer around a DistributedOptimizer leaves out a step on one "
@@ -270,14 +269,14 @@ class Reducing:
 
 
 class ReducingScaled:
-    """The methods that DistributedOptimizer puts before those of a LossScaleOptimizer: it judges
-    what all ranks have added up."""
+    """The methods of a LossScaleOptimizer that DistributedOptimizer overrides: it then checks the
+    gradients of all ranks."""
 
     _reduction: GradientReduction
     _factor: float
 
     def register_local_var(self, var: Any) -> NoReturn:
-        """Raises BadCall: a rank would leave out a step by a gradient that the others do not
+        """Raises BadCall: a rank would skip a step because of a gradient that the others do not
         have."""
         what = "local layers with a LossScaleOptimizer: ranks would leave out different steps"
         raise BadCall(
@@ -292,7 +291,7 @@ class ReducingScaled:
     def stateless_apply(
         self, optimizer_variables: Any, grads: Sequence[Any], trainable_variables: Any
     ) -> Any:
-        """Keras' own does not call apply()."""
+        """Overridden because the method of Keras does not call apply()."""
         base: Any = super()
         return base.stateless_apply(optimizer_variables, self._reduced(grads), trainable_variables)
 
@@ -301,7 +300,7 @@ class ReducingScaled:
 
 
 def _with_loss_scale(optimizer: Any) -> Any:
-    """Inside of a LossScaleOptimizer where compile() would put it there."""
+    """Wraps the optimizer in a LossScaleOptimizer if compile() would do so."""
     scaled = keras.optimizers.LossScaleOptimizer
     is_mixed = keras.config.dtype_policy().name == "mixed_float16"
     if not is_mixed or isinstance(optimizer, scaled) or optimizer.loss_scale_factor is not None:
@@ -310,8 +309,8 @@ def _with_loss_scale(optimizer: Any) -> Any:
 
 
 def _accumulate(optimizer: Any, passes: int, is_mean: bool) -> float:
-    """Has Keras accumulate over so many passes; the factor of the reduced gradients, by which their
-    mean becomes Horovod's sum."""
+    """Makes Keras accumulate over `passes` passes; returns the factor that turns their mean into
+    Horovod's sum."""
     if passes <= 0:
         raise BadCall("backward_passes_per_step must be > 0", _WHERE, "1 or more")
     inner = getattr(optimizer, "inner_optimizer", optimizer)
@@ -334,8 +333,8 @@ def _accumulate(optimizer: Any, passes: int, is_mean: bool) -> float:
 
 
 def _below(optimizer: Any, reduction: GradientReduction, factor: float) -> Any:
-    """This optimizer, of a class that has its class' name and the methods that reduce before its
-    own."""
+    """Changes this optimizer's class to a subclass with the same name and the overriding
+    methods."""
     kind = type(optimizer)
     methods = (
         ReducingScaled if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else Reducing

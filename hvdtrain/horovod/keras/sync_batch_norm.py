@@ -15,16 +15,16 @@ from hvdtrain.horovod.traced.collectives import allreduce
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
 class SyncBatchNormalization(keras.layers.BatchNormalization):
-    """Batch norm as keras.layers.BatchNormalization; in training the statistics are those of the
-    samples of all ranks.
+    """Batch norm like keras.layers.BatchNormalization, with statistics over the samples of all
+    ranks in training.
 
-    Ranks may have batches of other sizes, and none: each sample counts once, where Horovod averages
-    the statistics of ranks. Every rank comes to the same of these layers in the same order. Forward
-    and backward are two allreduces each, of at most 2 x channels numbers.
+    Ranks may have batches of different sizes, or none: each sample counts once, while Horovod
+    averages the statistics of ranks. Every rank must call the same of these layers in the same
+    order. Forward and backward are two allreduces each, of at most 2 x channels numbers.
     """
 
     def __init__(self, fused: bool | None = False, **of_keras: Any) -> None:
-        """Raises BadCall for what would take the statistics of one rank."""
+        """Raises BadCall for arguments that would use the statistics of one rank."""
         if fused is not False or of_keras.get("synchronized"):
             what = (
                 "SyncBatchNormalization does not support fused=True"
@@ -36,7 +36,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         """Mean and variance (C,), for inputs (..., C, ...) in float32 or float64. mask: the inputs'
-        shape but for its last axis."""
+        shape without its last axis."""
         if JOB.engine.size == 1:
             moments: tuple[Any, Any] = super()._moments(inputs, mask)
             return moments
@@ -57,5 +57,5 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         return mean, squares / count
 
     def _summed(self, what: str, *sums: Any) -> list[Any]:
-        """Each over ranks, whose gradient is the sum of those of all ranks."""
+        """Sums each over ranks; its gradient is the sum of the gradients of all ranks."""
         return allreduce(sums, Sum, name=f"{self.name}.{what}")

@@ -85,8 +85,8 @@ from hvdtrain.horovod.traced.variables import broadcast_variables as broadcast_v
 
 
 def __getattr__(name: str) -> Any:
-    """What needs Keras, and modules of Horovod's. AttributeError for a name of Horovod's that is
-    not built here."""
+    """Imports names that need Keras, and Horovod's modules. Raises AttributeError for a Horovod
+    name that is not implemented."""
     if name in ("compression", "functions", "mpi_ops", "sync_batch_norm"):
         return importlib.import_module(f"hvdtrain.horovod.tensorflow.{name}")
     if name == "SyncBatchNormalization":

@@ -178,7 +178,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """The variables themselves, with their values of rank `root_rank`."""
+    """Sets the variables to their values on rank `root_rank` and returns them."""
     received = list(variables)
     broadcast_variables(received, root_rank, process_set)
     return received
@@ -191,8 +191,7 @@ def alltoall(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The rows that every rank sends to this one; where splits are given, (rows, received
-    splits)."""
+    """The rows that every rank sends to this one; (rows, received splits) if splits are given."""
     return collectives.alltoall(_tensor(tensor), splits, name=name, process_set=process_set)
 
 
@@ -231,8 +230,8 @@ def allgather_object(
 
 
 def rank_op(name: str | None = None) -> Any:
-    """rank() as an int32 tensor, of the moment in which a tf.function runs; it differs after an
-    elastic reset."""
+    """rank() as an int32 tensor, evaluated when a tf.function runs; it may change after an elastic
+    reset."""
     return _number(basics.rank)
 
 
@@ -252,7 +251,7 @@ def local_size_op(name: str | None = None) -> Any:
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """1 where this rank is in the process set, else 0, as an int32 tensor."""
+    """1 if this rank is in the process set, else 0, as an int32 tensor."""
     return _number(lambda: JOB.engine.rank in JOB.engine.ranks_of(process_set_id))
 
 
@@ -275,7 +274,8 @@ def BroadcastGlobalVariablesHook(root_rank: int, device: str = "") -> NoReturn:
 
 
 def _tensor(value: Any) -> Any:
-    """Numbers, lists and arrays of NumPy as tensors; what else has a shape as it is."""
+    """Converts numbers, lists and NumPy arrays to tensors; other values with a shape are
+    unchanged."""
     is_tensor = hasattr(value, "shape") and not isinstance(value, (np.ndarray, np.generic))
     return value if is_tensor else tf.convert_to_tensor(value)
 

@@ -1,4 +1,5 @@
-"""hvd.elastic for TensorFlow: variables that go on from their last commit when a rank is lost."""
+"""hvd.elastic for TensorFlow: variables that continue from their last commit when a rank is
+lost."""
 
 from __future__ import annotations
 

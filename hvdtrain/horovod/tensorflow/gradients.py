@@ -31,13 +31,13 @@ def DistributedGradientTape(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """The tape, whose gradient() is that of all ranks; jacobian() and batch_jacobian() are those of
-    this rank.
+    """Returns the tape with a gradient() over all ranks; jacobian() and batch_jacobian() are still
+    this rank's.
 
-    register_local_source(variable) of what is returned leaves a variable to each rank: its gradient
-    is not reduced, but divided by the number of ranks where scale_local_gradients is True.
+    register_local_source(variable) of the returned tape makes a variable local to each rank: its
+    gradient is not reduced, but divided by the number of ranks if scale_local_gradients is True.
 
-    Raises BadCall for arguments of Horovod's that would do nothing: devices, groups.
+    Raises BadCall for Horovod arguments that would have no effect: devices, groups.
     """
     refuse_placements(
         _WHERE,
@@ -82,10 +82,9 @@ def PartialDistributedGradientTape(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """A DistributedGradientTape for which the variables of some layers of Keras are local, each
-    rank's own.
+    """A DistributedGradientTape with the variables of some Keras layers local to each rank.
 
-    local_layers: a layer that is built, or several.
+    local_layers: a built layer, or several.
     """
     from hvdtrain.horovod.keras.optimizer import variables_of_layers
 
@@ -106,13 +105,13 @@ def PartialDistributedGradientTape(
 
 
 class ReducingTape:
-    """The methods that DistributedGradientTape puts before those of a tape."""
+    """The methods of a tape that DistributedGradientTape overrides."""
 
     _reduction: GradientReduction
 
     @as_written
     def register_local_source(self, source: Any) -> None:
-        """Leaves this variable to each rank: its gradient is that of this rank."""
+        """Makes this variable local: its gradient is not reduced over ranks."""
         self._reduction.local.add(_identity(source))
 
     @as_written
@@ -125,8 +124,8 @@ class ReducingTape:
         *,
         use_generic_names: bool = False,
     ) -> Any:
-        """That of the tape, reduced; None if a source has none. use_generic_names: changes nothing,
-        names are those of the calls."""
+        """The tape's gradient, reduced; None if a source has none. use_generic_names: has no
+        effect, because names come from the calls."""
         base: Any = super()
         grads = base.gradient(target, sources, output_gradients, unconnected_gradients)
         found = self._reduction.reduce(
@@ -142,14 +141,14 @@ class ReducingTape:
         output_gradients: Any = None,
         use_generic_names: bool = False,
     ) -> tuple[list[Any], list[Any]]:
-        """Pairs of (source, gradient): of the local ones, and of the others."""
+        """Pairs of (source, gradient) for local sources, and for the others."""
         pairs = list(zip(sources, self.gradient(target, sources, output_gradients), strict=True))
         local = [pair for pair in pairs if _identity(pair[0]) in self._reduction.local]
         return local, [pair for pair in pairs if _identity(pair[0]) not in self._reduction.local]
 
 
 def _identity(source: Any) -> int:
-    """That of the variable of TensorFlow, also of one that Keras has in its own."""
+    """The identity of a TensorFlow variable, also if a Keras variable wraps it."""
     keras = sys.modules.get("keras")
     return id(source.value if keras is not None and isinstance(source, keras.Variable) else source)
 

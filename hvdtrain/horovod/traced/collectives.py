@@ -91,9 +91,10 @@ def allgather(
     process_set: ProcessSet = global_process_set,
     totals: Sequence[int] = (),
 ) -> list[Any]:
-    """The rows of all ranks, as one request. JAX compiles it where ranks have equally many rows.
+    """The rows of all ranks, as one request. JAX can compile it if all ranks have the same number
+    of rows.
 
-    totals: of rows, for JAX, where they are shares of so many, as reducescatter() makes them.
+    totals: of rows, for JAX, if the rows are shares of a total, as after reducescatter().
     """
     call = _title("allgather", name)
     values = [value_of(tensor) for tensor in tensors]
@@ -121,8 +122,7 @@ def allgather(
 def _places(
     grads: Sequence[Any], tensors: Sequence[Any], call: str, process_set: ProcessSet
 ) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Where the rows of this rank begin among those of all ranks, and how many they are, of each
-    tensor."""
+    """The first row of this rank among the rows of all ranks, and their number, for each tensor."""
     if not is_of_tensorflow(
         tensors
     ):  # traced by JAX: equal shares, the first ranks with one row more
@@ -147,8 +147,7 @@ def _places(
 def _check_rows(
     tensors: Sequence[Any], gathered: Sequence[Any], totals: Sequence[int], size: int, call: str
 ) -> None:
-    """Raises BadCall, on one rank at least, where ranks have other numbers of rows than JAX was
-    told."""
+    """Raises BadCall, on at least one rank, if numbers of rows differ from what JAX traced."""
     for own, rows, total in zip(
         tensors, gathered, totals or [size * len(own) for own in tensors], strict=True
     ):
@@ -194,8 +193,7 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The rows that every rank sends to this one; where splits are given, (rows, received
-    splits)."""
+    """The rows that every rank sends to this one; (rows, received splits) if splits are given."""
     tensor = value_of(tensor)
     call = _title("alltoall", name)
     if is_of_tensorflow([tensor]):
@@ -308,8 +306,8 @@ def _call(
     shapes: Sequence[Shape] | None,
     of_inputs: Gradients,
 ) -> list[Any]:
-    """The results of work(), with these gradients for TensorFlow, and for JAX in what it traces.
-    torch has its own."""
+    """Returns the results of work(), with these gradients for TensorFlow and for traced JAX code.
+    torch has its own gradients."""
     found = [value_of(tensor) for tensor in tensors]
     if is_of_tensorflow(found):
         return _with_gradients_of_tensorflow(call, work, found, shapes, of_inputs)

@@ -1,5 +1,5 @@
-"""What elastic training needs of variables, and of errors that a compiled function gives in its
-library's own form."""
+"""Elastic training for variables, and for errors that a compiled function raises in its library's
+own form."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hvdtrain.horovod.traced.variables import broadcast_variables
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates func(state, ...) as hvdtrain.horovod.elastic.run() does: after the loss of a rank
-    the others go on from their last commit.
+    the others continue from their last commit.
 
-    The errors of TensorFlow and JAX for a function that they have compiled count, where a call of
-    hvdtrain.horovod failed in it.
+    Errors of functions that TensorFlow or JAX compiled count if a call of hvdtrain.horovod failed
+    in them.
     """
 
     @functools.wraps(func)
@@ -43,7 +43,7 @@ class VariablesState(elastic.ObjectState):
     """Variables of Keras or TensorFlow, and values as attributes of these names."""
 
     def __init__(self, variables: Callable[[], Sequence[Any]], **values: Any) -> None:
-        """variables: gives those that there are, in one order."""
+        """variables: returns the current variables, in a fixed order."""
         self._variables = variables
         self._keep()
         super().__init__(**values)

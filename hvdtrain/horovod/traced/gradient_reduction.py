@@ -1,5 +1,4 @@
-"""How the gradients of a model are combined over ranks: those of Keras' optimizers and of
-TensorFlow's tapes."""
+"""Combines the gradients of Keras optimizers and TensorFlow tapes over ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +19,8 @@ class GradientReduction:
     """A reduction over the ranks of a process set. predivide: divides before the sum, and the sum
     is divided by size / predivide.
 
-    Gradients of local variables stay those of each rank. scales_local: they are divided by size, as
-    Horovod does: they are then this rank's part of the average, for which learning rates are
-    chosen.
+    Gradients of local variables are not reduced. scales_local: divides them by size, as Horovod
+    does, so that they are this rank's part of the average, for which learning rates are chosen.
     """
 
     name: str
@@ -33,11 +31,11 @@ class GradientReduction:
     sparse_as_dense: bool
     process_set: ProcessSet
     scales_local: bool = True
-    has_adasum: bool = False  # as Horovod's tapes have, but not its optimizers of Keras
+    has_adasum: bool = False  # as in Horovod's tapes, but not in its Keras optimizers
     local: set[int] = field(default_factory=set)  # identities of variables
 
     def __post_init__(self) -> None:
-        """Raises BadCall for what has no meaning."""
+        """Raises BadCall for meaningless arguments."""
         ops = (Average, Sum, Adasum) if self.has_adasum else (Average, Sum)
         if self.op not in ops:
             fix = "op=hvd.Average or hvd.Sum; hvd.DistributedGradientTape() has Adasum too"
@@ -51,10 +49,10 @@ class GradientReduction:
 
     @as_written
     def reduce(self, grads: Sequence[Any], variables: Sequence[int] = ()) -> list[Any]:
-        """The gradients of all ranks, where there are any: dense ones as one request, slices of
-        TensorFlow by gathers.
+        """Reduces the gradients over all ranks, if there are any: dense ones as one request,
+        TensorFlow slices by gathers.
 
-        variables: their identities, where some are local.
+        variables: their identities, if some are local.
         """
         if JOB.engine.size == 1 or not self.process_set.included():
             return list(grads)
@@ -129,8 +127,8 @@ class GradientReduction:
 def reduce_slices(
     slices: Sequence[Any], op: int, *, name: str | None, process_set: ProcessSet
 ) -> list[Any]:
-    """Sums or averages of tf.IndexedSlices: those of all ranks behind each other, as slices of one
-    batch are."""
+    """Sums or averages tf.IndexedSlices: concatenates the slices of all ranks, like the slices of
+    one batch."""
     names = (None, None) if name is None else (f"{name}.values", f"{name}.indices")
     values = allgather([each.values for each in slices], name=names[0], process_set=process_set)
     indices = allgather([each.indices for each in slices], name=names[1], process_set=process_set)
@@ -143,15 +141,15 @@ def reduce_slices(
 
 
 def check_slices(op: int, prescale: float, postscale: float, where: str) -> None:
-    """Raises BadCall for a reduction that slices do not have, as in Horovod."""
+    """Raises BadCall for a reduction that slices do not support, as in Horovod."""
     if op not in (Average, Sum) or not prescale == postscale == 1:
         fix = "tf.convert_to_tensor(slices), or sparse_as_dense=True"
         raise BadCall("tf.IndexedSlices are summed or averaged, without factors", where, fix)
 
 
 def refuse_placements(where: str, **arguments: Any) -> None:
-    """Raises BadCall for arguments of Horovod's that say where or in which groups tensors are
-    reduced: they would do nothing here."""
+    """Raises BadCall for Horovod arguments that select where or in which groups tensors are
+    reduced: they would have no effect here."""
     for name, value in arguments.items():
         if value:
             what = (

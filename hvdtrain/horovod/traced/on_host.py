@@ -1,5 +1,5 @@
-"""Work in host memory on tensors of any library: at once, or each time that a function runs which
-TensorFlow or JAX has compiled."""
+"""Runs work in host memory on tensors of any library: at once, or each time that a function
+compiled by TensorFlow or JAX runs."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Work = Callable[[list[Any]], Sequence[Any]]
 def on_host(
     work: Work, tensors: Sequence[Any], shapes: Sequence[Shape] | None = None, *, call: str
 ) -> list[Any]:
-    """The results of work(tensors), which have the dtypes of the first tensors.
+    """Returns the results of work(tensors), which have the dtypes of the first tensors.
 
-    shapes: of the results; None if there is one for each tensor, of its shape. call: what the
-    errors of a tf.function name.
+    shapes: of the results; None if there is one result for each tensor, of its shape. call: the
+    name in errors of a tf.function.
 
-    Inside of a compiled function work() gets and returns arrays of NumPy, in the order of the
-    program; elsewhere it gets the tensors themselves. TensorFlow cannot compile it by XLA, and JAX
-    has to know shapes.
+    Inside of a compiled function, work() gets and returns NumPy arrays, in program order; elsewhere
+    it gets the tensors themselves. TensorFlow cannot compile it with XLA, and JAX must know the
+    shapes.
     """
     shapes = [tensor.shape for tensor in tensors] if shapes is None else shapes
     if is_of_tensorflow(tensors) and not tensorflow().executing_eagerly():
@@ -43,8 +43,8 @@ def on_host(
 
 
 def give_jax_two_threads() -> None:
-    """So that JAX can hand arrays to the work: on one core it has one thread, which would run the
-    function and wait for them.
+    """Gives JAX two threads, so that it can pass arrays to the work: on one core it has one thread,
+    which would run the function and wait for them.
 
     Raises BadCall if it is too late.
     """
@@ -90,7 +90,7 @@ def _within_jax(work: Work, tensors: Sequence[Any], shapes: Sequence[Shape]) -> 
 
 
 def _on_arrays(work: Work) -> Callable[..., list[np.ndarray]]:
-    """The work as a function of arrays, of which none is memory of the library's."""
+    """The work as a function of arrays that do not share the library's memory."""
 
     def call(*arrays: Any) -> list[np.ndarray]:
         try:

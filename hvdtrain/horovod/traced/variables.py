@@ -1,4 +1,4 @@
-"""Variables of Keras and TensorFlow with the values that they have on one rank."""
+"""Broadcasts variables of Keras and TensorFlow from one rank."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def broadcast_variables(
     process_set: ProcessSet = global_process_set,
     inplace: bool = True,
 ) -> None:
-    """Each variable gets the value that it has on rank `root_rank`.
+    """Sets each variable to its value on rank `root_rank`.
 
-    Every rank gives as many variables, of the same shapes and dtypes, in one order. inplace:
-    changes nothing, as all are.
+    Every rank passes the same number of variables, with the same shapes and dtypes, in the same
+    order. inplace: has no effect, because it is always in place.
     """
     found = list(variables)
     if JOB.engine.size == 1 or not found:

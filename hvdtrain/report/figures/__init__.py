@@ -1,1 +1,1 @@
-"""The figures of `report`, and the canvas of those of commands."""
+"""The figures of `report`, and the canvas that other commands use for theirs."""

@@ -1,5 +1,5 @@
-"""What all figures share: colours, axes, legends, lines with a bounded number of points; and how
-they become SVG, PNG and files."""
+"""The shared parts of all figures: colours, axes, legends, lines with a bounded number of points,
+and output as SVG, PNG and files."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class TimeUnit(NamedTuple):
 def new_figure(
     rows: int = 1, columns: int = 1, height: float = HEIGHT, width: float = WIDTH, **shared: Any
 ) -> tuple[Figure, list[Axes]]:
-    """An empty figure of so many inches, and its axes row by row; `shared`: further arguments of
-    Figure.subplots.
+    """Creates an empty figure of this size in inches, and its axes row by row. shared: further
+    arguments of Figure.subplots.
 
-    Without pyplot, which looks for a display and keeps every figure.
+    It avoids pyplot, which looks for a display and keeps every figure.
     """
     from matplotlib.figure import Figure
 
@@ -69,7 +69,7 @@ def run_style(index: int) -> LineStyle:
 
 
 def draw_line(axes: Axes, x: Sequence[float], y: Sequence[float], **style: Any) -> bool:
-    """Draws a line through the finite points, or a marker where there is only one; returns whether
+    """Draws a line through the finite points, or a marker if there is only one; returns whether
     there was anything to draw.
 
     Above MOST_POINTS points a pale line has the extremes and a second one the means; a line with a
@@ -94,7 +94,7 @@ def draw_line(axes: Axes, x: Sequence[float], y: Sequence[float], **style: Any) 
 
 
 def _sections(points: Sequence[Point], count: int) -> list[range]:
-    """The indices of the points in so many sections of equal length."""
+    """The indices of the points in `count` sections of equal length."""
     cuts = [len(points) * section // count for section in range(count + 1)]
     return [range(start, end) for start, end in itertools.pairwise(cuts)]
 
@@ -108,8 +108,8 @@ def _means(points: Sequence[Point]) -> list[Point]:
 
 
 def downsample(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """At most so many points: the lowest and the highest of each section, so that no peak is
-    lost."""
+    """Reduces to at most `most` points: the lowest and the highest of each section, so that no peak
+    is lost."""
     if len(points) <= most:
         return list(points)
     kept: list[Point] = []
@@ -147,13 +147,13 @@ def run_entries(labels: Sequence[str], **style: Any) -> list[LegendEntry]:
 
 
 def literal(label: str) -> str:
-    """A label that matplotlib shows as it is: no formula between dollars, no leading underscore,
-    which a legend leaves out."""
+    """A label that matplotlib shows unchanged: no formula between dollars, no leading underscore,
+    which a legend would skip."""
     return (" " if label.startswith("_") else "") + label.replace("$", r"\$")
 
 
 def drawn_values(axes: Axes) -> list[float]:
-    """All y of the lines that are drawn."""
+    """All y values of the drawn lines."""
     lines: list[Any] = [line.get_ydata() for line in axes.lines]
     return [float(value) for values in lines for value in values]
 
@@ -167,8 +167,8 @@ def integer_ticks(*sides: Axis) -> None:
 
 
 def log_scale(axes: Axes) -> None:
-    """A logarithmic y axis with plain numbers, between the powers of ten too where there are few of
-    those."""
+    """A logarithmic y axis with plain numbers, also between powers of ten if there are few of
+    them."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set_yscale("log")
@@ -202,10 +202,10 @@ _SETTINGS: dict[Any, Any] = {
 
 
 def save_png(path: Path, draw: Callable[[], Figure], option: str = "--png") -> str:
-    """Writes the figure that `draw()` returns; returns a line for people: where it is, or that
+    """Writes the figure that `draw()` returns; returns a line that reports its path, or that
     matplotlib is missing.
 
-    option: that the path was given with. Raises UserError if the file cannot be written.
+    option: the option with the path. Raises UserError if the file cannot be written.
     """
     try:
         data = png(draw())
@@ -249,6 +249,6 @@ def _render(print_to: Callable[[io.BytesIO], None]) -> bytes:
 
 
 def data_url(svg_data: bytes, png_data: bytes) -> str:
-    """A data: URL of the SVG, or of the PNG where the SVG is larger than LARGEST_SVG_BYTES."""
+    """A data: URL of the SVG, or of the PNG if the SVG is larger than LARGEST_SVG_BYTES."""
     kind, data = ("svg+xml", svg_data) if len(svg_data) <= LARGEST_SVG_BYTES else ("png", png_data)
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"

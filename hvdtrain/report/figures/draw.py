@@ -1,4 +1,4 @@
-"""The figures of a report, in their order; here are those of training: loss, metrics, classes,
+"""The figures of a report, in order. This module draws training figures: loss, metrics, classes,
 learning rate and batch, noise scale."""
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def loss(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
 
 
 def accuracy(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """The objective over time, drawn as the loss is, with a line for each target."""
+    """The objective over time, drawn like the loss, with a line for each target."""
     figure, (axes,) = new_figure()
     legend_entries = _draw_train_and_val(axes, runs, "accuracy")
     if not legend_entries:
@@ -108,7 +108,7 @@ def metrics(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
 
 
 def logged(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """What scripts have logged but for what other figures have, axes for each name; None if no run
+    """Values that scripts logged and other figures do not show, axes for each name; None if no run
     has any."""
     names = dict.fromkeys(
         name for run in runs for name in logged_names(run) if name not in ("loss", "val_loss")
@@ -138,8 +138,8 @@ def _has(run: RunRecord, metric: str) -> bool:
 
 
 def _draw_train_and_val(axes: Axes, runs: Sequence[RunRecord], metric: str) -> list[LegendEntry]:
-    """Draws a metric over the epochs; returns legend entries for training and validation, where
-    there is any.
+    """Draws a metric over the epochs; returns legend entries for training and validation, if
+    present.
 
     A colour for each run; with a single run one for training and one for validation.
     """
@@ -169,7 +169,7 @@ def _draw_train_and_val(axes: Axes, runs: Sequence[RunRecord], metric: str) -> l
 
 
 def _train_values(run: RunRecord, metric: str) -> tuple[list[Fields], list[float]]:
-    """Events and the metric in training of each: of steps, or of epochs where no step has it."""
+    """Events and the training metric in each: of steps, or of epochs if no step has it."""
     steps = [number(event, metric) for event in run.step_events()]
     if finite(steps):
         return run.step_events(), steps
@@ -187,7 +187,7 @@ def _epochs(run: RunRecord, events: Sequence[Fields]) -> list[float]:
 
 
 def _scale_loss(axes: Axes) -> None:
-    """A logarithmic axis where most of the loss would lie flat on a linear one; else an axis from
+    """Uses a logarithmic axis if most of the loss would be flat on a linear one; else an axis from
     0."""
     values = sorted(drawn_values(axes))
     tenth_percentile = values[len(values) // 10]
@@ -198,8 +198,8 @@ def _scale_loss(axes: Axes) -> None:
 
 
 def _draw_targets(axes: Axes, runs: Sequence[RunRecord], metric: str) -> None:
-    """A horizontal line for each target that a run reached or is configured with, where the metric
-    is its objective."""
+    """A horizontal line for each target that a run reached or is configured with, if the metric is
+    its objective."""
     runs = [run for run in runs if objective_of(run).name == metric]
     values = {target.value for run in runs for target in targets(run)}
     values |= {number({"target": run.config.get("stop.target")}, "target") for run in runs}
@@ -286,8 +286,8 @@ def noise_scale(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | No
 
 
 def confusion(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """Shares of each class's samples by what the model says, of one run; None for several runs, and
-    without a confusion matrix."""
+    """Shares of each class's samples by the model's prediction, for one run; None for several runs,
+    and without a confusion matrix."""
     last = next(reversed(evaluations_of(runs[0])), None) if len(runs) == 1 else None
     shares = confusion_shares(last) if last else None
     if last is None or shares is None:
@@ -429,8 +429,8 @@ def draw_all(
     labels: Sequence[str],
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[DrawnFigure]:
-    """The figures that have something to show. `progress` receives a line before each. Raises
-    UserError if matplotlib is missing."""
+    """Draws the figures that have something to show. progress: called with a line before each.
+    Raises UserError if matplotlib is missing."""
     try:
         new_figure()
     except ModuleNotFoundError:

@@ -1,5 +1,5 @@
-"""The figures of ranks: their own work in a step, scaling over ranks, and what ranks do that have
-one model together."""
+"""The figures of ranks: their own work in a step, scaling over ranks, and the activity of ranks
+that share one model."""
 
 from __future__ import annotations
 
@@ -382,7 +382,7 @@ def _of_ranks(run: RunRecord, field: str) -> list[float]:
 
 
 def _passes(event: Fields) -> list[list[_Pass]]:
-    """Passes of each rank; empty if the event is another's."""
+    """The passes of each rank; empty if the event belongs to another job."""
     rows = event.get("passes")
     if not isinstance(rows, list) or len(rows) > _MOST_RANKS:
         return []
@@ -408,7 +408,7 @@ def _passes(event: Fields) -> list[list[_Pass]]:
 
 
 def _ranks(event: Fields) -> list[int]:
-    """Whose passes they are; empty if one of them is no rank."""
+    """The ranks that the passes belong to; empty if one of them is not a rank."""
     found = numbers(event, "passes_of_ranks")
     return (
         [int(rank) for rank in found]

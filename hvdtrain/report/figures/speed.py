@@ -181,7 +181,7 @@ def _timed_steps_by_epoch(run: RunRecord) -> list[tuple[int, list[Fields]]]:
     epochs: dict[int, list[Fields]] = {}
     for event in run.step_events():
         if isinstance(event.get("phase_ms"), dict):
-            # evaluations, of which some may lie within an epoch
+            # evaluations; some may lie within an epoch
             before = bisect.bisect_left(last_steps, event["step"])
             ended = [
                 one
@@ -195,8 +195,8 @@ def _timed_steps_by_epoch(run: RunRecord) -> list[tuple[int, list[Fields]]]:
 def _stack_bars(
     bars: Sequence[dict[str, float]], draw: Callable[..., Any], start: str
 ) -> list[LegendEntry]:
-    """Draws stacked bars by axes.bar or axes.barh, whose argument for the start of a bar is named
-    `start`; returns legend entries."""
+    """Draws stacked bars by axes.bar or axes.barh, whose argument `start` names the beginning of a
+    bar; returns legend entries."""
     others = sorted({name for bar in bars for name in bar} - set(PHASES))
     names = [name for name in [*PHASES, *others] if any(bar.get(name) for bar in bars)]
     entries: list[LegendEntry] = []

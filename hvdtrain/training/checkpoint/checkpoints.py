@@ -65,7 +65,7 @@ class Checkpoints:
         )
         self._disk_is_shared: bool | None = None
         self._thread: threading.Thread | None = None  # writes this rank's part
-        # nobody needs a part that has not begun; or nobody waits for this rank
+        # a part still queued is not needed any more; or nobody waits for this rank
         self._over = threading.Event()
         self._lost = threading.Event()
 

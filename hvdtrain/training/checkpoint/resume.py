@@ -82,7 +82,7 @@ def find_resume_point(
     train_state = dataclasses.replace(found.train_state, progress=progress)
     if train_state.target != config.stop.target:  # evaluations at another target do not count
         train_state = dataclasses.replace(train_state, at_target=0)
-    if not train_state.comparable(beginning):  # nor do those of other samples, or views
+    if not train_state.comparable(beginning):  # nor do evaluations on other samples, or views
         before = train_state.evaluates
         now = beginning.evaluates
         of = "samples"
@@ -96,8 +96,8 @@ def find_resume_point(
             else " and stop.patience"
         )
         notes.append(
-            f"evaluations are of {now:,} {of}, and were of {before:,}: the best one{counts} begin "
-            "anew"
+            f"evaluations are of {now:,} {of}, and were of {before:,}: the best one{counts} "
+            "start over"
         )
         train_state = train_state.forget_evaluations()
     train_state = dataclasses.replace(

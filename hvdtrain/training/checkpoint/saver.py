@@ -341,8 +341,8 @@ class Saver:
         if given_up:
             steps = ", ".join(map(str, given_up))
             lines.append(
-                f"{room.NO_ROOM} for the last checkpoint beside all others: that of step {steps} "
-                "is given up for it"
+                f"{room.NO_ROOM} for the last checkpoint beside all others: the checkpoint of step "
+                f"{steps} was removed for it"
             )
         more = {"given_up": list(given_up)} if given_up else {}
         self._log.emit(

@@ -161,8 +161,8 @@ class CheckpointShard:
 
 
 class ChunkShare:
-    """The chunks that one rank reads back: an equal share of those of all files, one file after the
-    other."""
+    """The chunks that one rank reads back: an equal share of the chunks of all files, one file
+    after the other."""
 
     def __init__(self, sizes: dict[str, int], rank: int, ranks: int) -> None:
         """sizes: of the files, in bytes."""
@@ -206,8 +206,8 @@ class Patience:
         self._progress = 0
 
     def look(self, wait_s: float) -> bool:
-        """Whether the other rank has gone on since the last look. Raises TimeoutError if it has not
-        for so long."""
+        """Whether the other rank has progressed since the last check. Raises TimeoutError if it has
+        made no progress for wait_s."""
         now_s = self._clock()
         before = self._progress
         if now_s - self._looked_s > min(PROGRESS_S, wait_s / 2):

@@ -174,7 +174,7 @@ class HealthMonitor:
 WINDOWS_LEFT = 1.5  # of the longest time between two sync points: the next one must be in time
 SAVES_LEFT = 2.0  # times the longest checkpoint: file systems are busy when many jobs end
 MAX_TIME_MARGIN_S = 2.0
-SLURM_MARGIN_S = 10.0  # SLURM kills the job, and its clock may differ from that of this host
+SLURM_MARGIN_S = 10.0  # SLURM kills the job, and its clock may differ from this host's
 SQUEUE_S = 5.0  # timeout of squeue
 
 
