@@ -346,7 +346,8 @@ def test_mpi_gets_a_tensor_once_it_is_filled(way: str) -> None:
 @pytest.mark.parametrize("way", ["host", "device"])
 @pytest.mark.parametrize(("stage", "summary"), [(0, "overlapped bucket"), (2, "ZeRO stage 2")])
 def test_training_on_gpus_is_that_in_host_memory(stage: int, summary: str, way: str) -> None:
-    """Of 2 ranks, whose sums have one order; a thread reduces buckets while backward goes on."""
+    """With 2 ranks, whose sums have one order, a thread reduces buckets while backward
+    continues."""
     for found, farthest in on_ranks("mpi", 2, "device_memory_on_ranks:farthest_weight", way, stage):
         assert summary in found and farthest == 0
 

@@ -277,7 +277,7 @@ def test_a_stranger_does_not_end_a_job_with_success() -> None:
         kept = host.wait()
         left = other.wait()
     assert (kept.returncode, left.returncode) == (errors.LOST, errors.LOST), (kept, left)
-    assert "a process that is no rank of the job wrote its end into the store" in left.stderr, left
+    assert "a process outside of the job wrote an end into the store" in left.stderr, left
 
 
 @pytest.mark.parametrize("launched", [(2, 3), (3, 2)])

@@ -290,7 +290,7 @@ def test_a_checkpoint_brings_back_everything(
     assert (
         over[2] == 7 and nothing == [] and state["step"] == 7 and torch.equal(over[0], straight[0])
     )
-    _, longer, more = train(99, 2.5)  # a loop that is over goes on where it is given more epochs
+    _, longer, more = train(99, 2.5)  # a complete loop resumes if it gets more epochs
     assert len(more) == 2 and longer[2] == 9
 
 
@@ -333,7 +333,7 @@ def test_a_stop_without_a_call_of_checkpoint_writes_what_can_be_resumed_or_says_
                 ctx.checkpoint(model, optimizer, now=True, **extra)
         assert ctx.close() == (75 if turn == 0 else 0)
     (stop,) = events(run, "stop")
-    if kept == "a value":  # goes on from the end of the first epoch
+    if kept == "a value":  # resumes from the end of the first epoch
         assert steps == [*range(16), *range(10, 20)]
         assert (
             "no checkpoint of step 16: it keeps best, which only the script knows"
@@ -415,7 +415,7 @@ def test_a_checkpoint_that_the_script_asked_for_is_kept(make: Any, tmp_path: Pat
         (tmp_path / "run" / "checkpoints" / "step-00000008" / "progress.json").read_text()
     )
     assert one["train_state"]["is_kept"] is False, (
-        "a script that goes on from one that is kept does not keep its own"
+        "a script that resumes from a kept checkpoint does not keep its own"
     )
 
 
@@ -812,7 +812,7 @@ def test_a_parameter_among_the_outputs_has_no_gradient_in_a_step_without_items_a
         assert net.bias.grad is not None and net.bias.grad.item() == (0 if is_empty else 3)
         assert not net.bias._backward_hooks
         optimizer.step()
-        model(batch["x"])  # of which nothing goes back
+        model(batch["x"])  # without a backward pass
 
 
 def test_torch_compile_before_and_after_prepare(make: Any, tmp_path: Path) -> None:

@@ -104,8 +104,8 @@ def test_one_process_computes_what_jax_and_optax_compute(tmp_path: Path, optimiz
 def test_ranks_compute_what_one_process_computes_and_go_on_where_others_have_stopped(
     tmp_path: Path,
 ) -> None:
-    """Uneven shares of 7 samples, of 2 samples on 3 ranks, one of which has none; a run that goes
-    on with 2, 3 and 1 ranks."""
+    """Uneven shares of 7 samples, and of 2 samples on 3 ranks, so that one has none; a run that
+    resumes with 2, 3 and 1 ranks."""
     run = f"run={tmp_path / 'run'}"
     expected = plain("adamw", 7)
     of_2 = in_ways(tmp_path, 2, f"adamw 7 {STEPS}", f"adamw 7 4 {run}", f"adamw 7 8 {run}")

@@ -135,7 +135,7 @@ def test_any_number_of_ranks_by_any_strategy(
 def test_killed_and_resumed_on_another_number_of_ranks(
     tmp_path: Path, straight: dict[str, Any], before: int, after: int, arguments: list[str]
 ) -> None:
-    """Step 27's checkpoint is that of step 20: what came after it is computed again."""
+    """After step 27 the newest checkpoint is of step 20: later steps are computed again."""
     code = 128 + signal.SIGKILL if before > 1 else -signal.SIGKILL
     trained(tmp_path, before, "--kill", "27", f"{before - 1}", *arguments, code=code)
     found = trained(tmp_path, after, *arguments)
@@ -285,7 +285,7 @@ def test_a_call_on_one_rank_alone_and_a_wrong_key_are_told_with_the_line_of_the_
 def test_elastic_follows_the_loop_in_its_run_folder(
     tmp_path: Path, straight: dict[str, Any]
 ) -> None:
-    """A rank is killed at the first start; the second one goes on from the checkpoint."""
+    """A rank is killed at the first start; the second one resumes from the checkpoint."""
     out = tmp_path / "out.json"
     run = tmp_path / "run"
     code = (
@@ -340,8 +340,7 @@ def assert_near(found: dict[str, Any], expected: dict[str, Any]) -> None:
 @needs_mpirun
 def test_ranks_that_have_the_model_together(tmp_path: Path) -> None:
     """In parts of layers, in stages, with a dense part; clipped; of tokens; with means over counted
-    targets, of which some ranks have none; and a run that goes on in another way than it began.
-    """
+    targets, which some ranks lack; and a run that is resumed in another way than it began."""
     clip = "optim.clip_norm=0.1"
     whole, clipped, tokens, counted = in_ways(tmp_path, 1, "seed=0", clip, "gpt", "counted")
     run = f"run={tmp_path / 'run'}"

@@ -110,10 +110,10 @@ def test_a_name_is_one_part_of_a_path(run: Path, outside: Path, name: str) -> No
             folder.status,
         )
         for call in calls:
-            with pytest.raises(ValueError, match="is no name in a folder"):
+            with pytest.raises(ValueError, match="is not a name in a folder"):
                 call(name)
         for names in ((name, "x"), ("x", name)):
-            with pytest.raises(ValueError, match="is no name in a folder"):
+            with pytest.raises(ValueError, match="is not a name in a folder"):
                 folder.rename(*names)
 
 

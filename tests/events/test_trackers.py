@@ -402,7 +402,7 @@ def test_mlflow_of_a_failed_job_on_the_users_server(
     experiment = client.get_experiment_by_name("mine")
     assert experiment is not None
     found = client.search_runs([experiment.experiment_id])
-    # two: the second begins anew, at step 0
+    # two: the second starts over, at step 0
     assert [made.info.status for made in found] == [
         "FAILED",
         "FAILED",
@@ -412,7 +412,7 @@ def test_mlflow_of_a_failed_job_on_the_users_server(
 
 
 def test_mlflow_starts_a_new_run_where_the_id_is_unknown(run: Path) -> None:
-    """Another server does not know the id; a file that a crash cut off is no id."""
+    """Another server does not know the id; a file that a crash truncated is not an id."""
     pytest.importorskip("mlflow")
     ids = []
     for text in (json.dumps({"run_id": "0" * 32}), '{"run_'):

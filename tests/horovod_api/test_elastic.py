@@ -1,4 +1,4 @@
-"""hvd.elastic: after the loss of a rank the others go back to the last commit and go on;
+"""hvd.elastic: after the loss of a rank the others return to the last commit and continue;
 ElasticSampler divides what is left."""
 
 from __future__ import annotations

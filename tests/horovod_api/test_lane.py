@@ -225,7 +225,7 @@ class InThreads(Alone):
 
 
 class LanesInThreads:
-    """A lane for each rank, which never gives up; gives_up() changes that of rank 0."""
+    """A lane for each rank, which never gives up; gives_up() changes rank 0's."""
 
     def __init__(self, size: int) -> None:
         communicators = ThreadRanks(size)

@@ -38,7 +38,7 @@ def test_groups_are_torchs_parameter_groups_on_every_framework(
 ) -> None:
     run = Run(0.001, decay=0.05, exclude=False)
     rule = build_rule(config_of(f"optim.name={name}", GROUPS))
-    assert rule.momentum == 0.9, "that of the optimizer"
+    assert rule.momentum == 0.9, "the optimizer's momentum"
     weights = [torch.nn.Parameter(torch.tensor(w)) for w in run.weights()]
     # of the arrays 0 to 4: the first entry counts
     shares = [

@@ -1,4 +1,4 @@
-"""recipe.schedule=plateau: its rates are those of torch's ReduceLROnPlateau after the same
+"""recipe.schedule=plateau: its rates equal those of torch's ReduceLROnPlateau after the same
 evaluations, in a job and after a resume."""
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def read(run: str, kind: str) -> list[dict[str, Any]]:
 def test_a_job_has_these_rates_and_resumes_to_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Stopped between two evaluations, with bad ones counted. torch's scheduler is told what the
-    job's evaluations were."""
+    """Stopped between two evaluations, with bad ones counted. torch's scheduler gets what the job's
+    evaluations were."""
     monkeypatch.chdir(tmp_path)
     assert main([*JOB, "run=straight"]) == 0
     values = {event["step"]: event["val_accuracy"] for event in read("straight", "epoch")}

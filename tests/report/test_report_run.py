@@ -496,7 +496,7 @@ def test_differing_keys() -> None:
 
 @pytest.mark.parametrize("kind", key_classes(), ids=lambda kind: kind.section)
 def test_a_run_has_the_defaults_of_keys_of_extras(kind: type[Section]) -> None:
-    """It records those of an extra that it uses."""
+    """It records the keys of an extra that it uses."""
     plain = record_of([start()])
     recorded = record_of([start()])
     key, *others = (kind.full_key(name) for name in kind.model_fields)

@@ -222,7 +222,7 @@ def test_stop_target_for_counts_evaluations(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_job_that_its_time_ends_is_done(capsys: pytest.CaptureFixture[str]) -> None:
-    """Over all its runs: what it took before counts; a longer time goes on."""
+    """Over all its runs: earlier time counts, and a longer limit resumes the job."""
     words = [*FAST, "log.every_steps=5", "run=r"]
     assert main([*words, "stop.time=0.2s"]) == 0
     said = capsys.readouterr().out

@@ -376,7 +376,7 @@ def test_the_last_checkpoint_replaces_an_older_one_where_it_does_not_fit_beside_
 @pytest.mark.parametrize("disk", ["4m"], indirect=True)
 def test_a_disk_that_becomes_read_only_ends_the_job(disk: Disk) -> None:
     """As a file system after an error of its disk. The next start says it before its first step;
-    once it can write, it goes on."""
+    once it can write, it continues."""
     command = Command("single", 0, framework="numpy")
     run = disk.path / "run"
     with disk.start(command, "run") as job:

@@ -158,7 +158,7 @@ def test_a_signal_in_training_ends_the_job_within_seconds(tmp_path: Path) -> Non
 
 
 def end_badly(command: Command, run: Path, link: Link) -> Row:
-    """One start: it goes on from the newest checkpoint, and ends as it should."""
+    """One start, which resumes from the newest checkpoint and ends correctly."""
     before = newest(run)
     begun = len(events(run))
     bad = command.size - 1

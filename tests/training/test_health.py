@@ -44,7 +44,7 @@ class PastDeadline:
 
 
 class FakeCheckpoints:
-    """Checkpoints of which none is due; it counts rollbacks."""
+    """Checkpoints that are never due; counts rollbacks."""
 
     def __init__(self, longest_s: float = 0.0) -> None:
         self.longest_s = longest_s
@@ -145,7 +145,7 @@ class OfTwo(SingleProcessCommunicator):
 @pytest.mark.parametrize("save", [False, True])
 def test_a_skipped_step_does_not_keep_the_ranks_from_being_compared(save: bool) -> None:
     """Every guard.equal_steps steps, and before a checkpoint, where the loss of the steps up to the
-    sync point is no number, too."""
+    sync point is not a number, too."""
     words = [
         "framework=numpy",
         "model.name=linear",

@@ -35,7 +35,7 @@ sys.meta_path.insert(0, Finder())
 
 
 def check(tmp_path: Path, *arguments: str, path: str = "") -> int:
-    """The number of cases, of which none went wrong; path: more folders with modules."""
+    """The number of cases, all of which passed; path: more folders with modules."""
     env = {"PYTHONPATH": f"{path}:{ROOT}"} if path else None
     result = python(
         [SCRIPT, str(tmp_path), *arguments], timeout_s=7200 if FULL else HANG_S, env=env

@@ -326,7 +326,7 @@ def test_a_file_with_settings_beside_the_weights(name: str, tmp_path: Path) -> N
 
 def test_a_file_with_two_sets_of_weights(tmp_path: Path) -> None:
     """Two that differ are an error that names both; of the same ones one is taken, and a line says
-    what else the file has. The state of an optimizer is no set."""
+    what else the file has. An optimizer's state is not a set."""
     path = tmp_path / "w.pt"
     first = Net().state_dict()
     other = {name: tensor + 1 for name, tensor in first.items()}
@@ -422,8 +422,8 @@ def test_parameters_with_the_names_of_adapters_are_a_models_own(tmp_path: Path) 
 def test_what_is_trained_beside_adapters(
     adapted: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing; what model.lora_train names; what model.weights_skip draws anew. A weight that the
-    file lacks is not frozen in silence."""
+    """Nothing; what model.lora_train names; what model.weights_skip initializes again. A weight
+    that the file lacks is not frozen in silence."""
     weights = f"model.weights={adapted.folder}"
     lora = ["model.lora=['fc1']", "model.lora_rank=1"]
     for words, trained in (

@@ -1,5 +1,5 @@
-"""guard.lost: the living ranks go on without those that are killed, and the end is that of one
-process that nothing happened to."""
+"""guard.lost: the surviving ranks continue without the killed ones, and the result equals that of
+one process that nothing happened to."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_the_end_is_that_of_one_process(
 def test_what_a_lost_rank_had_alone_comes_from_its_neighbour_or_the_newest_checkpoint(
     engine: str, words: str, plan: str, lost: set[int], from_checkpoint: list[int], tmp_path: Path
 ) -> None:
-    """The optimizer's state is in parts; those that are left divide it anew."""
+    """The optimizer's state is sharded; the surviving ranks shard it again."""
     results = finish(
         engine, 4, arguments("torch", tmp_path / "run", f"guard.lost=shrink {words}", plan)
     )
@@ -210,7 +210,7 @@ def check_end(
 
 @needs_mpirun
 def test_restart_writes_the_last_sync_point_and_ends(tmp_path: Path) -> None:
-    """The same command, started again, goes on from there."""
+    """The same command, started again, resumes from there."""
     argv = arguments(
         "numpy", tmp_path, "guard.lost=restart checkpoint.every_steps=null resume=auto", "0 step 15"
     )
@@ -256,7 +256,7 @@ def test_a_signal_after_a_loss_stops_at_a_sync_point(
 
 @needs_mpirun
 def test_a_rank_that_hangs_after_a_loss_is_named_by_its_new_number(tmp_path: Path) -> None:
-    """Rank 0 is lost; the last of the other two hangs, and the same command goes on from the
+    """Rank 0 is lost; the last of the other two hangs, and the same command resumes from the
     checkpoint before."""
     trouble = (
         "model.name=trouble:Trouble model.fault=sleep model.rank=2 model.at=20 "

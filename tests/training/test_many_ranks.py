@@ -1,4 +1,4 @@
-"""Jobs of many ranks: 64 real ones on this machine, and rank 0 of 8,192 of which the others do not
+"""Jobs of many ranks: 64 real ones on this machine, and rank 0 of 8,192 whose other ranks do not
 exist."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WORDS += ["log.every_steps=5", "guard.equal_steps=5"]
 @pytest.mark.clock  # so that it runs alone: 64 ranks take the cores from every other test
 @needs_mpirun
 def test_64_ranks_train_are_stopped_and_go_on_with_48(tmp_path: Path) -> None:
-    """The last of them gets the signal; the weights are those of one process that was never
+    """The last rank gets the signal; the weights equal those of one process that was never
     stopped."""
     run = tmp_path / "run"
     alone = tmp_path / "alone"
@@ -109,8 +109,7 @@ def test_what_rank_0_does_grows_by_a_packet_a_rank(
 
 
 def test_what_rank_0_gets_in_a_check_grows_by_a_packet_a_rank(tmp_path: Path) -> None:
-    """What differs of a rank's facts, of which it has 1.3 kB; findings of 1,024 hosts are few
-    lines."""
+    """The differences of a rank's facts, 1.3 kB in all; findings of 1,024 hosts are few lines."""
     (few, _), (many, report) = check_of(64, tmp_path / "few"), check_of(8192, tmp_path / "many")
     assert few.collectives == many.collectives and 0 < many.received_bytes < 512 * 8192, many
     assert [facts["pid"] for facts in report.ranks[1:]] == list(range(100_001, 108_192))

@@ -47,7 +47,7 @@ def test_a_limit_of_private_memory_counts(tmp_path: Path) -> None:
 
 
 def test_the_smallest_limit_of_the_groups_around_a_process_counts(tmp_path: Path) -> None:
-    """Of 3 MB 1 MB is used, of which 0.5 MB are pages of files that the kernel gives back."""
+    """1 of 3 MB is used, including 0.5 MB of file pages that the kernel gives back."""
     proc, cgroups = host(tmp_path, "0::/job/step\n")
     for group, most in {"": None, "job": 3_000_000, "job/step": None}.items():
         folder = cgroups / group

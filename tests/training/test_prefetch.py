@@ -46,7 +46,7 @@ FIRST = Progress(50, 100)  # 2 epochs of 50 samples, 13 steps
 
 
 class RecordingSource(Source):
-    """A source that is no array. It records each read and its thread, and calls
+    """A source that is not an array. It records each read and its thread, and calls
     before_read(samples) first."""
 
     def __init__(self, source: Any, before_read: Callable[[np.ndarray], Any] | None = None) -> None:

@@ -306,8 +306,8 @@ def test_files_that_are_none(
 
 @needs_mpirun
 def test_frozen_layers_stay_on_any_number_of_ranks_and_stage(trained: Path, tmp_path: Path) -> None:
-    """Parameters, running statistics and their optimizer state; what is trained is that of one
-    process to 1e-12."""
+    """Parameters, running statistics and their optimizer state; the trained weights equal those of
+    one process to 1e-12."""
     before = weights_of(trained)
     done = mpirun(2, alone("pretrained_on_ranks:frozen_jobs", str(tmp_path), str(trained)))
     assert done.returncode == 0, done.stdout + done.stderr

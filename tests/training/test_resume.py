@@ -116,7 +116,7 @@ def number_of(row: str) -> str:
 
 
 class Matrix:
-    """Every setting's job stopped at every point, and gone on with in every setting; where both are
+    """Every setting's job is stopped at every point and resumed in every setting; where both are
     the same, from every point."""
 
     def __init__(self, folder: Path, engines: list[str], sizes: tuple[int, ...]) -> None:

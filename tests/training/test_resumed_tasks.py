@@ -1,5 +1,5 @@
-"""Jobs of labels, of pixels, and of weighted classes that stop within an epoch and go on with one
-rank more: as one that never stopped."""
+"""Jobs with labels, pixels and weighted classes that stop within an epoch and resume with one rank
+more: as one that never stopped."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def went(words: list[str], run: Path, steps: int, ranks: int) -> None:
 
 
 def numbers(run: Path) -> dict[tuple[str, int], dict[str, float | None]]:
-    """The metrics of each event "step" and "epoch", of those of one step the last."""
+    """The metrics of each event "step" and "epoch"; for repeated steps, the last ones."""
     lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     names = {f"{of}{metric}" for metric in lines[0]["metrics"] for of in ("", "train_", "val_")}
     kept = [event for event in lines if event["kind"] in ("step", "epoch")]

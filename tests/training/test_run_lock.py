@@ -345,8 +345,8 @@ def is_one_job(run: Path) -> bool:
 
 @pytest.mark.parametrize("pairs", [1, pytest.param(50 if FULL else 2, marks=pytest.mark.slow)])
 def test_two_jobs_never_mix(tmp_path: Path, pairs: int) -> None:
-    """The second one is refused, or it waits and finds a job that is over; the run is that of one
-    job."""
+    """The second one is rejected, or it waits and finds a complete job; the run equals the run of
+    one job."""
     chance = random.Random(pairs)
     codes = list[tuple[int, int]]()
     for pair in range(pairs):

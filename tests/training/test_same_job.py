@@ -26,8 +26,8 @@ from hvdtrain.training.replicas.user_code import module_digests, named_modules
 
 HOST = socket.gethostname()
 WHERE = (
-    f"  where: rank 1 on {HOST}, against 1 equal rank; there is no majority, so which of them is "
-    "wrong is not known\n"
+    f"  where: rank 1 on {HOST}, against 1 equal rank; there is no majority, so it is unknown "
+    "which of them is wrong\n"
 )
 HEX = "[0-9a-f]{12,16}"
 MESSAGES = {  # case -> the first line and the fix

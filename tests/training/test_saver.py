@@ -258,7 +258,7 @@ def test_weights_that_are_not_finite_are_no_checkpoint(tmp_path: Path) -> None:
 
 
 class LostInTheSecondSum(SingleProcessCommunicator):
-    """Of two ranks, of which the other one ends."""
+    """One of two ranks, while the other one ends."""
 
     size = 2
     sums = 0

@@ -521,7 +521,7 @@ def test_a_rank_whose_job_ends_does_not_wait_long_for_rank_0(
     ("sizes", "ranks"), [((10, 3), 4), ((0, 5), 3), ((1, 0), 2), ((7, 9), 1), ((2, 1), 5)]
 )
 def test_shares_are_equal_and_every_chunk_is_in_one(sizes: tuple[int, int], ranks: int) -> None:
-    """sizes: of two files, in chunks, of which the last ones have one byte."""
+    """sizes: of two files, in chunks; the last chunks have one byte."""
     in_bytes = {
         file: max(0, (count - 1) * sums.CHUNK_BYTES + 1) if count else 0
         for file, count in zip("ab", sizes, strict=True)

@@ -211,7 +211,7 @@ sys.exit(program.main())
 
 
 def test_a_signal_before_the_job_can_listen_is_handed_over(tmp_path: Path) -> None:
-    """It ends a start that takes long; a short one goes on to the first sync point, which saves."""
+    """It ends a long startup; a short one continues to the first sync point, which saves."""
     result = python(
         ["-c", EARLY, "framework=numpy", "model.name=linear", f"run={tmp_path / 'run'}"],
         is_warm=False,

@@ -64,7 +64,7 @@ class Kept:
 
 
 def after_two_steps(first_s: float, second_s: float, *arguments: str) -> list[Event]:
-    """Of a job of 20 epochs of 6,400 samples, 64 in a step, that goes on from step 100: 1,898 steps
+    """Of a job of 20 epochs of 6,400 samples, 64 in a step, that resumes from step 100: 1,898 steps
     are left after its second one."""
     kept = Kept()
     clock = iter([5.0, 5.0 + first_s, 5.0 + first_s + second_s])

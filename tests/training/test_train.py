@@ -264,7 +264,7 @@ def test_a_job_whose_checkpoints_are_all_damaged_does_not_start_over(
 
 
 def test_what_says_where_a_job_runs_needs_no_asking(capsys: pytest.CaptureFixture[str]) -> None:
-    """run=DIR goes on with it, and prints it; and with more steps."""
+    """run=DIR resumes it and prints it, also with more steps."""
     job = [*FAST, "max_steps=20", "run=out"]
     assert main(job) == 0
     capsys.readouterr()
