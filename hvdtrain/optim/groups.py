@@ -26,10 +26,10 @@ class ParameterGroup(NamedTuple):
     layers: int = 0  # with layer_rate
 
     def rate_of(self, name: str) -> float:
-        """The factor of a parameter that fits; in layer n rate layer_rate^(layers - 1 - n).
+        """The rate factor of a matching parameter; in layer n, rate layer_rate^(layers - 1 - n).
 
-        Layer-wise decay: Clark et al. 2020, arXiv:2003.10555, table 6, where every layer has a rate
-        of its own.
+        Layer-wise decay: Clark et al. 2020, arXiv:2003.10555, table 6, where every layer has its
+        own rate.
         """
         if self.layer_rate is None:
             return self.rate
@@ -40,8 +40,8 @@ class ParameterGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class ScaledRule:
-    """`rule` at a share of the rate and of the weight decay; own_momentum: in the place of the
-    job's, where it is not None."""
+    """`rule` with scaled rate and weight decay. own_momentum: replaces the job's momentum unless
+    None."""
 
     rule: Rule
     rate: float = 1.0
@@ -77,7 +77,7 @@ class ScaledRule:
 
 @dataclass(frozen=True)
 class Grouped:
-    """`rule` for every parameter, scaled as the first group says that its name fits."""
+    """`rule` for every parameter, scaled by the first group whose pattern its name matches."""
 
     rule: Rule
     groups: tuple[ParameterGroup, ...]
@@ -112,12 +112,12 @@ class Grouped:
 
 
 def number_of_group(name: str, patterns: Sequence[str]) -> int | None:
-    """Number of the first pattern that a parameter's name fits."""
+    """The number of the first pattern that a parameter's name matches."""
     return next((number for number, pattern in enumerate(patterns) if fits(name, pattern)), None)
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Whether a name is of a pattern with * for any characters, ? for one, # for a number."""
+    """Whether a name matches a pattern with * for any characters, ? for one, # for a number."""
     return (
         fnmatchcase(name, pattern)
         if "#" not in pattern
@@ -126,6 +126,7 @@ def fits(name: str, pattern: str) -> bool:
 
 
 def number_of_layer(name: str, pattern: str) -> int | None:
-    """What the first # of a pattern stands for in a name; None where the name does not fit."""
+    """The number that the first # of a pattern matches in a name; None if the name does not
+    match."""
     found = re.match(translate(pattern).replace(r"\#", "(\\d+)"), name)
     return int(found[1]) if found else None

@@ -15,7 +15,7 @@ from hvdtrain.optim.rule import Array, Ops, Rule
 
 @dataclass(frozen=True)
 class Thawed:
-    """`rule` from a step on; before it weights and state stay as they are. h.step counts from that
+    """`rule` from a step on; before it, weights and state do not change. h.step counts from that
     step, and is negative before."""
 
     rule: Rule
@@ -38,8 +38,7 @@ class Thawed:
 
 
 class ThawEntries(NamedTuple):
-    """Which entry of model.thaw a weight has, by its name: weights that are never frozen have
-    none."""
+    """The entry of model.thaw for each weight, by name; weights that are never frozen have none."""
 
     patterns: tuple[tuple[str, ...], ...]  # of each entry
     frozen: tuple[str, ...]  # patterns of model.freeze
@@ -64,7 +63,7 @@ def _any_fits(names: Sequence[str], patterns: Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class Thawing:
-    """`rule` for every parameter, from a step on for those that an entry thaws."""
+    """`rule` for every parameter; for parameters that an entry thaws, from a step on."""
 
     rule: Rule
     entries: ThawEntries
@@ -88,7 +87,7 @@ class Thawing:
 
 
 def number_of_entry(name: str, entries: Sequence[Sequence[str]]) -> int | None:
-    """Number of the first entry of model.thaw with a pattern that a name fits."""
+    """The number of the first entry of model.thaw with a pattern that the name matches."""
     return next(
         (
             number

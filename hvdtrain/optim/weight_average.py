@@ -14,13 +14,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Averaged:
-    """`rule`, and the mean of the weights after each step, of which that of a step t steps ago
-    counts decay^t.
+    """`rule`, and a running mean of the weights after each step: the weights t steps ago count
+    decay^t.
 
-    The weights of these add up to 1, so the mean is of trained weights alone from the first step
-    on: a <- a + (p - a) (1 - d) / c with c <- d c + 1 - d from c = 0 (Polyak and Juditsky 1992; the
-    correction is that of Adam, Kingma and Ba 2015, section 3). Behind the state of the rule are a,
-    and c as one number of each parameter.
+    The coefficients sum to 1, so the mean contains only trained weights from the first step on: a
+    <- a + (p - a) (1 - d) / c with c <- d c + 1 - d from c = 0 (Polyak and Juditsky 1992; the
+    correction is Adam's, Kingma and Ba 2015, section 3). The state is the rule's, followed by a,
+    and by c as one number for each parameter.
     """
 
     rule: Rule
@@ -47,7 +47,7 @@ class Averaged:
 
 
 def without_average(rule: Rule) -> Rule:
-    """What computes the weights."""
+    """The wrapped rule that computes the weights."""
     return rule.rule if isinstance(rule, Averaged) else rule
 
 

@@ -27,12 +27,12 @@ class RequestTensor(NamedTuple):
     source: torch.Tensor
 
     def target(self) -> torch.Tensor | None:
-        """Whose memory takes the result, where the caller has given it."""
+        """The caller's tensor that receives the result, if there is one."""
         return self.request.outputs[self.place] if self.request.outputs else None
 
 
 class Batch(NamedTuple):
-    """Units that one collective takes."""
+    """Units that share one collective."""
 
     signature: Signature  # of the first; the others have its kind, op, factors and root
     units: list[RequestTensor]
@@ -74,7 +74,7 @@ def batches(requests: Sequence[tuple[Request, tuple[int, ...]]], fusion_bytes: i
 
 
 def runs(sizes: Sequence[int], fusion_bytes: int) -> list[tuple[int, int]]:
-    """First and end of what travels together, of tensors of so many bytes in this order."""
+    """(first, end) of each group of tensors that travel together, from their sizes in order."""
     ranges: list[tuple[int, int]] = []
     so_far = fusion_bytes
     for place, size in enumerate(sizes):

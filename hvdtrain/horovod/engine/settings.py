@@ -12,7 +12,7 @@ FUSION_BYTES = 4 << 20  # on processors more makes an allreduce slower: docs/per
 
 
 class Settings(NamedTuple):
-    """Horovod's environment variables that mean something here. Times in seconds; None: never."""
+    """Horovod's environment variables that are supported here. Times in seconds; None: never."""
 
     fusion_bytes: int = FUSION_BYTES  # HOROVOD_FUSION_THRESHOLD
     warn_s: float | None = 60.0  # HOROVOD_STALL_CHECK_TIME_SECONDS
@@ -25,7 +25,7 @@ class Settings(NamedTuple):
 
 
 def settings_of(environ: Mapping[str, str]) -> Settings:
-    """Raises UserError for a value that is no number, or one that means nothing."""
+    """Reads the settings. Raises UserError for a value that is not a number or not valid."""
     path = environ.get("HOROVOD_TIMELINE") or None
     default = Settings(
         timeline=None if path == "DYNAMIC" else path,  # Horovod's word for: not from the beginning
