@@ -73,7 +73,7 @@ class AugmentConfig(Section):
         ge=0,
         le=16,
         description="number of operations applied to each image, drawn from 14 (RandAugment: "
-        "Cubuk 2020, arXiv:1909.13719); the paper uses 2",
+        "Cubuk 2020, arXiv:1909.13719); for example 2",
     )
     magnitude: int = Field(
         default=9,

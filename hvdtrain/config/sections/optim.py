@@ -91,8 +91,8 @@ class OptimConfig(OpenSection):
     )
     groups: list[GroupConfig] = Field(
         default_factory=list,
-        description="parameters with their own learning rate factor, weight decay or "
-        "momentum: a list of {names, rate, decay, momentum}, such as [{names: "
+        description="parameters with their own momentum, or a factor of their learning rate or "
+        "weight decay: a list of {names, rate, decay, momentum}, such as [{names: "
         "'*.bias', rate: 64}]; the first entry that matches a name applies",
     )
     ema: float | None = Field(

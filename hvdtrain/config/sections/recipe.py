@@ -67,10 +67,11 @@ class RecipeConfig(Section):
     schedule: Literal[Schedule, "one_cycle", "plateau"] = Field(
         default="constant",
         description="learning rate after the warm-up: constant; steps: multiplied by gamma at "
-        "each milestone; exponential: multiplied by gamma once per epoch; cosine, "
-        "linear, polynomial: decays to end_lr at the end of the job (epochs or "
-        "stop.steps); one_cycle: rises from 1/25 of the rate over the first 30% "
-        "of the job, then falls to 1/250,000, as in torch's OneCycleLR; plateau: "
+        "each milestone; exponential: multiplied by gamma in each epoch, spread "
+        "evenly over its steps; cosine, linear, polynomial: decays to end_lr at "
+        "the end of the job (epochs or stop.steps); one_cycle: rises from 1/25 of "
+        "the rate over the first 30% of the job, then falls to 1/250,000, as in "
+        "torch's OneCycleLR; plateau: "
         "multiplied by gamma when the task's objective stops improving, as in "
         "torch's ReduceLROnPlateau",
     )
@@ -118,7 +119,8 @@ class RecipeConfig(Section):
         default=1e-4,
         ge=0,
         le=1e30,
-        description="smallest change that schedule=plateau counts as an improvement",
+        description="a value must be better than the best one by more than this to count as an "
+        "improvement with schedule=plateau",
     )
     threshold_mode: Literal["rel", "abs"] = Field(
         default="rel",

@@ -46,5 +46,5 @@ class SpeedConfig(Section):
         default=False,
         description="use only GPU kernels that give the same bits each time, so that a "
         "resumed job is bit-identical to an uninterrupted one; slower. CPU "
-        "kernels always are (framework=torch)",
+        "kernels always do (framework=torch)",
     )

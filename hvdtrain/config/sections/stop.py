@@ -52,7 +52,7 @@ class StopConfig(Section):
         default=0.0,
         ge=0,
         le=1e30,
-        description="smallest change that stop.patience counts as better",
+        description="a value must be better by more than this to reset the count of stop.patience",
     )
     restore_best: bool = Field(
         default=False,
