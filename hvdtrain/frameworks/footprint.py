@@ -48,7 +48,7 @@ class Footprint(NamedTuple):
     workspace: int = 0  # the temporary arrays of clipping and of the optimizer
     evaluation: int = 0  # the most of an evaluation, with all that stays
     inputs: int = 0  # samples of this step, and of those that are read ahead
-    checkpoint: int = 0  # the copy that rank 0 writes while training goes on
+    checkpoint: int = 0  # the copy that rank 0 writes during training
     copies: int = 0  # of the newest sync point, of guard.lost
     largest_array: int = (
         0  # that a rank copies: a weight, or its part of one; optimizer state has no larger ones

@@ -274,7 +274,7 @@ class HostLearner(Learner):
         return None
 
     def profile(self, path: Path) -> NoReturn:
-        """Raises NotImplementedError: there is no profiler."""
+        """Raises NotImplementedError: the host has no profiler."""
         # training/conflicts.py refuses profile.steps
         raise NotImplementedError(f"no profiler to write {path}")
 

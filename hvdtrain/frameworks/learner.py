@@ -90,8 +90,7 @@ class Waited(NamedTuple):
 
 
 class CurrentPass(NamedTuple):
-    """The pass that a rank is in, of a stage of a pipeline or of a layer of which ranks have
-    parts."""
+    """The pass that a rank is in: of a pipeline stage, or of a layer that is cut over ranks."""
 
     text: str  # "forward pass of micro-batch 2 in stage 1", "forward pass of blocks.3"
     waits_for: int | None  # the rank of the job whose message it waits for
@@ -310,13 +309,12 @@ class Learner(HasState, Protocol):
 
 
 def global_weight(task: Task, own: int, batch: int, communicator: Communicator) -> int:
-    """The sum of Task.weight() over the `batch` samples of a step, of which this rank's samples
-    weigh `own`.
+    """The sum of Task.weight() over the `batch` samples of a step; this rank's samples weigh `own`.
 
-    Where all samples weigh the same no rank asks the others. Else it is one small allreduce before
-    the first backward pass, a collective: every gradient is then divided once, by the exact number,
-    whatever strategy reduces it. (Dividing after the reduction would be a second pass over all
-    gradients, with clipping, noise scale and local steps to be told of it.)
+    If all samples weigh the same, no rank asks the others. Otherwise this is a collective: one
+    small allreduce before the first backward pass. Every gradient is then divided once, by the
+    exact number, whatever strategy reduces it. (Dividing after the reduction would take a second
+    pass over all gradients, and clipping, noise scale and local steps would have to allow for it.)
     """
     if task.sample_weight is not None:
         return batch * task.sample_weight
@@ -370,8 +368,8 @@ def gather_one(
     own: np.ndarray,
     runs: Sequence[Sequence[tuple[int, int]]],
 ) -> np.ndarray:
-    """The whole of an array of which this rank has the elements `own`; runs[rank]: where those of a
-    rank lie. A collective."""
+    """Gathers an array whose elements are spread over ranks: `own` are this rank's elements,
+    runs[rank] the ranges where a rank's elements belong. A collective."""
     parts = communicator.allgather(own, f"gather.{name}")
     done = 0
     whole = np.empty(shape, parts.dtype).reshape(-1)
@@ -423,8 +421,8 @@ def check_maker(maker: str, names: Iterable[str]) -> None:
 
 
 def asked_threads() -> int | None:
-    """OMP_NUM_THREADS, of which a list is of nested levels and the first one counts; None where it
-    is no number."""
+    """OMP_NUM_THREADS, or None if it is not a positive number. In a list, one number per nested
+    level, the first one counts."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) else None
 

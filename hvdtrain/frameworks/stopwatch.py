@@ -64,7 +64,7 @@ class ReplaceableStopwatch:
 
     @contextmanager
     def communicating(self) -> Iterator[None]:
-        """The time inside is "communication", of a step; then the phase from before goes on."""
+        """Counts the time inside as a step's communication, then resumes the phase before it."""
         before = self._phase
         if not before:  # between steps
             yield

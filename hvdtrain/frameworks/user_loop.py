@@ -74,7 +74,7 @@ class Words(NamedTuple):
     """Lines of a script in this framework, for messages."""
 
     prepare: str
-    one: str  # what goes in the place of a second prepare()
+    one: str  # what to write instead of a second prepare()
     gradient: str
     step: str  # the call that makes a step
     resume: str

@@ -480,7 +480,7 @@ def mistakes() -> list[Any]:
             "for batch in ctx.samples",
         ),
         (lambda c, p, s: c.grad(Unhashable()), "loss_of cannot be compiled", "a plain function"),
-        (lambda c, p, s: c.grad("loss"), "'loss' is no function", "def loss_of(params, batch)"),
+        (lambda c, p, s: c.grad("loss"), "'loss' is not a function", "def loss_of(params, batch)"),
         (
             lambda c, p, s: c.grad(loss_of, at_most=0),
             "at_most=0 is not a number of samples",

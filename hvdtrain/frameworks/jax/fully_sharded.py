@@ -1,15 +1,17 @@
 """shard.stage=3 in JAX: each rank has its part of every weight and gradient, and whole weights of
 one block at a time.
 
-The host drives a pass: it gathers a block's weights, runs the compiled block, drops the weights and
-goes on; in backward it gathers them again, and reduces the block's gradient before it goes on.
-Nothing compiled waits for another rank. A callback inside of one compiled pass would not do: XLA
-chooses when it is made and what is alive then, its errors lose their type, and where JAX has one
-thread, as on one core, a callback that takes large arrays hangs.
+The host drives a pass block by block. In forward it gathers a block's weights, runs the compiled
+block and drops the weights. In backward it gathers them again, and reduces the block's gradient
+before it turns to the next block. Compiled code never waits for another rank.
 
-What is in no block (an embedding, a head, a weight of several blocks, a model without blocks) is
-one more unit, whole through a step's passes. Source: Rajbhandari et al. 2020, arXiv:1910.02054,
-section 5.3; Zhao et al. 2023, arXiv:2304.11277.
+A callback inside one compiled pass would not do. XLA chooses when it runs and what is alive then,
+and its errors lose their type. If JAX has one thread, as on one core, a callback that takes large
+arrays hangs.
+
+Weights outside the blocks (an embedding, a head, a weight of several blocks, a model without
+blocks) form one more unit, which stays whole during a step's passes.
+Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.3; Zhao et al. 2023, arXiv:2304.11277.
 """
 
 from __future__ import annotations
@@ -170,8 +172,8 @@ class BlockPasses:
     def gradient(
         self, weights: Weights, buffers: Params, batch: PaddedBatch, divisor: int, key: np.ndarray
     ) -> Gradient:
-        """What Formulas.gradient() gives, of whose row this rank's part of the sum over ranks;
-        without samples there are no sums."""
+        """Returns what Formulas.gradient() does, except that the row is this rank's part of the sum
+        over ranks. Without samples there are no sums."""
         arguments = self._on_device(buffers, batch, divisor, key)
         cut = self._cut(self.formulas.loss, arguments)
         computes = batch.n > 0 or self.norm_ranks is not None

@@ -344,8 +344,8 @@ class JaxLearner(Learner):
         ]
 
     def _named_state(self) -> Iterator[tuple[list[str], tuple[jax.Array, ...]]]:
-        """The optimizer state of each parameter, then what is no parameter's, with the names of its
-        arrays."""
+        """The optimizer state of each parameter, then the state that belongs to no parameter, each
+        with the names of its arrays."""
         state = self._strategy.optimizer_state
         return zip(self._optimizer.state_names(state), state, strict=True)
 

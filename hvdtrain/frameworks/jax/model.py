@@ -46,7 +46,7 @@ class JaxDevice(NamedTuple):
             return jax.device_put(array, self.everywhere or self.device)
 
     def rows_to_devices(self, array: np.ndarray) -> jax.Array:
-        """The array of which each device has as many rows; else as of to_device()."""
+        """The array, its rows split evenly over the devices; with one device, as to_device()."""
         with self.enable_x64():
             return jax.device_put(
                 array,

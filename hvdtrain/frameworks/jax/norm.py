@@ -83,7 +83,7 @@ class BatchNorms:
                 "a norm.ghost that divides the samples of a rank's forward pass, or leaves two "
                 "over",
             )
-        what = "a pass has one sample, of which a batch norm takes no variance"
+        what = "a pass has one sample, and batch norm cannot compute its variance"
         raise UserError(
             what,
             "a step in training",
@@ -240,8 +240,8 @@ class NormRanks:
         rows = self._communicator.start_spread(rows, name).wait()
         if rows[:, 0].sum() <= 1:
             what = (
-                "a pass has one sample on all ranks together, of which a synchronized norm takes "
-                "no variance"
+                "a pass has one sample on all ranks together, and synchronized batch norm cannot "
+                "compute its variance"
             )
             raise UserError(what, "a step in training", "a larger batch.size, or norm.kind=batch")
         return rows

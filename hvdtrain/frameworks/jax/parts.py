@@ -48,7 +48,7 @@ class FlatShard:
 
 
 class ShardedUnit(NamedTuple):
-    """Parameters of which a rank has whole arrays at the same time."""
+    """Parameters whose whole arrays a rank holds at the same time."""
 
     parameters: list[int]  # their numbers
     cut: FlatShard
@@ -60,7 +60,7 @@ class CutUnits:
     def __init__(
         self, shapes: Sequence[tuple[int, ...]], units: Sequence[list[int]], rank: int, size: int
     ) -> None:
-        """units: numbers of parameters, each of which is in one unit."""
+        """units: the numbers of the parameters of each unit; each parameter is in exactly one."""
         self.shapes = list(shapes)
         self.units = [
             ShardedUnit(numbers, FlatShard([shapes[i] for i in numbers], rank, size))

@@ -80,8 +80,8 @@ class Segment:
         return gradients
 
     def both(self, weights: list[Any], inputs: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """The outputs of the last segment, the only wanted one of which is the loss, and what
-        backward() gives for it."""
+        """The outputs of the last segment, and the gradients that backward() gives for the loss,
+        its only wanted output."""
 
         def loss(weights: list[Any], carrying: list[Any]) -> tuple[Any, list[Any]]:
             outputs = self.forward(weights, self._all_inputs(inputs, carrying))

@@ -214,8 +214,8 @@ class AnyOptimizer(Protocol):
         """The path of a user's function; empty for a rule."""
 
     def start(self, weights: Sequence[Any]) -> OptimizerState:
-        """The state before the first step, for each array of `weights`: that of each, then maybe
-        what is no parameter's."""
+        """The state before the first step: one entry for each array of `weights`, then possibly one
+        for state that belongs to no parameter."""
 
     def apply(
         self,
@@ -232,7 +232,7 @@ class AnyOptimizer(Protocol):
 
 
 class Optimizer:
-    """A rule for all parameters of a model, of which some neither decay nor adapt."""
+    """Applies one rule to all parameters of a model; some of them neither decay nor adapt."""
 
     made_by = ""
 

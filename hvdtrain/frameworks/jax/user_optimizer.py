@@ -159,7 +159,7 @@ class UserOptimizer:
         paths, _ = jax.tree_util.tree_flatten_with_path(self._tree([np.zeros(())] * len(names)))
         self._paths = [path for path, _ in paths]
         self._owners: list[int | None] = []  # of each array of the state: the number of a parameter
-        self._others: list[str] = []  # names of the arrays that are no parameter's
+        self._others: list[str] = []  # names of the arrays that belong to no parameter
         self._structure: Any = None  # of the state
         self._try(config)
 
@@ -211,11 +211,11 @@ class UserOptimizer:
         ]
 
     def check_elementwise(self) -> None:
-        """Raises UserError where steps on two parts of the parameters are not those on the whole,
-        as shard.stage needs it.
+        """Raises UserError if steps on two parts of the parameters differ from steps on the whole:
+        shard.stage needs them equal.
 
-        Four steps of small arrays in the user's tree tell, the last of which has a NaN; and the
-        shapes of the state.
+        Compares four steps on small arrays in the user's tree, the last one with a NaN, and checks
+        the shapes of the state.
         """
         state = jax.eval_shape(
             self.start, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in self.shapes]
@@ -395,6 +395,6 @@ def owner_of(path: Path, paths: Sequence[Path]) -> int | None:
 
 
 def name_of_other(path: Path) -> str:
-    """The name of an array of the state that is no parameter's: its path, with a space, which no
-    parameter's name begins with."""
+    """The name of a state array that belongs to no parameter: its path after "s. ", a prefix with
+    a space, with which no parameter's name begins."""
     return f"s. {jax.tree_util.keystr(path, simple=True, separator='.')}"

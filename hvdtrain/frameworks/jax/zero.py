@@ -150,7 +150,7 @@ class JaxZeroStrategy:
         return total
 
     def _spread(self, own: Weights) -> Weights:
-        """All weights, of which each rank gives its part."""
+        """Gathers all weights from the parts of the ranks."""
         assert isinstance(self._cut, FlatShard)
         # new: the weights on a CPU may be views of it
         row = np.empty(self._cut.length, self._target.dtype)
@@ -255,8 +255,8 @@ class LocalSquares(ArrayOps):
 
 
 class GivenSquares(ArrayOps):
-    """The norm of an array of which each rank has a part is that of all parts; the sums of squares
-    are in the order of the calls."""
+    """Computes the norm of an array that is split over ranks from given sums of squares over all
+    parts, one sum for each call, in the order of the calls."""
 
     def __init__(self, squares: Any) -> None:
         super().__init__(jnp)

@@ -122,7 +122,7 @@ def _with_enough_samples(count: int) -> Iterator[None]:
     except ValueError as error:
         if count != 1 or ONE_VALUE not in f"{error}":
             raise
-        what = "a pass has one sample, of which a batch norm takes no variance"
+        what = "a pass has one sample, and batch norm cannot compute its variance"
         raise UserError(
             what,
             "a step in training",

@@ -42,7 +42,7 @@ class Gives:
         return ", ".join(["the mean loss", *["its count"] * self.count, *["anything"] * self.aux])
 
     def split_result(self, found: Any) -> tuple[Any, Any, Any]:
-        """(loss, count or None, aux or None). Raises UserError for what is no such tuple."""
+        """(loss, count or None, aux or None). Raises UserError for anything else."""
         length = 1 + self.count + self.aux
         if length > 1 and not (isinstance(found, tuple) and len(found) == length):
             having = " and ".join([*["has_count=True"] * self.count, *["has_aux=True"] * self.aux])

@@ -17,11 +17,11 @@ class JaxLoop(UserLoop):
     words = WORDS
 
     def begin(self, config: Config, communicator: Communicator) -> None:
-        """Starts JAX with this rank's part of the cores, where the script has not started it
-        before. Every rank calls it.
+        """Starts JAX with this rank's share of the cores, unless the script already started it.
+        Every rank calls it.
 
-        What the script makes lies on this rank's device from here on. Raises UserError where JAX is
-        missing, or the device.
+        From here on the script's arrays are created on this rank's device. Raises UserError if JAX
+        or the device is missing.
         """
         from hvdtrain.frameworks.jax.build import load_jax, start_threads
 

@@ -87,7 +87,7 @@ class JaxLoopLearner(LoopLearner):
         )
         self._functions: set[Callable[..., Any]] = set()  # that were compiled
         self._bad: Any = 0.0  # this rank's share of the steps with numbers that are not finite
-        self._batch: KeyedSamples | None = None  # whose step has not been made yet
+        self._batch: KeyedSamples | None = None  # its step is still to come
         self._global_batch = 0
         self._gradient: Tree | None = None  # of that batch
 
@@ -141,7 +141,7 @@ class JaxLoopLearner(LoopLearner):
     ) -> Callable[..., Any]:
         if not callable(loss_of):
             raise UserError(
-                f"{loss_of!r:.60} is no function",
+                f"{loss_of!r:.60} is not a function",
                 WHERE,
                 "def loss_of(params, batch): the mean loss over the batch",
             )
@@ -184,8 +184,8 @@ class JaxLoopLearner(LoopLearner):
         return (bool(part.count) if gives.count else part.count) / self._global_batch
 
     def _items(self, part: KeyedSamples, count: Any) -> float:
-        """The items of a part; the host waits for the device. Raises UserError for what is no
-        count."""
+        """The number of items of a part; the host waits for the device. Raises UserError if
+        `count` is not a count."""
         return item_count(count, WHERE) if part.count else 0.0
 
     def _check_new(self, loss_of: Callable[..., Any]) -> None:

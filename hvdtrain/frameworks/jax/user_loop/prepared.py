@@ -47,7 +47,7 @@ class Tree(NamedTuple):
 
 
 def check_given(config: Config, params: Any, transformation: Any, example: Any) -> None:
-    """Raises UserError for what is no transformation, and for keys that do nothing here."""
+    """Raises UserError for a wrong transformation, and for keys that have no effect here."""
     is_optax = callable(getattr(transformation, "init", None)) and callable(
         getattr(transformation, "update", None)
     )

@@ -136,7 +136,7 @@ class TorchLoopLearner(RankModel, LoopLearner):
         )
         # steps with numbers that are not finite
         self._bad: torch.Tensor = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._batch: Samples | None = None  # whose step has not been made yet
+        self._batch: Samples | None = None  # its step is still to come
         self._global_batch = 0
         self._passed = False  # ctx.backward() was called for it
 
