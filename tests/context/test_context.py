@@ -1086,7 +1086,7 @@ def mistakes() -> list[Any]:
         (
             in_step(plain),
             "optimizer.step() without ctx.backward(loss)",
-            "in the place of loss.backward()",
+            "instead of loss.backward()",
         ),
         (
             in_step(lambda c, m, o, b: c.backward(m(b["x"]))),

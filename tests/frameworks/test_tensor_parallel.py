@@ -173,13 +173,13 @@ def tied_to_a_whole_layer() -> nn.Module:
         (
             Unused({"b": "diagonal"}, b=nn.Linear(2, 2)),
             2,
-            "b: 'diagonal' is no way to cut a layer",
+            "b: 'diagonal' is not a way to cut a layer",
             '"columns of 3"',
         ),
         (
             Unused({"b": "columns of 3"}, b=nn.Linear(2, 4)),
             2,
-            "b has 4 features, which are no 3 x units of 1",
+            "b has 4 features, not a multiple of 3 x 1",
             "divide",
         ),
         (

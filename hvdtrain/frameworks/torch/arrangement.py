@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # of pictures, and of loops of scripts
 
 
 class UserModel(NamedTuple):
-    """A script's own model, in the place of the one that model.name means."""
+    """A script's own model, used instead of the one that model.name means."""
 
     model: torch.nn.Module  # on its device, in the number type of its weights
     # (n, ...) what it is called with, on its device; None: the script has given none
@@ -136,8 +136,8 @@ class Arrangement:
         return compiled(self.model, self.making.config.speed.compile)
 
     def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:
-        """The strategy of the trained parameters; the optimizer is as the configuration says, and
-        the strategy has not wrapped it yet."""
+        """The strategy of the trained parameters. The optimizer is the configured one, which the
+        strategy is still to wrap."""
         return Strategy(named)
 
     def passes(self, strategy: Strategy, *of_passes: Any) -> Passes:
@@ -170,7 +170,7 @@ class Arrangement:
     def layout_cuts(
         cls, model: torch.nn.Module, config: Config, ranks: int, layers: Sequence[Layer]
     ) -> dict[str, LayerCut]:
-        """For a picture: the layers of which ranks have parts, by name."""
+        """The layers that are cut over ranks, by name: for a picture."""
         return {}
 
     @property

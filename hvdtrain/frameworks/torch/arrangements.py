@@ -1,5 +1,5 @@
-"""The ways to have a model on ranks: one list of the classes in parallel/, and those that features
-name, of which a job imports the one that it asks for."""
+"""The ways to place a model on ranks: a list of the classes in parallel/, and those that features
+name. A job imports only the class that it asks for."""
 
 from __future__ import annotations
 

@@ -81,11 +81,11 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
 
 
 def device_of_rank(config: Config, communicator: Communicator) -> torch.device:
-    """Where this rank computes; its threads and the memory that it keeps are set for that. Every
-    rank calls it.
+    """Returns this rank's device, and sets its threads and the memory that it keeps. Every rank
+    calls it.
 
-    Raises UserError where there is no such device, or NCCL would have to reduce for two ranks on
-    one.
+    Raises UserError if the device does not exist, or if NCCL would have to reduce for two ranks on
+    one device.
     """
     threads = fair_threads(communicator)
     if "OMP_NUM_THREADS" not in os.environ:

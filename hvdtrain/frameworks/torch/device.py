@@ -186,8 +186,8 @@ def return_large_memory() -> bool:
     """Whether glibc now returns what has LARGE_BYTES or more as soon as it is freed. Settings in
     the environment win here, too.
 
-    12 layers of width 256 and 256 tokens, adamw, stage 3 on 2 ranks: 156 MB of resident memory in
-    place of 270, of which 151 are tensors and libraries; the time of a step is the same
+    12 layers of width 256 and 256 tokens, adamw, stage 3 on 2 ranks: 156 MB of resident memory
+    instead of 270, and 151 of it are tensors and libraries. The time of a step is the same
     (benchmarks/memory.md).
     """
     mallopt = _mallopt()

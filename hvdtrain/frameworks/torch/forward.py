@@ -67,7 +67,7 @@ class TrainingModel(torch.nn.Module):
 
 @runtime_checkable
 class InParts(Protocol):
-    """Outputs of which each rank has a part."""
+    """Outputs that are split over ranks."""
 
     local: torch.Tensor
 
@@ -84,8 +84,8 @@ def whole_outputs(outputs: Any) -> Any:
 
 
 def first_of(outputs: Any) -> Any:
-    """A model's output, or the first of several in a tuple, a list or a dict, of which one may be
-    named; all else is what it is."""
+    """A model's main output: the first one of a tuple, a list or a dict, or the one that a dict has
+    under a name of MAIN_OUTPUTS. Anything else is returned unchanged."""
     if isinstance(outputs, dict) and outputs:
         named = (outputs[name] for name in MAIN_OUTPUTS if name in outputs)
         return first_of(next(named, next(iter(outputs.values()))))

@@ -38,8 +38,8 @@ class DeviceBatch:
 
 
 def split_batch(batch: DeviceBatch, count: int) -> list[DeviceBatch]:
-    """Its samples in order, in `count` parts, of which some may be empty; their weight is not
-    known."""
+    """Splits a batch into `count` parts, its samples in order. Some parts may be empty, and their
+    weight is not known."""
     edges = [len(batch) * i // count for i in range(count + 1)]
     return [samples_of(batch, slice(start, stop)) for start, stop in itertools.pairwise(edges)]
 
@@ -107,8 +107,8 @@ class Inputs:
     def to_device(self, batch: Batch) -> DeviceBatch:
         """The batch on the device, augmented by "augmentation" and "partner_augmentation".
 
-        With "indices" in the place of the fields the samples come from the cached set, with
-        "partner_indices" their partners in a mixture.
+        If the batch has "indices" instead of the fields, the samples come from the cached set;
+        with "partner_indices", so do their partners in a mixture.
         """
         if self._copy_stream is None:
             return self._device_batch(batch)

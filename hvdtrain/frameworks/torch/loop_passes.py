@@ -20,7 +20,7 @@ class LoopPasses:
     calls_model = True  # a call of `forward` is one of the model, on this rank
 
     def __init__(self, forward: torch.nn.Module) -> None:
-        """forward: what the script gets in the place of its model."""
+        """forward: what the script gets instead of its model."""
         self.forward = forward
 
     def check_backward(self, where: str) -> None:

@@ -90,7 +90,7 @@ def first_samples_of(model: torch.nn.Module) -> int:
 
 
 def check_first_samples(model: torch.nn.Module, config: Config) -> None:
-    """Raises UserError where first_samples is no count, or rank 0 would have only a part of the
+    """Raises UserError if first_samples is not a count, or if rank 0 would have only a part of the
     weights that begin_with() computes."""
     count = (
         getattr(model, "first_samples", 1) if callable(getattr(model, "begin_with", None)) else 1
@@ -242,7 +242,7 @@ def _check_loss(
     if isinstance(each.loss, torch.Tensor) and each.loss.requires_grad:
         what = (
             "the loss has a gradient for other tensors than the outputs: parameters of its own, "
-            "or of the script's model, of which a copy "
+            "or those of the script's model, although only a copy of that model "
         )
         fix = (
             "parameters of the model, from which it makes the outputs; optim.weight_decay for a "
@@ -491,7 +491,7 @@ class GivenModel:
         state = {
             name: torch.from_numpy(arrays[name])
             if name in arrays
-            else value  # a module's extra state is no array
+            else value  # a module's extra state need not be an array
             for name, value in learner.model.state_dict().items()
             if not (has_adapters and is_adapter(name))
         }

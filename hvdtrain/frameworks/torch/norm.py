@@ -402,8 +402,8 @@ def orders_of_norms(model: torch.nn.Module) -> list[SameOrder]:
 
 
 def end_forward(order: SameOrder, model: torch.nn.Module, inputs: Any, outputs: Any) -> None:
-    """A forward hook of the model: a rank with fewer norms goes on to collectives of another
-    kind."""
+    """Ends the order of norms, as a forward hook of the model: from here on, a rank with fewer
+    norms issues collectives of another kind."""
     if model.training:
         order.end("end of the forward pass")
 

@@ -229,8 +229,7 @@ def loss_scale(precision: Precision, device: torch.device) -> Scale:
 
 
 def load_loss_scale(scale: Scale, state: Arrays) -> None:
-    """Takes over the scale of a state, where both have one: a job may go on in another
-    precision."""
+    """Loads the scale of a state if both have one: a job may resume in another precision."""
     for name, tensor in scale.tensors.items():
         if name in state:
             tensor.copy_(torch.from_numpy(np.asarray(state[name])))

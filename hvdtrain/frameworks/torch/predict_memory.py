@@ -126,8 +126,8 @@ def _count(
     stage: int,
     most_passes: int,
 ) -> PlannedWork:
-    """most_passes: of a step; memory needs two, of which the second adds to gradients, or those
-    that a pipeline has under way."""
+    """most_passes: the most passes of a step to plan. Memory needs two, because the second adds to
+    gradients, or as many as a pipeline has under way."""
     fuses = _horovod_reduces(config, ranks, features)
     moved = list[Moved]()
     mesh = planned_mesh(config, 1 if fuses else ranks, features, stage, moved)
@@ -265,8 +265,8 @@ def _side_effects_undone() -> Iterator[None]:
 
 
 class _CopiedWithoutNumbers(TorchFunctionMode):
-    """Inside FakeTensorMode copy.deepcopy() of a tensor that is no parameter, as a buffer, would
-    copy its numbers into one without."""
+    """Makes copy.deepcopy() work inside FakeTensorMode for tensors that are not parameters, such as
+    buffers. Without it their numbers would be copied into a tensor without numbers."""
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: Any = (), options: Any = None
@@ -402,8 +402,8 @@ ASKS_FOR_NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
 def answer(tensor: torch.Tensor) -> bool | float:
-    """What the host is told of a tensor without numbers: false, no gradient was bad, or 1, the
-    number of a step."""
+    """The number that the host reads from a tensor without numbers: False (no gradient was bad), or
+    1 (the number of a step)."""
     if tensor.dtype == torch.bool:
         return False
     if tensor.is_floating_point():

@@ -89,7 +89,7 @@ def continue_sequences(
     Each is drawn from softmax(logits / temperature); with temperature 0 the most probable one is
     taken. The random number of position t of sequence i is fold(seed, first + i, t): a sequence
     does not depend on the batch that it is drawn in, up to rounding of the logits. Beyond the
-    context the model reads the second half of its context again, and goes on from there.
+    context the model reads the second half of its context again and continues from there.
     before_each() is called before each position.
     """
     n = len(prompts)

@@ -145,7 +145,7 @@ class LearnerState:
         for name, arrays in states.items():
             if (
                 stream.is_partial
-            ):  # of a parameter it may have the number, and not the array of which ranks have parts
+            ):  # it may have a parameter's numbers without its arrays, which ranks have in parts
                 own = rule_optimizer.optimizer_state(self._optimizer, shards[name].parameter)
                 # of one parameter at a time
                 missing = {

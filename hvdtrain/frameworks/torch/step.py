@@ -62,7 +62,7 @@ class OptimizerStep:
         step: Callable[[torch.optim.Optimizer], None] | None = None,
     ) -> None:
         """shards: whose gradients are taken. restore: makes buffers what they were, where a step is
-        left out. step: in the place of Strategy.optimizer_step().
+        left out. step: used instead of Strategy.optimizer_step().
         """
         self._optimizer = optimizer
         self._strategy = strategy

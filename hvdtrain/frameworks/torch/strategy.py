@@ -23,8 +23,8 @@ OnePass = Callable[[Any, int, bool], Sums]
 
 
 class Wrapped(NamedTuple):
-    """What a strategy puts in the place of a model's forward pass and of its optimizer, or both as
-    they were."""
+    """A model's forward pass and its optimizer, after a strategy wrapped them or left them as they
+    were."""
 
     forward: torch.nn.Module  # for passes of training alone
     optimizer: torch.optim.Optimizer
@@ -168,7 +168,7 @@ class Strategy:
         of: Callable[[torch.nn.Parameter], torch.Tensor],
         trained: Sequence[torch.nn.Parameter],
     ) -> dict[torch.nn.Parameter, torch.Tensor]:
-        """Tensors of the shapes of the trained parameters, of which each rank gives its parts:
+        """Assembles whole tensors of the trained parameters' shapes; each rank gives its parts,
         of(parameter of a Shard). A collective."""
         return {p: of(p) for p in trained}
 

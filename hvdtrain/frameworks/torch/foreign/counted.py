@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensor
 from torch.nn.modules import module as hooks
 from torch.nn.parameter import is_lazy
 
-# modules, parameters and buffers of a model, each of which takes 4 kB beside its numbers
+# modules, parameters and buffers of a model; each takes 4 kB in addition to its numbers
 _MOST_PARTS = 2**18
 
 

@@ -26,11 +26,11 @@ class StateDict(NamedTuple):
 
 
 def read_state_dict(path: Path, inside: Sequence[str], where: str) -> StateDict:
-    """The tensors by name of a file, or of that of `inside` that it has them under: on the host,
-    bfloat16 as float32.
+    """Reads the tensors of a file by name, or those under the first name of `inside` that has
+    weights. They are on the host, bfloat16 as float32.
 
     Raises UserError for a file of anything else, for one with several sets of weights, and for a
-    tensor that is no array.
+    tensor that cannot become an array.
     """
     tree = _load(path, where)
     lines: list[str] = []
@@ -85,8 +85,8 @@ def _check_one_set(
 
 
 def _is_alike(weights: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
-    """Whether a mapping may have other values of these weights: names of both, of which at least
-    half have the same shapes."""
+    """Whether a mapping may have other values of these weights: at least half of the names that
+    both have belong to tensors of the same shapes."""
     ours = _ends(weights)
     theirs = _ends(other)
     shared = ours.keys() & theirs.keys()

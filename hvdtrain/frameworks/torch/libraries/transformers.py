@@ -41,7 +41,7 @@ def model_of(name: str, where: str) -> Callable[..., torch.nn.Module]:
         and not _finds_models(transformers, kind)
     ):
         raise UserError(
-            f"transformers.{short(name)} is no class of models",
+            f"transformers.{short(name)} is not a model class",
             where,
             "transformers:AutoModelForImageClassification, or a folder",
         )
@@ -92,7 +92,7 @@ def _configuration(
     """That of a folder, with these options in place of its own, and sizes where the options say
     nothing and it has such a key."""
     if not os.path.lexists(folder / "config.json"):
-        what = f"there is no {folder / 'config.json'}"
+        what = f"{folder / 'config.json'} does not exist"
         raise UserError(
             what,
             where,
@@ -256,8 +256,8 @@ def _never_asking() -> Iterator[None]:
 
 
 def without_past(model: torch.nn.Module) -> None:
-    """Models of transformers in it give no keys and values of past tokens, which are no tensors,
-    and which training does not need."""
+    """Turns off the cache of past keys and values in the Transformers models inside `model`: it
+    does not consist of tensors, and training does not need it."""
     transformers: Any = sys.modules.get("transformers")
     for module in model.modules() if transformers is not None else ():
         if isinstance(module, transformers.PreTrainedModel) and hasattr(module.config, "use_cache"):

@@ -231,7 +231,7 @@ def runs(
     """Parameters of one dtype on one device, for one call of a rule: on a GPU all, on a CPU about
     `run_bytes`.
 
-    bytes_of: of a parameter of which this is a shard, so that every rank makes the same runs.
+    bytes_of: the bytes of the whole parameter of a shard, so that every rank makes the same runs.
     """
     alike: dict[tuple[torch.dtype, torch.device], Parameters] = {}
     for p in parameters:
@@ -389,7 +389,7 @@ def load_optimizer_state(
     """Copies arrays into the live state of a parameter, adds entries that are missing, and removes
     those that the arrays lack.
 
-    Raises UserError where a user's class cannot go on from them.
+    Raises UserError if a user's class cannot continue from them.
     """
     group = group_of(optimizer, p)
     if arrays and "construction" in group and arrays.keys() != optimizer_state(optimizer, p).keys():

@@ -176,8 +176,8 @@ def _check_own_groups(config: Config) -> None:
     for key in ("tensor", "pipeline"):
         if getattr(config.parallel, key) > 1:
             what = (
-                f"{config.optim.name} makes groups of a model's parameters, of which each rank "
-                "would have its part alone"
+                f"{config.optim.name} makes groups of all of a model's parameters, but here each "
+                "rank has only a part of them"
             )
             raise UserError(
                 what,
@@ -464,8 +464,8 @@ def check_elementwise(optimizer: torch.optim.Optimizer, name: str, where: str) -
         return
     if has_modes(optimizer):
         what = (
-            f"train() and eval() of {name} switch between two sets of weights, of which each rank "
-            "would have its parts alone"
+            f"train() and eval() of {name} switch between two sets of weights, but each rank "
+            "would have only its parts of them"
         )
         raise UserError(
             what,

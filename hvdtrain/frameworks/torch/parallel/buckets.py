@@ -54,8 +54,8 @@ class Bucket(ABC):
         self._taken.add(p)
 
     def fill(self) -> None:
-        """Takes what the last pass has not computed: what the passes before it have added up, or
-        zeros. The bucket is full then."""
+        """Takes the gradients that the last backward did not produce (accumulated ones, or zeros),
+        which completes the bucket."""
         for p in self.parameters:
             if p not in self._taken:
                 self.take(p)
@@ -84,7 +84,7 @@ class InOrder(Generic[B]):
         self._start = start
         self._stopwatch = stopwatch
         self._bucket_of = {p: i for i, bucket in enumerate(buckets) for p in bucket.parameters}
-        self._missing = [0] * len(buckets)  # gradients that backward has not computed yet
+        self._missing = [0] * len(buckets)  # gradients that backward is still to compute
         self._started = 0  # buckets
         self._takes = False
         for p in self._bucket_of:

@@ -31,7 +31,7 @@ from hvdtrain.frameworks.torch.strategy import (
 
 
 class Stages(Protocol):
-    """Stages of a pipeline, of which each rank has some (pipeline/pipelined.py)."""
+    """The pipeline stages of a rank (pipeline/pipelined.py)."""
 
     summary: str
 
@@ -64,9 +64,9 @@ class Divided(Around):
         pipelined: Stages | None = None,
         sequence: bool = False,
     ) -> None:
-        """cuts: of the parameters of which each rank of a tensor group has a part; the others are
-        whole on all of them. pipelined: of parallel.pipeline; the parameters of other stages lose
-        their memory. sequence: a rank's gradients of the whole ones are those of its positions.
+        """cuts: of the parameters that are cut over a tensor group; the others are whole on all of
+        its ranks. pipelined: of parallel.pipeline; the parameters of other stages lose their
+        memory. sequence: a rank's gradients of whole parameters come from its positions alone.
         """
         super().__init__(within)
         self._mesh = mesh

@@ -93,8 +93,8 @@ class PostLocalSGD(Around):
     """Post-local SGD (Lin et al. 2018, arXiv:1808.07217, section 3): the step's `hyper` says which
     of two strategies makes it.
 
-    Both leave the optimizer as it is, so its state goes on where they change, and no rank has to be
-    told of it.
+    Both leave the optimizer as it is, so its state carries over at the change, and ranks need not
+    tell each other about it.
     """
 
     def __init__(self, together: Buckets, apart: LocalSGD, begins: str) -> None:

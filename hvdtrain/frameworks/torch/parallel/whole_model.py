@@ -37,12 +37,12 @@ def select_strategy(
     optimizer: torch.optim.Optimizer,
     stopwatch: Stopwatch,
 ) -> Strategy:
-    """The strategy for the trained parameters and their optimizer, which it has not wrapped yet;
-    not of shard.stage=3 and where an arrangement has its own. Every rank calls it.
+    """The strategy for the trained parameters and their still unwrapped optimizer, except with
+    shard.stage=3 and for arrangements with strategies of their own. Every rank calls it.
 
     training/conflicts.py has refused what the configuration or the engine excludes. Raises
-    UserError where Horovod cannot wrap this optimizer or these parameters, and
-    comm.reduce=distributed_optimizer asks for it.
+    UserError if comm.reduce=distributed_optimizer asks Horovod to wrap an optimizer or parameters
+    that it cannot wrap.
     """
     comm = config.comm
     communicator = mesh.data

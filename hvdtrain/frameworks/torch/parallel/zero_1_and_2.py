@@ -347,7 +347,7 @@ def of_shards(
     rank: int = 0,
     size: int = 1,
 ) -> torch.optim.Optimizer:
-    """This optimizer, without state, for the shards in the place of the parameters.
+    """This optimizer, without state, for the shards instead of the parameters.
 
     rank, size: of the ranks over which total() adds up, for rules that need whole matrices; others
     do without
@@ -383,8 +383,7 @@ class ShardedOps(TorchOps):
     orthogonalized on one of them alone."""
 
     def __init__(self, shards: Mapping[Any, Shard], total: Total, rank: int, size: int) -> None:
-        """shards: by their parameter; total: the sum over ranks, of which this is `rank` of
-        `size`."""
+        """shards: by their parameter; total: sums over the `size` ranks, of whom this is `rank`."""
         self._shards = shards
         self._total = total
         self._rank = rank

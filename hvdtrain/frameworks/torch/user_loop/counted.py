@@ -35,8 +35,8 @@ class Accumulated:
         self.is_counted: bool | None = None  # once a part was computed
 
     def of_part(self, part: Samples) -> tuple[torch.Tensor, float]:
-        """The loss and its weight. Raises UserError where it is no mean loss, and for a count that
-        only some parts have."""
+        """The loss and its weight. Raises UserError if it is not a mean loss, or if only some parts
+        have a count."""
         where = "ctx.accumulate()"
         found = self._loss_of(part)
         is_counted = isinstance(found, tuple) and len(found) == 2

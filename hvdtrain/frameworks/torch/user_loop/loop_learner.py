@@ -363,7 +363,7 @@ class TorchLoopLearner(RankModel, LoopLearner):
                 else "optimizer.step() without a new batch"
             )
             fix = (
-                "ctx.backward(loss) in the place of loss.backward(): it weights this rank's "
+                "ctx.backward(loss) instead of loss.backward(): it weights this rank's "
                 "samples, and brings the gradient of all ranks"
             )
             raise UserError(

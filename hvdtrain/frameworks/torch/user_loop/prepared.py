@@ -1,5 +1,5 @@
-"""What ctx.prepare() gives in the place of a script's model and optimizer: number type and stages,
-and steps with all ranks' gradient."""
+"""What ctx.prepare() returns instead of a script's model and optimizer: they handle number types
+and stages, and step with the gradient of all ranks."""
 
 from __future__ import annotations
 
@@ -250,9 +250,8 @@ class GivenScale(Scale):
         """is_sharded: this rank has only parts of the gradients."""
         super().__init__()
         self.scaled: AmpScaling | None = None  # of this step
-        # overflows, in each of which the scale is halved
         self._is_sharded = is_sharded
-        self._in_a_row = 0
+        self._in_a_row = 0  # consecutive overflows; each one halves the scale
 
     def unscale_(self, parameters: list[torch.nn.Parameter]) -> None:
         """Raises UserError where this rank has only parts of the gradients."""

@@ -84,7 +84,7 @@ class InStages(torch.nn.Module):
     def __init__(
         self, model: torch.nn.Module, pipelined: Pipelined, mesh: Mesh, dtype: torch.dtype
     ) -> None:
-        """model: the script's, of which this rank has its stages. dtype: of the outputs."""
+        """model: this rank's stages of the script's model. dtype: of the outputs."""
         super().__init__()
         self.model = model
         self._pipelined = pipelined

@@ -182,8 +182,8 @@ def _backward_kind(schedule: Schedule, stage: int) -> Kind:
 
 
 class _Queues:
-    """What a rank has still to do: three rows of passes, of each of which only the first may come
-    next."""
+    """The passes that a rank has still to make, in three queues. Only the first pass of a queue may
+    come next."""
 
     def __init__(
         self, schedule: Schedule, rank: int, ranks: int, micro: int, virtual: int, backward: bool
@@ -213,7 +213,7 @@ class _Queues:
         self._most = micro * virtual if schedule == "gpipe" or not backward else ranks - rank
         if schedule == "interleaved" and backward:
             self._most = 2 * (ranks - rank - 1) + (virtual - 1) * ranks + 1
-        # where micro-batches are no multiple of ranks, to wait for one would deadlock
+        # if micro-batches are not a multiple of ranks, waiting for one of the two would deadlock
         self._takes_either = schedule == "interleaved"
         # ZB-H1: the memory of 1f1b
         self._most_with_weights = (

@@ -35,7 +35,7 @@ class TensorParallelLink(NamedTuple):
     """A layer's connection with the other ranks of its tensor group."""
 
     communicator: Communicator
-    layer: str  # its name in the model, of which the lasting names of its collectives are made
+    layer: str  # its name in the model; the stable names of its collectives contain it
     positions: SequenceLength | None = None  # with sequence parallelism (layers.py)
     order: SameOrder | None = None  # in which these ranks compute layers
 
@@ -156,8 +156,8 @@ class SplitLogits(NamedTuple):
     def whole(self) -> torch.Tensor:
         """The logits of all ranks, (..., vocabulary). A collective.
 
-        Every rank goes on with the same ones, and so knows the gradient of its own part without the
-        others.
+        Every rank continues with the same logits, so it knows the gradient of its own part without
+        the others.
         """
         gathered: torch.Tensor = _Whole.apply(self.local, self.link, self.rows)
         return gathered
@@ -176,7 +176,7 @@ class _Whole(torch.autograd.Function):
         """x (..., v) -> (..., vocabulary)"""
         ctx.first = rows.first
         ctx.length = x.shape[-1]
-        # no view, of which FSDP2 warns
+        # FSDP2 warns about views
         return link.gather(x.movedim(-1, 0), "whole").movedim(0, -1).contiguous()
 
     @staticmethod

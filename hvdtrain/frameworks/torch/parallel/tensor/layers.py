@@ -1,5 +1,5 @@
-"""Layers of which a rank has a part, in the place of nn.Linear and nn.Embedding; their parameters
-are plain, of the shapes of the part.
+"""Layers that replace nn.Linear and nn.Embedding where each rank has a part. Their parameters are
+plain and have the shapes of the part.
 
 With sequence parallelism (`link.positions`; Korthikanti et al. 2022, arXiv:2205.05198, section
 4.2.2) what is "the same on all ranks" here is a rank's part of the positions instead, axis -2.
@@ -69,7 +69,7 @@ class RowsLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._link.positions:
-            # where it is no contiguous memory, linear() would keep a copy of it for backward
+            # if this is not contiguous, linear() would keep a copy of it for backward
             rows = x.movedim(-2, 0)
             rows = (
                 functional.linear(rows, self.weight)
@@ -100,8 +100,8 @@ class VocabularyHead(ColumnsLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor | SplitLogits:  # type: ignore[override]
         logits = super().forward(x)
         if self._link.positions:
-            # in the order of their indices, as the loss reads them; and no view, of which FSDP2
-            # warns
+            # in the order of their indices, as the loss reads them; a copy, as FSDP2 warns about
+            # views
             logits = logits.clone(memory_format=torch.contiguous_format)
         split = SplitLogits(logits, self._link, self._rows)
         return split.whole() if self.gives_whole else split
@@ -238,7 +238,7 @@ def _start_gather(x: torch.Tensor, link: TensorParallelLink, count: int, directi
     own = x.detach().movedim(-2, 0)
     part = SequenceLength(count).part(link.communicator)
     assert len(own) == part.stop - part.start, (
-        f"{link.layer} has {len(own)} positions, which are no part of {count}"
+        f"{link.layer} has {len(own)} positions, which is not its part of {count}"
     )
     with torch.inference_mode(False):
         whole = own.new_empty((count, *own.shape[1:]), device=link.device_of(x))

@@ -45,7 +45,7 @@ class Way(NamedTuple):
     """How a layer is cut."""
 
     kind: str  # "sequence": not cut; with parallel.sequence it sees a part of the positions
-    groups: int  # of features, each of which is cut
+    groups: int  # of features; each group is cut
     unit: int  # features that stay together, as those of a head
 
     def cuts(self, layer: nn.Module, parts: int, index: int) -> dict[str, Cut]:
@@ -117,7 +117,7 @@ def resolve(
         found = _WAY.fullmatch(text)
         if not found:
             raise UserError(
-                f"{pattern}: {text!r} is no way to cut a layer", f"{where}, tensor_plan()", _WAYS
+                f"{pattern}: {text!r} is not a way to cut a layer", f"{where}, tensor_plan()", _WAYS
             )
         way = Way(found[1] or "sequence", int(found[2] or 1), int(found[3] or 1))
         names = [name for name in layers if fnmatchcase(name, pattern)]
@@ -320,7 +320,7 @@ def _check(name: str, layer: nn.Module, way: Way, parts: int, where: str) -> Non
     units = "features" if way.unit == 1 else f"units of {way.unit} features"
     each = f"in each of {way.groups} groups " if way.groups > 1 else ""
     if rest:
-        what = f"{name} has {length} features, which are no {way.groups} x units of {way.unit}"
+        what = f"{name} has {length} features, not a multiple of {way.groups} x {way.unit}"
         raise UserError(what, f"{where}, tensor_plan()", "groups and units that divide it")
     if way.kind == "vocabulary":
         if length < parts:

@@ -1,4 +1,4 @@
-"""A model made without memory for its large tensors, each of which is computed when it is asked
+"""Creates a model without memory for its large tensors, and computes each tensor when it is asked
 for: the same numbers, to the last bit.
 
 What the constructor does with a large tensor is recorded instead of done. Random numbers are drawn

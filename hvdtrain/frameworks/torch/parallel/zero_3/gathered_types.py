@@ -130,9 +130,9 @@ class _Reads(TorchDispatchMode):
         self.cast = set[Any]()
         self.read = set[Any]()
         self._to = dtype
-        self._pending = list(groups)  # that have not been gathered yet
+        self._pending = list(groups)  # still to be gathered
         self._of_storage: dict[int, Any] = {}  # by its address; FSDP2 keeps and resizes it
-        # the last copy in another order, and of which parameter
+        # the last copy in another order, and the parameter that it copies
         self._moved: tuple[Any, Any] = (
             None,
             None,

@@ -15,8 +15,8 @@ from hvdtrain.comm.process_group import CommunicatorGroup
 
 
 class PlannedMesh(DeviceMesh):
-    """Rank 0 of the ranks of a communicator. It needs no default process group, of which a process
-    has one at most: that of its job."""
+    """A device mesh of a communicator's ranks, seen from rank 0. It needs no default process group:
+    a process has at most one, and that belongs to its job."""
 
     def __init__(self, communicator: Communicator, features: frozenset[Feature]) -> None:
         """features: of the engine; where it has process groups of its own, collectives copy nothing

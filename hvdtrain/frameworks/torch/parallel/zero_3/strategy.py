@@ -179,8 +179,8 @@ def _reduce_unreached(module: Any) -> None:
 
 
 def units(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules of the model's `blocks` that have parameters, each of which is theirs alone; the
-    others stay with the rest."""
+    """The modules of the model's `blocks` that have parameters and share none with other modules.
+    The remaining modules stay with the rest of the model."""
     blocks = [block for block in getattr(model, "blocks", ()) if isinstance(block, torch.nn.Module)]
     times = Counter(id(block) for block in blocks)
     owners = Counter(id(p) for p in _all_parameters(model.modules()))
