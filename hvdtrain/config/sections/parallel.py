@@ -38,10 +38,11 @@ class ParallelConfig(Section):
         default=1,
         ge=1,
         le=10**6,
-        description="number of pipeline stages: each rank of a pipeline has consecutive "
-        "layers of the model, and the micro-batches of a step pass through the "
-        "stages; the ranks of a pipeline read the same samples. For gpt, mlp, "
-        "torch.nn.Sequential and models with pipeline_units() (framework=torch)",
+        description="number of ranks of a pipeline: each has some of the model's layers, as a "
+        "stage, or several stages with parallel.schedule=interleaved; the "
+        "micro-batches of a step pass through the stages. These ranks read the same "
+        "samples. For gpt, mlp, torch.nn.Sequential and models with "
+        "pipeline_units() (framework=torch)",
     )
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = Field(
         default="1f1b",
