@@ -105,7 +105,7 @@ def in_a_folder_that_others_write(wheel: Path) -> None:
         (planted, "its sha256 is not that of SHA256SUMS"),
         (record_of_another, "its sha256 is not that of SHA256SUMS"),
         (unrecorded, "there is no SHA256SUMS beside it"),
-        (linked, "it is no regular file"),
+        (linked, "it is not a regular file"),
         (writable_by_others, "others can write it"),
         (writable_by_the_group, "others can write it"),
         (in_a_folder_that_others_write, "others can write in"),

@@ -130,7 +130,7 @@ def test_the_toolkit_is_what_nvcc_says(tmp_path: Path) -> None:
     )
     with pytest.raises(
         UserError,
-        match=r"is no CUDA toolkit: it has no cuda_runtime.h\n.*\n  fix: HOROVOD_CUDA_HOME=DIR",
+        match=r"is not a CUDA toolkit: it has no cuda_runtime.h\n.*\n  fix: HOROVOD_CUDA_HOME=DIR",
     ):
         wheel.toolkit_of("/usr/local/bin/nvcc", said)
     (tmp_path / "bin").mkdir()

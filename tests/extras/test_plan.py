@@ -246,7 +246,7 @@ def test_names_of_excluded_parameters(capsys: pytest.CaptureFixture[str]) -> Non
             ],
         ),
         (["--image", "224x224"], ["cannot read the shape '224x224'", "height x width x channels"]),
-        (["--classes", "0"], ["0 is no number of samples or classes"]),
+        (["--classes", "0"], ["0 is not a number of samples or classes"]),
         (["--ranks", "8,x"], ["cannot read the numbers of ranks '8,x'", "--ranks 1,8,64,512"]),
         (["--ranks"], ["argument --ranks: expected one argument"]),
         (["--rank", "8"], ["cannot read the argument '--rank'"]),

@@ -130,7 +130,7 @@ def test_a_start_that_is_never_over_before_the_next_fault() -> None:
             "restrat_s=3",
             "--faults has no 'restrat_s'\n  where: --faults\n  fix: did you mean restart_s",
         ),
-        ("restart_s=soon", "restart_s=soon is no number"),
+        ("restart_s=soon", "restart_s=soon is not a number"),
         ("rank_mtbf_hours=0", "rank_mtbf_hours=0 is out of range"),
         ("detect_s=-1", "detect_s=-1 is out of range"),
     ],

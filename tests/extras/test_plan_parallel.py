@@ -213,16 +213,16 @@ def test_what_does_not_fit_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "expected"),
     [
         (["--ranks", "2,4"], "plan --parallel ranks the meshes of one number of ranks"),
-        (["--gflops", "fast"], "fast is no speed"),
+        (["--gflops", "fast"], "fast is not a speed"),
         (["--between", "fast"], "cannot read the link 'fast'"),
-        (["--ranks-per-node", "0"], "0 is no number of ranks"),
+        (["--ranks-per-node", "0"], "0 is not a number of ranks"),
         (
             ["--measured", "/nowhere/step.json"],
             "cannot read /nowhere/step.json: No such file or directory",
         ),
         (
             ["--measured", __file__],
-            "is no result of bench step, or of bench allreduce on 2 ranks or more",
+            "is not a result of bench step, or of bench allreduce on 2 ranks or more",
         ),
         (["framework=numpy", "model.name=linear"], "framework=numpy has no meshes to plan"),
     ],
@@ -272,7 +272,7 @@ def test_odd_measurements_are_refused(
     file = tmp_path / "odd.json"
     file.write_text(json.dumps(odd))
     found = refused(capsys, "--parallel", *MLP, *MACHINE[2:], "--measured", str(file))
-    assert "is no result of bench step, or of bench allreduce" in found
+    assert "is not a result of bench step, or of bench allreduce" in found
 
 
 @pytest.mark.parametrize(

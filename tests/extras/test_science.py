@@ -220,11 +220,11 @@ def test_zarr_in_a_zip_file(version: int, tmp_path: Path) -> None:
     )
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    assert "it is no Zarr group (File is not a zip file)" in error_of(
+    assert "it is not a Zarr group (File is not a zip file)" in error_of(
         lambda: zarr.build("zarr", path, "train")
     )
     path.write_bytes(whole.replace(b"PK\x01\x02", b"PK\x01\x00"))
-    assert "it is no Zarr group (Bad magic number" in error_of(
+    assert "it is not a Zarr group (Bad magic number" in error_of(
         lambda: zarr.build("zarr", path, "train")
     )
     damaged = bytearray(whole)

@@ -478,7 +478,7 @@ def record(wheel: Path) -> None:
 def _refused_because(wheel: Path) -> str | None:
     found = wheel.lstat()
     if not stat.S_ISREG(found.st_mode):
-        return "it is no regular file"
+        return "it is not a regular file"
     if not _of_this_user_or_root(found):
         return f"it belongs to user {found.st_uid}"
     if found.st_mode & _OTHERS_WRITE:

@@ -67,8 +67,8 @@ CORRECTIONS = (
         "add_library(${PYTORCH_TARGET_LIB} SHARED ${PYTORCH_SOURCES} ${SOURCES})",
     ),
 )
-# Without GPU operations CMake is told that there is no CUDA and no ROCm. It would ask torch, which
-# takes the folder above any `nvcc` on the path for a toolkit, and then demand one.
+# Without GPU operations, CMake gets neither CUDA nor ROCm. Otherwise it would ask torch, which
+# takes the folder above any `nvcc` on the path for a toolkit, and would then require one.
 CPU_ONLY = (
     Correction(
         "CMakeLists.txt",
@@ -242,7 +242,7 @@ def unpack(archive: Path, folder: Path, changes: Sequence[Correction]) -> Path:
             inside = (folder / member.name).resolve().is_relative_to(folder.resolve())
             if not (inside and (member.isfile() or member.isdir())):
                 raise UserError(
-                    f"the archive has {member.name}, which is no file or folder inside its own",
+                    f"the archive has {member.name}, which is not a file or folder inside its own",
                     str(archive),
                     "delete it",
                 )
@@ -366,7 +366,7 @@ def toolkit_of(nvcc: str, dry_run: str) -> Path:
         what = (
             f"{nvcc} does not say where its CUDA toolkit is"
             if top is None
-            else f"{top} is no CUDA toolkit: it has no cuda_runtime.h"
+            else f"{top} is not a CUDA toolkit: it has no cuda_runtime.h"
         )
         raise UserError(
             what,

@@ -82,7 +82,7 @@ def read_fault_times(text: str) -> FaultTimes:
         try:
             values[key] = int(value) if key == "seed" else float(value)
         except ValueError:
-            raise UserError(f"{key}={value} is no number", "--faults", _EXAMPLE) from None
+            raise UserError(f"{key}={value} is not a number", "--faults", _EXAMPLE) from None
         if not (0 <= values[key] < 1e9) or (
             key in ("rank_mtbf_hours", "sync_s", "checkpoint_s") and not values[key]
         ):
@@ -131,10 +131,10 @@ def simulate_restarts(
     faults: int = _FAULTS,
     while_down: bool = True,
 ) -> float:
-    """Goodput of a job that goes back to its newest checkpoint after each fault and stands still
-    for down_s.
+    """Simulates the goodput of a job that returns to its newest checkpoint after each fault, and is
+    down for down_s.
 
-    while_down: faults come then, too; not in a drill, which waits until the job goes on.
+    while_down: whether faults also occur during that time. A drill waits until the job resumes.
     """
     useful_s = total_s = 0.0
     for _ in range(faults):
@@ -197,10 +197,10 @@ def last_checkpoints_formula(times: FaultTimes, mtbf_s: float, every_s: float) -
 def simulate_shrink(
     times: FaultTimes, ranks: int, every_s: float, random: Random, faults: int = _FAULTS
 ) -> float:
-    """Goodput of a job whose living ranks go on from the last sync point; a lost rank is back after
-    repair_s, by a restart without a loss.
+    """Simulates the goodput of a job whose living ranks continue from the last sync point. A dead
+    rank is back after repair_s, by a restart that loses no steps.
 
-    Where no rank is left, the job waits for one.
+    If no rank is left, the job waits for one.
     """
     useful_s = now_s = 0.0
     returns: list[float] = []  # when lost ranks can come back
@@ -271,7 +271,7 @@ def fault_lines(times: FaultTimes, rows: Sequence[Goodput]) -> list[str]:
         "elastic: at once, by launch --elastic;",
         "  restart: launch --elastic and guard.lost=restart, where the living ranks write a "
         "checkpoint of the last sync point first;",
-        "  shrink: guard.lost=shrink goes on without the lost ranks, which launch --elastic adds "
+        "  shrink: guard.lost=shrink continues without the dead ranks, which launch --elastic adds "
         "again after repair_s",
     ]
     return lines

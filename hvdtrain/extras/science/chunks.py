@@ -40,6 +40,6 @@ def check_chunks(
 
 
 def block_edges(rows: int, of_block: int) -> np.ndarray:
-    """Blocks.edges of an array in equal blocks, of which the last may be shorter."""
+    """Returns Blocks.edges of an array in equal blocks; the last one may be shorter."""
     of_block = min(of_block, max(1, rows))
     return np.minimum(np.arange(0, rows + of_block, of_block), rows).astype(np.int64)

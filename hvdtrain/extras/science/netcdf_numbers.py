@@ -45,10 +45,10 @@ def _unsigned(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def unpacked(
     raw: np.ndarray, attributes: Mapping[str, Any], dtype: np.dtype[Any], where: str
 ) -> np.ndarray:
-    """The numbers that are meant: missing ones NaN, all others raw * scale_factor + add_offset.
+    """Returns the decoded numbers: NaN if missing, else raw * scale_factor + add_offset.
 
-    Raises UserError where integers have missing ones, which would be trained on as numbers, and for
-    an attribute that is no number.
+    Raises UserError if integers have missing values, which would be trained on as numbers, or if an
+    attribute is not a number.
     """
     found = {}
     numbers = (*_SCALE, *_MISSING, *_RANGE)

@@ -1,5 +1,5 @@
-"""The training data of a plan: sizes on the command line, else the job's own data, of which nothing
-is downloaded."""
+"""The training data of a plan: sizes on the command line, else the job's own data. It downloads
+nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def add_data_options(parser: CommandParser) -> None:
 def _read_count(value: str) -> int:
     if not (value.isdecimal() and int(value)):
         raise UserError(
-            f"{value} is no number of samples or classes",
+            f"{value} is not a number of samples or classes",
             "--samples, --classes",
             "give 1 or more, as in --samples 1281167",
         )

@@ -36,7 +36,7 @@ class LayoutRow(NamedTuple):
     bytes: int  # of all its weights, of all layers that are alike
     whole_bytes: int  # of these, of what each rank that has a part has whole: the biases of rows
     way: Way
-    groups: int  # of features, each of which is cut: 3 of queries, keys and values
+    groups: int  # of features, each cut: 3 for queries, keys and values
     held: list[LayerRange | None]  # of each rank; None: it has none of it
     sent: str  # between the ranks that have it, in a step
     stage: int

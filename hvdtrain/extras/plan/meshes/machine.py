@@ -77,10 +77,10 @@ def read_link(text: str, option: str, default: Link) -> Link:
 def machine_of(
     options: argparse.Namespace, ranks: int, weight_bytes: int, plain: PlannedWork
 ) -> Machine:
-    """What the options say, else what was measured, else assumptions.
+    """Returns the machine from the options, else from measurements, else from assumptions.
 
     weight_bytes, plain: of the whole model and of a step of ranks that each have it, to which a
-    measured step belongs. Raises UserError for a file that is no result of bench.
+    measured step belongs. Raises UserError for a file that is not a result of bench.
     """
     per_node = min(ranks, options.ranks_per_node or RANKS_PER_NODE)
     measured = _Measured(weight_bytes, plain)
@@ -170,7 +170,7 @@ class _Measured:
             raise UserError(f"cannot read {path}: {error.strerror}", "--measured", fix) from None
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
             raise UserError(
-                f"{path} is no result of bench step, or of bench allreduce on 2 ranks or more",
+                f"{path} is not a result of bench step, or of bench allreduce on 2 ranks or more",
                 "--measured",
                 fix,
             ) from None
@@ -237,7 +237,7 @@ def _read_gflops(text: str) -> float:
         gflops = 0.0
     if not 0 < gflops < float("inf"):
         raise UserError(
-            f"{text} is no speed",
+            f"{text} is not a speed",
             "--gflops",
             "10^9 floating-point operations a second of one rank, as in --gflops 50",
         )
@@ -246,5 +246,5 @@ def _read_gflops(text: str) -> float:
 
 def _read_ranks(text: str) -> int:
     if not (text.isdecimal() and int(text)):
-        raise UserError(f"{text} is no number of ranks", "--ranks-per-node", "1 or more")
+        raise UserError(f"{text} is not a number of ranks", "--ranks-per-node", "1 or more")
     return int(text)

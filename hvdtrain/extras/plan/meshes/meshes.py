@@ -168,8 +168,10 @@ def plan_meshes(
     has_dense_part: bool,
     says: Callable[[str], None],
 ) -> MeshPlan:
-    """says: is told which mesh is next. Raises UserError where the job cannot run on so many ranks,
-    whatever the mesh."""
+    """Predicts a step of the job on each possible mesh. `says` gets its name first.
+
+    Raises UserError if the job cannot run on so many ranks, whatever the mesh.
+    """
     plain = without_mesh(config, ranks)
     features = _features(config, several_nodes=machine.per_node < ranks)
     rows = list[MeshCandidate]()
@@ -279,8 +281,8 @@ _OF_GRADIENTS = re.compile(r"gradient(\.\d+)?")
 
 
 class StepTime(NamedTuple):
-    """A step of the slowest rank; seconds is no more than the sum of the others, since some
-    communication hides behind computing."""
+    """The time of a step of the slowest rank. `seconds` is at most the sum of the others, since
+    some communication overlaps with computing."""
 
     seconds: float
     compute_s: float  # of passes and update
@@ -326,8 +328,10 @@ def _links(ranks: Sequence[int], machine: Machine) -> list[Link]:
 def step_time(
     config: Config, works: Sequence[PlannedWork], machine: Machine, overlaps: bool
 ) -> StepTime:
-    """works: of the first rank of each stage. overlaps: whether reductions of gradients go on while
-    backward computes."""
+    """Predicts the time of a step.
+
+    works: of the first rank of each stage. overlaps: whether gradients are reduced during backward.
+    """
     if config.parallel.pipeline > 1:
         return _of_pipeline(config, works, machine)
     (work,) = works

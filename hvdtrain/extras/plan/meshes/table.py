@@ -88,7 +88,7 @@ def sentence(plan: MeshPlan) -> str:
             f"{'; '.join(row.mesh.name for row in close)}"
         )
         if least is not best:
-            words += f", of which {least.mesh.name} needs least memory, {gib(least.needs)}"
+            words += f"; {least.mesh.name} needs the least memory of these, {gib(least.needs)}"
     return words
 
 

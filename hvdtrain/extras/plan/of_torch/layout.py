@@ -61,7 +61,7 @@ def layout(config: Config, task: Task, ranks: int) -> ParallelLayout:
 
 
 def _layers(model: nn.Module, x: torch.Tensor) -> list[Layer]:
-    """In the order of the model; x: (2, ...), of which a forward pass tells what is sent."""
+    """Returns the layers in model order. A forward pass of x, (2, ...), shows what is sent."""
     sent: dict[nn.Module, tuple[int, int]] = {}
 
     def keep(module: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:
@@ -147,8 +147,8 @@ def _updated(
     config: Config,
     readers: int,
 ) -> float:
-    """Bytes of weights of which a rank has the optimizer state: of those that a tensor group has
-    whole its first rank."""
+    """Returns the bytes of weights whose optimizer state a rank has. The first rank of a tensor
+    group has it for the weights that the group replicates."""
     total = 0.0
     for row in rows:
         held = row.held[rank]

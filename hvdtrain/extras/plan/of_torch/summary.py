@@ -43,8 +43,8 @@ def summarize(config: Config, task: Task) -> list[LayerSummary]:
 
 
 class _Answered(TorchDispatchMode):
-    """Inside, the host is told a number of a tensor without numbers, as first weights that are
-    drawn anew until they fit ask for."""
+    """A mode in which tensors without numbers answer with one when the host reads them. Initial
+    weights that are redrawn until they fit need it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return answer(args[0]) if func is ASKS_FOR_NUMBER else func(*args, **(kwargs or {}))

@@ -109,7 +109,7 @@ def _opened(file: FileOnDisk) -> Iterator[Any]:
             raise UserError(
                 "the file is of netCDF's classic format, which is not HDF5", str(file.path), fix
             ) from None
-        raise cut_off(file.path, f"it is no HDF5 file ({first_line(error)})") from None
+        raise cut_off(file.path, f"it is not an HDF5 file ({first_line(error)})") from None
     with opened:
         yield opened
 
@@ -509,7 +509,7 @@ def _inflated(raw: bytes | np.ndarray, most: int) -> bytes:
 
 
 def _unshuffled(raw: bytes | np.ndarray, item: int) -> np.ndarray:
-    """uint8 (n,): the bytes of numbers, of which all first bytes came first, then all second ones.
+    """Undoes HDF5's shuffle filter, which stores all first bytes, then all second ones: uint8 (n,).
     Faster than a transposition."""
     array = np.frombuffer(raw, np.uint8)
     numbers = len(array) // item

@@ -135,7 +135,7 @@ def _opened(path: Path) -> Any:
         )
     except Exception as error:  # the library and its codecs raise of their own
         _refuse_inner_folder(path)
-        raise cut_off(path, f"it is no Zarr group ({first_line(error)})") from None
+        raise cut_off(path, f"it is not a Zarr group ({first_line(error)})") from None
 
 
 def _refuse_inner_folder(path: Path) -> None:
@@ -211,7 +211,7 @@ class ZarrGroup(StoredFile):
 
     def array(self, name: str) -> StoredArray:
         array = self.opened(name)
-        check_dtype(array.dtype, name, self.path, has_texts=True)  # pickle is no codec of _CODECS
+        check_dtype(array.dtype, name, self.path, has_texts=True)  # _CODECS has no pickle
         rows = array.chunks[0] if array.shape else 1
         edges = block_edges(array.shape[0] if array.shape else 0, max(1, rows))
         return ZarrChunks(
@@ -289,8 +289,8 @@ class ZarrGroup(StoredFile):
 
 @dataclass(frozen=True, eq=False)
 class ZarrChunks:
-    """An array, of which the library reads the chunks of the same rows; each process opens it when
-    it reads first."""
+    """An array whose chunks of the same rows the library reads together. Each process opens it at
+    its first read."""
 
     group: ZarrGroup
     name: str
@@ -359,11 +359,11 @@ def _dimensions(array: Any) -> list[Any]:
 
 
 def _attributes(array: Any) -> dict[str, Any]:
-    """Its attributes; a fill value that xarray has written as text, of 8 bytes in base64, is a
+    """The array's attributes, with a fill value that xarray wrote as 8 bytes in base64 decoded to a
     number.
 
-    In version 2 xarray writes `_FillValue` as the array's own fill_value. That of the library is 0,
-    which is no missing number.
+    In version 2 xarray writes `_FillValue` as the array's own fill_value. The library's default
+    fill_value is 0, which does not mark a missing number.
     """
     attributes = dict(array.attrs)
     if "_ARRAY_DIMENSIONS" in attributes and array.dtype.kind in "iuf" and array.fill_value:
