@@ -188,7 +188,7 @@ def test_an_archive_is_unpacked_and_corrected(tmp_path: Path) -> None:
 def test_an_archive_that_writes_outside_its_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UserError,
-        match=r"the archive has horovod-0\.28\.1/\.\./\.\./escaped, which is no file or folder "
+        match=r"the archive has horovod-0\.28\.1/\.\./\.\./escaped, which is not a file or folder "
         r"inside its own",
     ):
         wheel.unpack(sdist(tmp_path, {"../../escaped": "x"}), tmp_path / "out", ())

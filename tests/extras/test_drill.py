@@ -108,7 +108,7 @@ def test_what_is_measured() -> None:
     table = harm_lines([Harm([1], 110, 1.5, 3.5, 20), Harm([0, 1], 210, None, None, None)])
     assert " ".join(table[1].split()) == "rank 1 110 1.50 s 3.50 s 20"
     assert " ".join(table[2].split()) == "rank 0,1 210 never never"
-    assert table[3] == "goes on after 3.50 s (median of 1; 3.50 to 3.50)"
+    assert table[3] == "resumes after 3.50 s (median of 1; 3.50 to 3.50)"
 
 
 def test_what_is_said_of_a_pause() -> None:

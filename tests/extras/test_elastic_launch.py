@@ -342,10 +342,13 @@ def test_the_record_waits_for_the_run_folder(
         (["--min", "2", "--", "run=r"], "--min needs --elastic"),
         (["--elastic", "--", "epochs=1"], "the job needs a run folder"),
         (["--elastic", "--", "check", "run=r"], "check runs once"),
-        (["--elastic", "--", "run=r", "resume=no"], "with resume=no each start would begin anew"),
+        (
+            ["--elastic", "--", "run=r", "resume=no"],
+            "resume=no would start the job from the beginning each time",
+        ),
         (
             ["--elastic", "--", "--run=r", "--resume=no"],
-            "with resume=no each start would begin anew",
+            "resume=no would start the job from the beginning each time",
         ),
         (
             ["--elastic", "-np", "2", "--", "run=r"],
@@ -353,7 +356,7 @@ def test_the_record_waits_for_the_run_folder(
         ),
         (["--elastic", "--slurm", "--", "run=r"], "--slurm does not go with --elastic"),
         (["--elastic", "--min", "4", "--max", "2", "--", "run=r"], "--min 4 is more than --max 2"),
-        (["--elastic", "--min", "0", "--", "run=r"], "--min 0 is no number of ranks"),
+        (["--elastic", "--min", "0", "--", "run=r"], "--min 0 is not a number of ranks"),
         (
             ["--elastic", "--patience", "soon", "--", "run=r"],
             "'soon' is not a length of time\n  where: --patience",
@@ -452,9 +455,9 @@ time.sleep(2000)
     told = [
         json.loads(line) for line in (tmp_path / "run" / "launch.jsonl").read_text().splitlines()
     ]
-    assert any("its launcher has not for 0.5 s: it is killed" in line["text"] for line in told), (
-        told
-    )
+    assert any(
+        "its launcher did not exit within 0.5 s and is killed" in line["text"] for line in told
+    ), told
 
 
 def test_a_job_that_ends_before_its_first_step_by_a_mistake_in_its_words(

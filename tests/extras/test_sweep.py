@@ -1,4 +1,4 @@
-"""sweep: which trials it makes, what it refuses, how it goes on, and its table."""
+"""sweep: which trials it makes, what it rejects, how it resumes, and its table."""
 
 from __future__ import annotations
 
@@ -112,11 +112,11 @@ def test_draws_are_those_of_the_seed_within_their_ranges_and_more_trials_begin_w
         ),
         (
             "--grid seed=1,2 --random optim.base_lr=log:0.1:1 --sampler optuna --trials 4",
-            "the seed is no value to search for",
+            "the seed is not a value to search for",
         ),
         ("--grid optim.base_lr=0.1,0.2,0.3 --trials 2", "the grid has 3 trials"),
         ("--grid optim.base_lr=0.1 --sampler gird", "there is no sampler gird\n.*\n.*grid"),
-        ("--grid optim.base_lr=0.1 --trials none", "--trials none is no number from 1"),
+        ("--grid optim.base_lr=0.1 --trials none", "--trials none is not a number from 1"),
         ("--grid optim.base_lr=0.1 --at-onec 2", "unknown argument '--at-onec'\n.*\n.*--at-once"),
         (
             "--grid optim.base_lr=0.1 --bogus",
@@ -156,7 +156,7 @@ def test_a_folder_belongs_to_one_sweep(tmp_path: Path) -> None:
             {"config": ["epochs: 1", "a:", "  b:", "  - 8", "  - 16", "c: 3"]},
             r"differ: a.b is \[8, 16\] here, there it is not set",
         ),
-        ({"config": ["epochs: [1"]}, "is no record of a sweep"),
+        ({"config": ["epochs: [1"]}, "is not a record of a sweep"),
         ({"trials": [("a=2",)]}, "its trials are others"),
     ):
         with pytest.raises(UserError, match=message):
@@ -470,12 +470,12 @@ def test_a_sweep_that_is_stopped_goes_on(tmp_path: Path) -> None:
         output, progress = started.communicate(timeout=HANG_S)
     assert (
         started.returncode == REQUEUE
-        and "2 of 2 trials are not done; the same command goes on" in output
+        and "2 of 2 trials are not done; the same command resumes" in output
     ), (output, progress)
     again = run(words)
     assert (
         again.returncode == DONE
-        and "trial-0001  goes on" in again.stderr
+        and "trial-0001  resumes" in again.stderr
         and "(2 of 2)" in again.stderr
     ), again
     assert "resume  from step" in (tmp_path / "s" / "trial-0001.log").read_text()

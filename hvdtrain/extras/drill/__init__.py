@@ -1,1 +1,1 @@
-"""hvdtrain drill: kills or pauses ranks of a running job, and measures how it goes on."""
+"""hvdtrain drill: kills or pauses ranks of a running job, and measures how it recovers."""

@@ -1,5 +1,5 @@
-"""hvdtrain drill RUN: kills or pauses ranks of a job again and again, and tells how long it takes
-to go on and how many steps it loses."""
+"""hvdtrain drill RUN: repeatedly kills or pauses ranks of a job, and reports how long it takes to
+resume and how many steps it loses."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from hvdtrain.training.run_lock import read_holder
 
 USAGE = """\
 hvdtrain drill RUN [--kill rank|host|rank0|random] [--pause 5s] [--every 30s] [--times 3] [--seed 1] [--wait 5m] [--json [FILE]]
-  kills (SIGKILL) ranks of the job that runs in RUN, a process of this user on this machine, --every so long after it goes on, and measures
-  how long until the job says it and until it goes on, and how many steps are done again
+  kills (SIGKILL) ranks of the job that runs in RUN, a process of this user on this machine, --every so long after it resumes, and measures
+  how long it takes to report the fault and to resume, and how many steps are repeated
   --pause   a straggler: stops them for so long (SIGSTOP, SIGCONT) instead of killing them, and shows what the job says of it: the slowest
             rank, how long the steps took, or the stall that ended it (guard.stall_s)
   --kill    rank: one that is not rank 0 where there is another; host: all ranks of one host; rank0; random: one of these each time
   --times   how often; it ends earlier where the job ends
-  --wait    how long the job may take to go on; where it does not, the exit code is 84"""  # noqa: E501
+  --wait    how long the job may take to resume; if it takes longer, the exit code is 84"""  # noqa: E501
 _COMMAND_LINE = "command line of drill"
 
 
@@ -127,7 +127,7 @@ def measure(
     events: Sequence[dict[str, Any]],
     decisions: Sequence[dict[str, Any]],
 ) -> Harm | None:
-    """What came after a fault at began_s; None while the job has not gone on."""
+    """Measures a fault at began_s; None until the job resumes."""
     begun = next(
         (number for number, event in enumerate(events) if event["kind"] in ("start", "lost")), None
     )
@@ -151,7 +151,7 @@ def measure(
 
 def harm_lines(harms: Sequence[Harm]) -> list[str]:
     """The table."""
-    lines = [f"{'killed':>16} {'at step':>9} {'detected':>9} {'goes on':>9} {'steps lost':>10}"]
+    lines = [f"{'killed':>16} {'at step':>9} {'detected':>9} {'resumes':>9} {'steps lost':>10}"]
     for harm in harms:
         killed = f"rank {','.join(map(str, harm.ranks))}"
         lines.append(
@@ -161,7 +161,7 @@ def harm_lines(harms: Sequence[Harm]) -> list[str]:
     times = [harm.go_on_s for harm in harms if harm.go_on_s is not None]
     if times:
         lines.append(
-            f"goes on after {median(times):.2f} s (median of {len(times)}; {min(times):.2f} to "
+            f"resumes after {median(times):.2f} s (median of {len(times)}; {min(times):.2f} to "
             f"{max(times):.2f})"
         )
     return lines
@@ -229,7 +229,7 @@ def find_ranks(run: Path) -> list[RankProcess]:
     environ = _environ(holder.pid)
     if first is None or first.start != holder.process_start or environ is None:
         raise UserError(
-            f"rank 0 of the job in {run} is no process of this user",
+            f"rank 0 of the job in {run} is not a process of this user",
             str(run),
             "as the user of the job, on its first host",
         )
@@ -348,8 +348,8 @@ def wait(condition: Callable[[], Any], limit_s: float) -> Any:
 
 
 def lines_of(path: Path, *, with_step: bool = True) -> list[dict[str, Any]]:
-    """The events of a file that may be growing: whole lines only, of which each has a kind, a time,
-    and where `with_step` a step."""
+    """Reads the events of a file that may be growing: its whole lines that have a kind, a time and,
+    if `with_step`, a step."""
     try:
         text = path.read_text(errors="replace")
     except OSError:
@@ -394,7 +394,7 @@ class Pause(NamedTuple):
 
 
 def pause(run: Path, victims: Sequence[RankProcess], pause_s: float, wait_s: float) -> Pause:
-    """Stops them, lets them go on after pause_s even where it is interrupted, and waits for the
+    """Stops the victims, continues them after pause_s or when interrupted, and waits for the
     job."""
     path = run / "events.jsonl"
     before = lines_of(path)
@@ -417,8 +417,8 @@ def pause(run: Path, victims: Sequence[RankProcess], pause_s: float, wait_s: flo
 
 @contextlib.contextmanager
 def _signals_as_exceptions() -> Iterator[None]:
-    """SIGTERM, and SIGHUP of a terminal that is closed, end this process as an error does, so that
-    what is stopped goes on first."""
+    """Raises SystemExit on SIGTERM, and on SIGHUP of a closed terminal, so that stopped processes
+    continue before this one ends."""
 
     def leave(number: int, frame: object) -> NoReturn:
         raise SystemExit(128 + number)

@@ -4,7 +4,7 @@ from hvdtrain.core.extras import Command, Extra
 
 EXTRA = Extra(
     status="stable",
-    says="Kills or pauses ranks of your own running job, and measures how it goes on.",
+    says="Kills or pauses ranks of your own running job, and measures how it recovers.",
     commands={
         "drill": Command(
             "hvdtrain.extras.drill.command",

@@ -89,8 +89,8 @@ def _refuse_others(options: Namespace) -> None:
 
 
 def _run_folder(program: Program) -> Path | None:
-    """The run folder in the job's arguments; None of a script without one. Raises UserError where
-    the job would not go on in it."""
+    """Returns the run folder in the job's arguments, or None for a script without one. Raises
+    UserError if the job would not resume in it."""
     job = program.words
     if program.is_job and job and job[0] == "check":
         raise UserError("check runs once", _WHERE, "launch ... -- check without --elastic")
@@ -100,13 +100,13 @@ def _run_folder(program: Program) -> Path | None:
             return None
         fix = "launch --elastic ... -- run=DIR ..., a folder that the first host sees"
         raise UserError(
-            "the job needs a run folder, where each start goes on", f"{_WHERE}, after --", fix
+            "the job needs a run folder, where each start resumes", f"{_WHERE}, after --", fix
         )
     if value_of(job, "resume") == "no":
         raise UserError(
-            "with resume=no each start would begin anew",
+            "resume=no would start the job from the beginning each time",
             f"{_WHERE}, after --",
-            "without it: run=DIR goes on",
+            "leave it out; the job resumes in run=DIR",
         )
     return expand(f"{run}", "run")
 
@@ -127,7 +127,9 @@ def _count(value: str | None, option: str) -> int | None:
         return None
     if not (value.isdecimal() and 0 < int(value) < 10**7):
         raise UserError(
-            f"{option} {short(value)} is no number of ranks", _WHERE, f"1 or more, as in {option} 8"
+            f"{option} {short(value)} is not a number of ranks",
+            _WHERE,
+            f"1 or more, as in {option} 8",
         )
     return int(value)
 

@@ -405,10 +405,10 @@ def slots_of(hosts: Sequence[Host]) -> int:
 def reason_to_change(
     running: Sequence[Host], ranks: int, offered: Sequence[Host], chosen: Sequence[Host], least: int
 ) -> str:
-    """Why a running job is stopped at its next sync point, to go on elsewhere; empty where it is
-    not.
+    """Returns why a running job is to stop at its next sync point and resume on other hosts; empty
+    if it is to keep running.
 
-    running: its hosts, of which so many ranks are left; offered: hosts that somebody offers now;
+    running: its hosts, with `ranks` living ranks; offered: the hosts that are offered now;
     chosen: those that a start would get now.
     """
     if slots_of(chosen) < least:

@@ -32,7 +32,7 @@ from hvdtrain.extras.elastic_launch.hosts import (
     slots_of,
 )
 
-LOOK_S = 0.2  # between two looks at what goes on
+LOOK_S = 0.2  # between two looks at the job and the hosts
 LEFT_OUT = 3  # looks at the offered hosts, for which a host is left out after its first failure
 # For a launcher to end after the job's last word, beside what sinks may take: mpirun with ULFM may
 # hang where a rank is lost meanwhile.
@@ -207,7 +207,7 @@ class Supervisor:
         return self._after(start, ended)
 
     def _watch(self, start: _Start) -> None:
-        """While the job runs: whether it should go on on other hosts."""
+        """Checks, while the job runs, whether it should move to other hosts."""
         self._job.poll()
         self._record.write()
         self._look_at_hosts()
@@ -237,14 +237,13 @@ class Supervisor:
             start.asked = True
             self._record.add(
                 "change",
-                f"{why}: the job stops at its next sync point, to go on there",
+                f"{why}: the job stops at its next sync point, and resumes there",
                 step=self._job.step,
             )
             start.launcher.ask_to_stop()
 
     def _is_over_for_long(self, start: _Start, now_s: float) -> bool:
-        """The job has said its last word, and its launcher has not ended: it is killed, and the
-        word counts."""
+        """Kills a launcher that runs on for OVER_S after the job reported its end, which counts."""
         is_over = bool(self._job.ending) and self._job.step >= 0
         start.over_since_s = (start.over_since_s or now_s) if is_over else None
         if start.over_since_s is None or now_s - start.over_since_s < OVER_S:
@@ -252,8 +251,8 @@ class Supervisor:
         if not start.is_cut_off:
             start.is_cut_off = True
             text = (
-                f"the job has ended ({self._job.ending}), its launcher has not for {OVER_S:g} s: "
-                "it is killed"
+                f"the job ended ({self._job.ending}), but its launcher did not exit within "
+                f"{OVER_S:g} s and is killed"
             )
             self._record.add("warning", text, step=self._job.step)
         start.launcher.kill()
@@ -318,7 +317,7 @@ class Supervisor:
         return None
 
     def _lost(self, hosts: Sequence[Host]) -> list[str]:
-        """Which hosts of a start that failed do not answer any more, or are no longer offered."""
+        """Returns the hosts of a failed start that no longer answer or are no longer offered."""
         if self._offer.is_local:
             return []
         names = [host.name for host in hosts]
@@ -332,7 +331,7 @@ class Supervisor:
 
 
 class _Start:
-    """One start, as it goes on."""
+    """The state of one start of the job."""
 
     def __init__(self, hosts: tuple[Host, ...], launcher: LauncherRun) -> None:
         self.hosts = hosts

@@ -26,7 +26,7 @@ hvdtrain lab             lists the labs
 hvdtrain lab 1 [--quick] [--out FOLDER]
   --quick   smaller, in 0.3 to 1.2 minutes of two cores
   --out     figures, tables and run folders are written there (default: lab-1, with --quick lab-1-quick);
-            the same command again goes on, or begins anew where the lab takes a minute
+            the same command resumes a lab, or starts it again if it takes only a minute
 hvdtrain lab 1 --help
   all options of that lab
 hvdtrain lab 1 --notebook FILE.ipynb
@@ -152,7 +152,7 @@ def wait_for(processes: Sequence[Process], patience_s: float = PATIENCE_S) -> li
 
 
 def _running(processes: Sequence[Process], most_s: float) -> list[Process]:
-    """The processes that have not ended within so many seconds."""
+    """Returns the processes that are still running after so many seconds."""
     until_s = time.monotonic() + most_s
     while (
         running := [process for process in processes if process.poll() is None]

@@ -39,14 +39,14 @@ hvdtrain sweep [--config FILE] [key=value ...] --grid KEY=VALUE,VALUE [--random 
                              default: random where there is a --random, else grid
   --trials 20                how many; a larger number later adds trials. Default: those of the grid; a larger grid is refused
   --seed 1                   of random and optuna: the same trials again
-  --out FOLDER               trial-0001, ... in it are run folders, trial-0001.log what they print; the same command goes on:
+  --out FOLDER               trial-0001, ... in it are run folders, trial-0001.log what they print. The same command resumes the sweep:
                              trials that are done (or diverged, or stopped by optuna) are kept, others are resumed or tried again
   --at-once 1                trials side by side
   --ranks-per-trial 1        more than 1: each trial by `hvdtrain launch -np N`
   --json [FILE]              the result as JSON
 prints a table, the best first, and writes it with a figure into FOLDER (sweep.txt, sweep.png). Ctrl-C or SIGUSR2 stops all trials with
 a checkpoint. Exit codes: 0: all trials ended, at least one is done; 82: none is done, all diverged; 1: none is done, at least one failed
-(the table says why; the same command tries it again); 75: stopped, the same command goes on"""  # noqa: E501
+(the table says why; the same command tries it again); 75: stopped, the same command resumes"""  # noqa: E501
 _COMMAND_LINE = "command line of sweep"
 _SAMPLERS = ("grid", "random", "optuna")
 _OF_THE_SWEEP = {
@@ -144,7 +144,7 @@ def _option(argument: str, known: Sequence[str]) -> str:
 def _count(text: str, option: str, most: int, least: int = 1) -> int:
     if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= most:
         raise UserError(
-            f"{option} {short(text)} is no number from {least} to {most:,}",
+            f"{option} {short(text)} is not a number from {least} to {most:,}",
             option,
             f"{option} {max(least, 4)}",
         )

@@ -104,7 +104,7 @@ class _Job:
             trial = proposals.following()
             if trial is not None:
                 _say(
-                    f"{trial.name}  {'goes on' if self._folder(trial).exists() else 'starts'}: "
+                    f"{trial.name}  {'resumes' if self._folder(trial).exists() else 'starts'}: "
                     f"{' '.join(trial.point)}"
                 )
             return trial
@@ -140,8 +140,8 @@ class _Job:
         missing = self._total - sum(state in KEPT or state == "failed" for state in states)
         if missing:
             footer.append(
-                f"stopped: {missing} of {self._total} trials are not done; the same command goes "
-                f"on: {command}"
+                f"stopped: {missing} of {self._total} trials are not done; the same command "
+                f"resumes: {command}"
             )
         print_result(
             options.json,

@@ -18,7 +18,9 @@ def check_space(space: Space) -> None:
         fix = (
             f"leave it out; then repeat the best trials with --sampler grid and --grid {SEED}=1,2,3"
         )
-        raise UserError("the seed is no value to search for", "--sampler optuna, --grid seed", fix)
+        raise UserError(
+            "the seed is not a value to search for", "--sampler optuna, --grid seed", fix
+        )
     try:
         import optuna  # noqa: F401
     except ModuleNotFoundError:
@@ -30,11 +32,10 @@ def check_space(space: Space) -> None:
 
 
 class OptunaStudy:
-    """Trials 1, 2, ... `trials`: first those that are recorded already, of which the interrupted
-    ones go on.
+    """Proposes trials 1, 2, ... `trials`. Recorded trials come first, and interrupted ones resume.
 
-    Nothing of Optuna is stored: the study is made again from the recorded trials and their events,
-    so what it proposes after an interruption is not what it would have proposed without.
+    Nothing of Optuna is stored: the study is recreated from the recorded trials and their events,
+    so after an interruption it may propose other values than it would have without.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class OptunaStudy:
         return trial
 
     def ended(self, trial: Trial, result: Result) -> None:
-        """A trial that was stopped is told nothing: it goes on with the same command."""
+        """Tells the study the result, unless the trial was stopped: the same command resumes it."""
         self._report(trial, result)
         if result.state == "stopped":
             return

@@ -347,7 +347,7 @@ def _former(found: Any, folder: Path) -> Sweep:
         return Sweep(**found, trials=trials)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"{folder / FILE} is no record of a sweep: {error}", "--out", "another --out"
+            f"{folder / FILE} is not a record of a sweep: {error}", "--out", "another --out"
         ) from None
 
 
@@ -364,7 +364,7 @@ def _refuse_another(former: Sweep, sweep: Sweep, folder: Path, command: str) -> 
         here = _values(sweep.config)
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(
-            f"{folder / FILE} is no record of a sweep: {error}", "--out", "another --out"
+            f"{folder / FILE} is not a record of a sweep: {error}", "--out", "another --out"
         ) from None
     for key in {**there, **here}:
         before, now = (str(values.get(key, "not set")) for values in (there, here))
@@ -396,7 +396,7 @@ def _another(folder: Path, difference: str, command: str) -> UserError:
     return UserError(
         f"{folder} holds another sweep: {difference}",
         command,
-        "another --out; or that sweep's command, to go on with it",
+        "another --out; or that sweep's command, to resume it",
     )
 
 
