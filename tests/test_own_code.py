@@ -501,7 +501,7 @@ def test_a_loss_of_torch_that_is_no_mean_over_samples_is_refused(
             r"metric none fails: RuntimeError: Could not infer dtype",
         ),
         ({"metrics": {"epochs": (absolute, "min")}}, "a metric or a sum named epochs"),
-        ({"objective": "f1"}, "objective=f1 is no metric"),
+        ({"objective": "f1"}, "objective=f1 is not a metric"),
         (
             {"val_data": None},
             r"val_data is missing\n.*\n  fix: val_data= of the same kind, or data.val_share=0.1",

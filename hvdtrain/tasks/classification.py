@@ -255,7 +255,7 @@ def build(
     """
     if ignore_label is not None and abs(ignore_label) >= _MOST_LABEL:
         raise UserError(
-            f"task.ignore_label={ignore_label} is no label",
+            f"task.ignore_label={ignore_label} is not a label",
             "task.ignore_label",
             "a number of 32 bits, as -1 or 255",
         )

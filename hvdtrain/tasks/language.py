@@ -27,7 +27,7 @@ _nats = ratio("loss", "tokens")
 
 
 def _perplexity(sums: Sums) -> float:
-    """exp(nats per token); infinite where that is no float64."""
+    """Returns exp(nats per token), or infinity if that overflows float64."""
     if (nats := _nats(sums)) < 700:
         return math.exp(nats)
     if math.isnan(nats):
@@ -192,7 +192,7 @@ def build(
     vocabulary = max(field.values for field in fields)
     if ignore is not None and not 0 <= ignore < vocabulary:
         raise UserError(
-            f"task.ignore={ignore} is no token: they are 0 to {vocabulary - 1}",
+            f"task.ignore={ignore} is not a token: they are 0 to {vocabulary - 1}",
             where,
             "one of them, or leave it out",
         )

@@ -252,7 +252,9 @@ class PartsOfMetric:
         tensors = value if isinstance(value, list) else [value]
         if not all(hasattr(tensor, "new_zeros") for tensor in tensors):
             library = self._library
-            what = f"metric {library.name}: {library.kind} keeps {state}, which are no tensors"
+            what = (
+                f"metric {library.name}: {library.kind} keeps {state}, whose values are not tensors"
+            )
             raise UserError(what, library.where, "hvdtrain.OwnMetric")
         # which NumPy does not have
         wide = (
@@ -262,8 +264,8 @@ class PartsOfMetric:
         return tuple(tensor.detach().cpu().numpy() for tensor in wide)
 
     def compute(self, parts: Concatenated) -> float:
-        """The metric of all parts; NaN without any. Raises UserError where it is several numbers,
-        and where a mean is no constant."""
+        """Returns the metric of all parts, or NaN without any. Raises UserError if it is several
+        numbers, or if a state whose mean is taken differs between parts."""
         if not len(parts):
             return math.nan
         if self._last is None or self._last[0]() is not parts:

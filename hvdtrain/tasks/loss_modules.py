@@ -170,7 +170,7 @@ class _OfTargets(nn.Module):
         return rows.sum(1) if self.rest == "sum" else rows.mean(1)
 
     def _refuse_label(self, outputs: Any, y: torch.Tensor) -> None:
-        """Raises UserError for a target that is no class."""
+        """Raises UserError for a target that is not a class."""
         if isinstance(self.loss, _OF_CLASSES) and outputs.ndim > 1 and not y.is_floating_point():
             classes = outputs.shape[1]
             ignored = int(self.loss.ignore_index)  # type: ignore[arg-type]

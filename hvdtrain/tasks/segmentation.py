@@ -207,8 +207,8 @@ def build(
     standardize: true: (x - mean) / std of the training set, by the last axis; false: x as it is;
         default: docs/tasks.md
 
-    Raises UserError where the data are no images with masks, the number of classes is not known, or
-    the sets do not fit each other.
+    Raises UserError if the data are not images with masks, the number of classes is unknown, or the
+    sets do not match.
     """
     x = find_field(train, "x", name, where, "images uint8 (H, W, C) or floats (C, H, W)")
     y = find_field(train, "y", name, where, "masks of integers (H, W)")
@@ -222,11 +222,11 @@ def build(
         raise UserError(f"task.dice={dice}", "task.dice", "0 or more, as 0.5")
     if ignore_label is not None and abs(ignore_label) >= 2**31:
         raise UserError(
-            f"{_OPTION}={ignore_label} is no label", _OPTION, "a number of 32 bits, as -1 or 255"
+            f"{_OPTION}={ignore_label} is not a label", _OPTION, "a number of 32 bits, as -1 or 255"
         )
     count = classes or _classes((train, val), ignore_label, where)
     if not 2 <= count <= _MOST_CLASSES:
-        what = f"{count:,} classes of pixels, of which 2 to {_MOST_CLASSES:,} can be counted"
+        what = f"{count:,} classes of pixels are not supported, only 2 to {_MOST_CLASSES:,}"
         raise UserError(
             what,
             "task.classes" if classes else where,
@@ -256,7 +256,7 @@ def _are_weights(weights: Sequence[float]) -> bool:
 
 
 def _check_shapes(x: Field, y: Field, where: str) -> None:
-    """Raises UserError where x is no image, or y no mask of its pixels."""
+    """Raises UserError unless x is an image and y a mask of its pixels."""
     if len(x.shape) != 3 or not (is_image(x) or np.dtype(x.dtype).kind == "f"):
         fix = (
             "x[..., None] of grey images"

@@ -81,7 +81,7 @@ class SeveralInputs(AroundTask):
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """`shapes` by field in the place of `shape`."""
+        """Returns the sizes, with `shapes` by field instead of `shape`."""
         sizes = {name: size for name, size in self.task.sizes.items() if name != "shape"}
         return {
             "shapes": {

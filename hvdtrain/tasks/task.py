@@ -44,8 +44,8 @@ class Task(ABC):
     @property
     @abstractmethod
     def sizes(self) -> Mapping[str, Any]:
-        """What models are built from, by the name of their parameter: {"shape": (8, 8, 1),
-        "outputs": 10}; plain values of JSON."""
+        """The parameters that models are built from, as JSON values by name: {"shape": (8, 8, 1),
+        "outputs": 10}."""
 
     @property
     @abstractmethod
@@ -55,123 +55,121 @@ class Task(ABC):
     @property
     @abstractmethod
     def metrics(self) -> tuple[Metric, ...]:
-        """The metrics that are shown; the first is "loss", the mean of what is learned from."""
+        """The reported metrics. The first is "loss", the mean training loss of the samples."""
 
     @property
     @abstractmethod
     def objective(self) -> str:
-        """The name of the metric that stop.target, checkpoint.keep_best and log.targets speak
-        of."""
+        """The name of the metric that stop.target, checkpoint.keep_best and log.targets use."""
 
     @property
     @abstractmethod
     def sums(self) -> Mapping[str, int]:
-        """The sums that metrics are made of, "loss" among them: 0 of a number, else the length of a
-        vector. "count" is not among them."""
+        """The sums that metrics are computed from, by name: 0 for a number, else the length of a
+        vector. They include "loss", but not "count"."""
 
     @property
     @abstractmethod
     def sample_weight(self) -> int | None:
-        """What weight() of one sample is, where it is the same for all; else None."""
+        """The weight() of one sample if it is the same for all samples, else None."""
 
     @abstractmethod
     def weight(self, batch: Batch) -> int:
-        """What the loss of these samples on the host is divided by, to be a mean: their number, or
-        that of their tokens."""
+        """Returns the divisor that makes the summed loss of these samples a mean: their number, or
+        their number of tokens. The batch is on the host."""
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """Plain values of JSON, of which the task's restore() makes it again: a checkpoint keeps
-        them, to be compared at a resume."""
+        """Returns JSON values from which the task's restore() recreates it. A checkpoint keeps
+        them, and a resume compares them."""
 
     @abstractmethod
     def outputs(self, samples: int) -> str:
-        """What a model gives for so many samples, for messages: "logits (2, 10)"."""
+        """Describes a model's outputs for so many samples in messages: "logits (2, 10)"."""
 
     @abstractmethod
     def fits(self, found: tuple[int, ...], samples: int) -> bool:
-        """Whether a model that gives this shape for so many samples can learn the task."""
+        """Whether a model with outputs of this shape for so many samples can learn the task."""
 
     @property
     def frameworks(self) -> tuple[str, ...]:
-        """The frameworks in which it computes."""
+        """The frameworks that the task supports."""
         return tuple(name for name in FRAMEWORKS if hasattr(self, name))
 
     def part(self, framework: str, model: ModelConfig, place: DeviceAndDtype) -> Any:
-        """What it does in one of its frameworks: the method of that name."""
+        """Returns the task's part in a framework, by calling the method of that name."""
         return getattr(self, framework)(model, place)
 
     @property
     def transform(self) -> Transform | None:
-        """What is done to x; None of tokens, and where the user's own part does it."""
+        """The transform of x; None for tokens, or if the user's part applies its own."""
         return None
 
     @property
     def transforms(self) -> Transforms | None:
-        """What is done to each input of a model that is called with several."""
+        """The transform of each input of a model with several inputs."""
         return None
 
     @property
     def main_input(self) -> str:
-        """The field that the task takes for x."""
+        """The field that the task uses as x."""
         return "x"
 
     @property
     def input_fields(self) -> dict[str, Field]:
-        """What a model gets of a sample: its inputs; x; or without an x all fields: tokens."""
+        """The fields that a model gets: its inputs, x, or without an x all fields, as tokens."""
         fields = dict(self.fields)
         names = ["x"] if self.transforms is None else list(self.transforms.each)
         return {name: fields[name] for name in names} if set(names) <= fields.keys() else fields
 
     @property
     def masks(self) -> Mapping[str, int | None]:
-        """The fields of pixels that move with x, and the label of what is outside of the image."""
+        """The mask fields that are augmented with x, and the label for pixels outside the image."""
         return {}
 
     @property
     def class_label(self) -> str | None:
-        """The field with the class of a sample, which is said by the largest of the outputs."""
+        """The field with the class of a sample; the largest output predicts it."""
         return None
 
     @property
     def mask_label(self) -> str | None:
-        """The field with the class of each pixel of x, which is said by the largest of the pixel's
-        outputs."""
+        """The field with the class of each pixel of x; the pixel's largest output predicts it."""
         return None
 
     @property
     def drawn(self) -> Field | None:
-        """The tokens that a model of the task draws one after the other."""
+        """The field of tokens that a model of the task generates one after the other."""
         return None
 
     @property
     def takes_lengths(self) -> bool:
-        """Whether samples of different lengths need no model and no loss of the user's."""
+        """Whether variable-length samples work without a user's model and loss."""
         return False
 
     @property
     def takes_split_logits(self) -> bool:
-        """Whether its loss is of logits that are cut over ranks by class, too."""
+        """Whether the loss also takes logits that are partitioned among ranks by class."""
         return False
 
     @property
     def has_user_loss(self) -> bool:
-        """Whether its loss is a function of a script."""
+        """Whether the loss is a function of the user's script."""
         return False
 
     @property
     def examples(self) -> Batch | None:
-        """Some samples, to try functions of the user's with, where the task calls any."""
+        """Some samples to try the user's functions on, if the task calls any."""
         return None
 
     @property
     def gathered(self) -> tuple[str, ...]:
-        """Names of what an evaluation gathers from all ranks besides the sums, as Concatenated."""
+        """The names of values that an evaluation gathers from all ranks besides the sums."""
         return ()
 
     @property
     def counted(self) -> str:
-        """The sum that metrics are means over."""
+        """The name of the sum that metrics are divided by."""
         return "count"
 
     @property
@@ -180,9 +178,9 @@ class Task(ABC):
         return ()
 
     def notes_on_data(self, train: Source, val: Source, has_given_stats: bool) -> list[str]:
-        """Lines for the header about data that may not be what was meant.
+        """Returns header lines about data that may not be what was meant.
 
-        has_given_stats: whether the user says mean and deviation of images.
+        has_given_stats: whether the user sets the mean and deviation of images.
         """
         return []
 
@@ -192,9 +190,9 @@ class Task(ABC):
         return self.summary
 
     def rows(self, is_softmax: bool, class_names: Sequence[str] | None) -> Rows:
-        """How outputs become rows of the table of a prediction.
+        """Returns how outputs become rows of a prediction table.
 
-        is_softmax: whether outputs are logits of classes, of which softmax makes probabilities.
+        is_softmax: whether outputs are logits of classes, which softmax turns into probabilities.
         """
         return rows_of_numbers()
 
@@ -214,8 +212,8 @@ class Each(NamedTuple):
 
 
 def wrong_shapes(task: Task, each: Any, samples: int) -> str:
-    """What is wrong with what a part gave for so many samples; empty where it is what Task.sums
-    declares."""
+    """Describes how a part's result for so many samples differs from what Task.sums declares; empty
+    if it does not."""
     if not isinstance(each, Each) or not isinstance(each.terms, Mapping):
         return f"gives a {type(each).__name__}, not Each(loss, terms)"
     expected = {
@@ -234,27 +232,25 @@ def wrong_shapes(task: Task, each: Any, samples: int) -> str:
 
 
 class TaskPart(Protocol):
-    """What a task does in one framework. `batch` has the fields of Task.fields, augmented, and the
-    further keys of core/arrays.py."""
+    """The part of a task in one framework. `batch` contains the augmented fields of Task.fields and
+    the further keys of core/arrays.py."""
 
     def inputs(self, batch: Any, /) -> Any:
-        """What the model is called with, (n, ...); in torch a dict of them where it has several
-        inputs."""
+        """Returns the model's input, (n, ...); in torch a dict of inputs if it has several."""
 
     def each(self, outputs: Any, batch: Any, /, training: bool) -> Each:
-        """Loss and sums of each sample, in the weights' own number type; they follow from the
-        sample and its outputs alone."""
+        """Returns the loss and sums of each sample, in the dtype of the weights. They depend on the
+        sample and its outputs only."""
 
 
 def outputs_of(part: TaskPart) -> Callable[[Any], Any]:
-    """What makes of a model's outputs those that each() takes: the outputs themselves, unless the
-    part has an outputs_of()."""
+    """Returns the function that turns a model's outputs into those that each() takes: the part's
+    outputs_of(), or the identity."""
     return getattr(part, "outputs_of", lambda found: found)
 
 
 def counts_exactly(part: TaskPart) -> bool:
-    """Whether its terms are whole numbers that are too large for 32 bits once they are added up
-    over a data set."""
+    """Whether the part's terms are integers whose sum over a data set may overflow 32 bits."""
     return bool(getattr(part, "counts_exactly", False))
 
 
@@ -262,18 +258,18 @@ class NumpyPart(TaskPart, Protocol):
     """A task's part in NumPy, which has no gradients of its own."""
 
     def gradient(self, outputs: np.ndarray, batch: Any, /) -> np.ndarray:
-        """d(loss of each sample) / d(outputs), (n, outputs), in training."""
+        """Returns d(loss of each sample) / d(outputs) in training, (n, outputs)."""
 
 
 class DeviceAndDtype(NamedTuple):
-    """Where a part computes, as its framework names it."""
+    """The dtype and device of a part, as its framework names them."""
 
     dtype: Any  # of the model's numbers
     device: Any = None
 
 
 def part_of(task: Task, framework: str, config: Config, place: DeviceAndDtype) -> Any:
-    """What a task does in a framework. Raises UserError where it has no part for it."""
+    """Returns the task's part in a framework. Raises UserError if the task does not support it."""
     if framework not in task.frameworks:
         what = f"task.name={task.name} does not compute with framework={config.framework}"
         raise UserError(
@@ -283,12 +279,12 @@ def part_of(task: Task, framework: str, config: Config, place: DeviceAndDtype) -
 
 
 def is_users_model(model: ModelConfig) -> bool:
-    """Whether it is a class, a function or an object of the user's own, not one of hvdtrain's."""
+    """Whether the model is the user's class, function or object rather than one of hvdtrain's."""
     return is_dotted(model.name)
 
 
 def find_field(source: Source, name: str, task: str, where: str, expected: str) -> Field:
-    """A field that a task needs. Raises UserError where the data do not have it."""
+    """Returns a field that a task needs. Raises UserError if the data do not have it."""
     if name not in source.fields:
         shown = ", ".join(f"{field} {kind}" for field, kind in source.fields.items())
         raise UserError(
@@ -301,7 +297,7 @@ def find_field(source: Source, name: str, task: str, where: str, expected: str) 
 
 
 def refuse_nothing(name: str, field: Field, where: str) -> None:
-    """Raises UserError where a sample has no number of a field."""
+    """Raises UserError if a field of a sample has size 0."""
     if 0 in field.shape:
         raise UserError(
             f"{name} is {field}: no number at all", where, "one number or more of each sample"
@@ -309,7 +305,7 @@ def refuse_nothing(name: str, field: Field, where: str) -> None:
 
 
 def tokens_of_sample(task: Task) -> int | None:
-    """How many tokens each sample has, where it has tokens and all have equally many."""
+    """Returns the number of tokens of a sample, or None if it varies or samples have no tokens."""
     if any(field.padding is not None for field in task.fields.values()):
         return None
     tokens: int | None = task.sizes.get("context")
@@ -317,7 +313,7 @@ def tokens_of_sample(task: Task) -> int | None:
 
 
 def samples_of(task: Task) -> str:
-    """What its samples are called for people: images, or samples."""
+    """Returns the word for samples in printed lines: images, or samples."""
     return (
         "images"
         if any(field.dtype == "uint8" and len(field.shape) == 3 for field in task.fields.values())
@@ -326,5 +322,5 @@ def samples_of(task: Task) -> str:
 
 
 def objective(task: Task) -> Metric:
-    """The metric of Task.objective."""
+    """Returns the metric named by Task.objective."""
     return next(metric for metric in task.metrics if metric.name == task.objective)

@@ -218,8 +218,8 @@ class TorchMultilabel:
 
 
 class TorchSegmentation:
-    """Logits (n, classes, H, W), or several outputs of which main_output() is that; y (n, H, W).
-    Images are uint8 (n, C, H, W)."""
+    """Segmentation on torch. The outputs, or their main_output(), are logits (n, classes, H, W);
+    y is (n, H, W), and images are uint8 (n, C, H, W)."""
 
     def __init__(
         self,
@@ -284,12 +284,12 @@ _NONE = -100  # a target that is not predicted
 
 
 class CutLogits(Protocol):
-    """Logits of which each tensor rank has those of a part of the vocabulary
+    """Logits partitioned by vocabulary among the tensor ranks
     (frameworks/torch/parallel/tensor/collectives.py)."""
 
     def cross_entropy(self, targets: torch.Tensor, smoothing: float, ignore: int) -> torch.Tensor:
-        """Cross entropy of each target, as functional.cross_entropy() with reduction="none"; (n,
-        T)"""
+        """Returns the cross entropy of each target, (n, T), like functional.cross_entropy() with
+        reduction="none"."""
 
 
 class TorchLanguage:
@@ -305,8 +305,8 @@ class TorchLanguage:
         self.by_name = (TOKENS, SEGMENTS) if packed else ()
 
     def inputs(self, batch: Tensors) -> torch.Tensor | dict[str, torch.Tensor]:
-        """int64 (n, T), and the segments of packed rows by name; padding below 0 is no token, and a
-        model gets 0 there."""
+        """Returns int64 (n, T), and the segments of packed rows by name. Padding below 0 is not a
+        token; the model gets 0 there."""
         tokens = batch["tokens"][:, :-1].long()
         if self._mask is not None:
             tokens = tokens.masked_fill(~batch[self._mask][:, :-1] & (tokens < 0), 0)

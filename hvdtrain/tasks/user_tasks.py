@@ -199,7 +199,7 @@ def examples_of(source: Source) -> Batch:
 
 
 def _loss(loss: Any, sources: tuple[Source, Source], where: str) -> UserLoss:
-    """Raises UserError for what is no loss of each sample."""
+    """Returns the loss function. Raises UserError if it does not give one loss per sample."""
     if is_torch_module(loss):
         from hvdtrain.tasks.loss_modules import of_torch_module
 
@@ -248,8 +248,8 @@ def _refuse_keys_of_classification(model: ModelConfig) -> None:
 
 
 class Measured(AroundTask):
-    """Another task with metrics of the user's own, one of which, or of the task's, is the
-    objective."""
+    """Another task with user-defined metrics. The objective is one of them, or one of the
+    task's."""
 
     def __init__(
         self, task: Task, metrics: UserMetrics, objective: str | None, examples: Batch
@@ -316,10 +316,10 @@ class Measured(AroundTask):
 
 
 def measured(task: Task, metrics: UserMetrics, objective: str | None, examples: Batch) -> Task:
-    """The task with metrics; examples: some samples, to try the functions with.
+    """Returns the task with metrics. examples: some samples to try the functions on.
 
-    Raises UserError where a name is the task's, a metric of a library would count padding, or the
-    objective is no metric.
+    Raises UserError if the task already has a metric of that name, a library metric would count
+    padding, or the objective is not a metric.
     """
     _refuse_padded_targets(task, metrics)
     taken = {metric.name for metric in task.metrics}
@@ -330,7 +330,7 @@ def measured(task: Task, metrics: UserMetrics, objective: str | None, examples: 
     names = [*taken, *metrics]
     if objective is not None and objective not in names:
         raise UserError(
-            f"objective={objective} is no metric",
+            f"objective={objective} is not a metric",
             "hvdtrain.train(), objective",
             nearest(objective, sorted(names)),
         )

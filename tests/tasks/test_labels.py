@@ -387,7 +387,7 @@ def test_what_does_not_go_with_an_ignored_label() -> None:
     for words, message in (
         (["augment.mixup=0.2"], "augment.mixup mixes each sample with any other"),
         (["augment.cutmix=0.2"], "augment.cutmix mixes each sample with any other"),
-        (["task.ignore_label=4294967296"], "task.ignore_label=4294967296 is no label"),
+        (["task.ignore_label=4294967296"], "task.ignore_label=4294967296 is not a label"),
         (
             ["log.noise_scale=true", "comm.engine=mpi"],
             "log.noise_scale compares means over samples",

@@ -286,7 +286,7 @@ def test_states_that_cannot_be_put_together_are_refused() -> None:
         UserError, match=r"Odd takes the mean of state over ranks, which depends on their number"
     ):
         mean.of(parts + mean.function(torch.zeros(2), batch))
-    with pytest.raises(UserError, match=r"Odd keeps state, which are no tensors"):
+    with pytest.raises(UserError, match=r"Odd keeps state, whose values are not tensors"):
         read_metrics({"mine": (Odd(None, []), "max")})["mine"].function(torch.ones(2), batch)
     with pytest.raises(
         UserError, match=r"metric mine is of torchmetrics, which computes on tensors of torch"

@@ -553,7 +553,7 @@ def test_nets_that_cannot_be_made_are_refused(words: list[str], message: str) ->
             np.zeros((4, 8, 8, 3), np.uint8),
             np.zeros((4, 8, 8), int),
             {},
-            "1 classes of pixels, of which 2 to 1,000 can be counted",
+            "1 classes of pixels are not supported, only 2 to 1,000",
         ),
         (
             np.zeros((4, 8, 8, 3), np.uint8),

@@ -371,7 +371,7 @@ def numbers(**arrays: np.ndarray) -> NamedArrays:
         (
             "task.name=language task.ignore=11",
             own_data.tokens("train"),
-            "task.ignore=11 is no token: they are 0 to 10",
+            "task.ignore=11 is not a token: they are 0 to 10",
         ),
         (
             "task.name=regression augment.mixup=0.2",
