@@ -4,7 +4,7 @@ from hvdtrain.core.extras import Command, Extra
 
 EXTRA = Extra(
     status="stable",
-    says="Measures steps, sums, reading and scaling of a job, and proposes a learning rate.",
+    says="Measures steps, allreduces, data loading and scaling, and proposes a learning rate.",
     commands={
         "lr-find": Command(
             "hvdtrain.extras.bench.lr_find",

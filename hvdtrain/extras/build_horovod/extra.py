@@ -4,7 +4,7 @@ from hvdtrain.core.extras import Command, Extra
 
 EXTRA = Extra(
     status="stable",
-    says="Builds Horovod for the torch and the MPI that are installed, and verifies it.",
+    says="Builds Horovod for the installed torch and MPI, and verifies it.",
     commands={
         "horovod": Command(
             "hvdtrain.extras.build_horovod.build",

@@ -4,5 +4,5 @@ from hvdtrain.core.extras import Extra
 
 EXTRA = Extra(
     status="stable",
-    says="Each rank has some of the neurons of the dense layers, for the samples of all ranks.",
+    says="Divides the neurons of dense layers among ranks; each computes its part for all samples.",
 )

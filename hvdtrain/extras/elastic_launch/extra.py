@@ -16,7 +16,7 @@ hvdtrain launch --elastic ... -- script.py [run=DIR] [arguments]
                       answer in less than a fifth of that"""  # noqa: E501
 EXTRA = Extra(
     status="stable",
-    says="Starts a job again from its newest checkpoint where a host or a rank is lost.",
+    says="Restarts a job from its newest checkpoint when a host or a rank fails.",
     modes={
         "launch --elastic": Mode(
             "hvdtrain.extras.elastic_launch.command",

@@ -4,6 +4,6 @@ from hvdtrain.core.extras import Extra
 
 EXTRA = Extra(
     status="stable",
-    says="Trains on images as sequences of tokens, the numbers of few colours, as image GPTs do.",
+    says="Trains on images as sequences of color tokens from a small palette, like image GPT.",
     token_images=("image_tokens",),
 )

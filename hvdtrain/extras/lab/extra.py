@@ -4,7 +4,7 @@ from hvdtrain.core.extras import Command, Extra
 
 EXTRA = Extra(
     status="stable",
-    says="Runs an experiment of the course, whose pages and scripts are in labs/.",
+    says="Runs an experiment of the course in labs/.",
     commands={
         "lab": Command(
             "hvdtrain.extras.lab.command",

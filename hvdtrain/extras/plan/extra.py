@@ -4,7 +4,7 @@ from hvdtrain.core.extras import Command, Extra
 
 EXTRA = Extra(
     status="stable",
-    says="Predicts batches, rates, memory, time and faults of a job on any number of ranks.",
+    says="Predicts batch, learning rate, memory, time and faults of a job on any number of ranks.",
     commands={
         "plan": Command(
             "hvdtrain.extras.plan.command",

@@ -4,7 +4,7 @@ from hvdtrain.core.extras import Extra
 
 EXTRA = Extra(
     status="stable",
-    says="Trains on files of HDF5, netCDF-4 and Zarr, a block at a time.",
+    says="Trains on HDF5, netCDF-4 and Zarr files, one block at a time.",
     aliases={"data/datasets": {"hdf5": "hdf5", "netcdf": "hdf5"}},
     data_files={
         ".h5": "hdf5",

@@ -4,7 +4,7 @@ from hvdtrain.core.extras import Command, Extra
 
 EXTRA = Extra(
     status="stable",
-    says="Some ranks hold the weights and update them, the others do not wait for each other.",
+    says="Trains with parameter servers, so that workers do not wait for each other.",
     commands={
         "replay": Command(
             "hvdtrain.extras.servers.replay",

@@ -4,7 +4,7 @@ from hvdtrain.core.extras import Command, Extra
 
 EXTRA = Extra(
     status="stable",
-    says="Trains with many settings side by side, and says which of them is best.",
+    says="Trains with many settings side by side, and reports the best.",
     commands={
         "sweep": Command(
             "hvdtrain.extras.sweep.command",
