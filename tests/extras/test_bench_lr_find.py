@@ -89,7 +89,7 @@ def test_the_proposal() -> None:
     ("words", "what"),
     [
         (["--from", "1", "--to", "0.1"], "--from 1 is not below --to 0.1"),
-        (["--from", "no"], "'no' is no learning rate"),
+        (["--from", "no"], "'no' is not a learning rate"),
         (["--steps", "5"], "--steps 5 are too few for a curve"),
         (["model.name=convnt"], "unknown name"),
         (["comm.local_steps=4"], "which comm.local_steps=4 does not"),

@@ -356,7 +356,7 @@ def test_a_log_goes_on_at_the_update_that_follows(tmp_path: Path) -> None:
         UpdateLog(tmp_path, Header(1, 3, 1, 70001))
     assert read_updates(tmp_path) == (Header(1, 3, 1, 70001), [])
     with pytest.warns(
-        UserWarning, match="each rank had 1 threads, not 2: OMP_NUM_THREADS=1 would go on with it"
+        UserWarning, match="each rank had 1 threads, not 2: OMP_NUM_THREADS=1 would continue it"
     ):
         UpdateLog(tmp_path, Header(1, 3, 2, 70002))
     assert Folder.open(tmp_path).names() == [
@@ -382,7 +382,7 @@ def test_what_is_no_log(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no log of updates"):
         read_updates(tmp_path)
     (tmp_path / NAME).write_bytes(b"hvdtrain\x02" + bytes(23))
-    with pytest.raises(UserError, match=r"updates\.bin is no log of version 1"):
+    with pytest.raises(UserError, match=r"updates\.bin is not a log of version 1"):
         read_updates(tmp_path)
     for header, update, message in (
         (

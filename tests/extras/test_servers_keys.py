@@ -37,11 +37,12 @@ REFUSED = [
                                      "comm.local_steps=2", "comm.local_steps",
      "leave comm.local_steps out, or servers.count=0"),
     ("guard.lost=shrink "
-     "servers.count=1", "torchdist", 2, "guard.lost=shrink does not go on with servers.count=1 on "
-                                        "the torchdist engine",
+     "servers.count=1", "torchdist", 2, "guard.lost=shrink is not supported with "
+                                        "servers.count=1 on the torchdist engine",
      "guard.lost", "comm.engine=mpi (mpirun --with-ft ulfm), or guard.lost=stop"),
     ("guard.lost=restart servers.count=1", "torchdist", 2,
-     "guard.lost=restart does not go on with servers.count=1 on the torchdist engine", "guard.lost",
+     "guard.lost=restart is not supported with servers.count=1 on the torchdist engine",
+     "guard.lost",
      "comm.engine=mpi (mpirun --with-ft ulfm), or guard.lost=stop"),
     ("servers.count=1 servers.bound=4 servers.log=true log.every_steps=70000", "mpi", 2,
      "servers.log needs a sync point every 65535 steps or less, this is "

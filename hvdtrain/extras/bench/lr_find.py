@@ -48,7 +48,7 @@ _LEAST = 10  # points that a proposal needs
 class Point(NamedTuple):
     """One step."""
 
-    rate: float  # in the place of optim.base_lr
+    rate: float  # instead of optim.base_lr
     loss: float  # mean over the samples of the step on all ranks
     smoothed: float  # mean over the steps around it
 
@@ -114,7 +114,7 @@ def _rate(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise UserError(f"{text!r:.40} is no learning rate", "--from, --to", "a number above 0")
+        raise UserError(f"{text!r:.40} is not a learning rate", "--from, --to", "a number above 0")
     return value
 
 
@@ -154,7 +154,7 @@ def measure(
         rates.append(rate)
         losses.append(loss)
         recent.append(RECENT * recent[-1] + (1 - RECENT) * loss if recent else loss)
-        if not recent[-1] <= DIVERGED * min(recent):  # of what is no number, too
+        if not recent[-1] <= DIVERGED * min(recent):  # also true of NaN
             break
         progress = progress.advance(hyper.batch)
         if communicator.rank == 0 and number % 25 == 24:
@@ -220,8 +220,8 @@ def _show(points: Sequence[Point], config: Config, json_path: str | None, png: s
     )
     if len(points) and points[-1].rate < config.optim.base_lr:
         lines.append(
-            f"the loss has grown to {DIVERGED:g} times its lowest value, or is no number: the "
-            "steps after it are left out"
+            f"the loss grew to {DIVERGED:g} times its lowest value, or is not a number; the steps "
+            "after it are excluded"
         )
     if found is None:
         lines += [

@@ -48,7 +48,7 @@ class Dense(Arrangement):
         return self._hybrid
 
     def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:
-        # which an own loop has not said yet
+        # a custom loop sets it later
         batch = None if self.making.user_model is not None else self.making.config.batch.size
         return Hybrid(
             self.making.config, self.making.mesh, named, self._hybrid, self.making.stopwatch, batch

@@ -1,5 +1,5 @@
-"""Dense layers of which each rank has some neurons, the rows that ranks send each other for them,
-and which rows in which turn."""
+"""Dense layers whose neurons are divided among the ranks, the rows that ranks exchange for them,
+and the turn in which each row is sent."""
 
 from __future__ import annotations
 
@@ -270,12 +270,12 @@ def rows_of_turns(scheme: Scheme, rows: list[int]) -> list[Turn]:
 
 
 def rows_of_updates(scheme: Scheme, rows: list[int], updates: int) -> list[Turn]:
-    """The turns of a step in which the dense layers are updated after each: as many, but for turns
-    without any rows.
+    """Returns the `updates` turns of a step, except empty ones; each ends with an update of the
+    dense layers.
 
-    The rows of all ranks, in rank order, are one batch, of which a turn has the same rows on any
-    number of ranks. b: neighbours, which are those of one rank where there are as many updates as
-    ranks, with equal shares; c: each `updates`-th, so that all ranks give some.
+    The rows of all ranks, in rank order, are one batch. A turn has the same rows of it on any
+    number of ranks. In b they are neighbours: the rows of one rank if there are as many updates as
+    ranks, with equal shares. In c a turn has each `updates`-th row, so that all ranks give some.
     """
     assert scheme != "a", "a has one turn"
     turns = []

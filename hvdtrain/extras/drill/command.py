@@ -39,7 +39,7 @@ _COMMAND_LINE = "command line of drill"
 
 
 class Harm(NamedTuple):
-    """One fault; None: not seen."""
+    """The effects of one fault; None if not observed."""
 
     ranks: list[int]
     step: int  # of the last sync point before
@@ -150,7 +150,7 @@ def measure(
 
 
 def harm_lines(harms: Sequence[Harm]) -> list[str]:
-    """The table."""
+    """Returns the lines of the table."""
     lines = [f"{'killed':>16} {'at step':>9} {'detected':>9} {'resumes':>9} {'steps lost':>10}"]
     for harm in harms:
         killed = f"rank {','.join(map(str, harm.ranks))}"
@@ -380,7 +380,7 @@ _USUAL = 20  # sync points before: the median of the times between them is the u
 
 
 class Pause(NamedTuple):
-    """One pause; None: not seen."""
+    """The effects of one pause; None if not observed."""
 
     ranks: list[int]
     step: int  # of the last sync point before
@@ -466,7 +466,7 @@ def measure_pause(
 
 
 def pause_lines(pauses: Sequence[Pause]) -> list[str]:
-    """The table."""
+    """Returns the lines of the table."""
     lines = [
         f"{'paused':>16} {'at step':>9} {'for':>9} {'sync point after':>17} {'usually':>9}  the "
         "job says"

@@ -356,7 +356,7 @@ class RestartDecision(NamedTuple):
 
 
 def decide(ended: Ended) -> RestartDecision:
-    """What the end of a start means, before anybody has looked at its hosts."""
+    """Decides what the end of a start means, before its hosts are probed."""
     if ended.code == DONE and ended.ending == "end" and ended.step >= 0:
         return RestartDecision("finish")
     if ended.stopped:

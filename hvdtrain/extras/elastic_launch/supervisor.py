@@ -41,7 +41,7 @@ SETTLED = 2  # looks at the offered hosts while a job trains, before its hosts a
 
 
 class Limits(NamedTuple):
-    """What the user allows."""
+    """The limits that the user sets."""
 
     least: int  # ranks
     most: int | None  # ranks; None: all slots
@@ -243,7 +243,7 @@ class Supervisor:
             start.launcher.ask_to_stop()
 
     def _is_over_for_long(self, start: _Start, now_s: float) -> bool:
-        """Kills a launcher that runs on for OVER_S after the job reported its end, which counts."""
+        """Kills a launcher that still runs OVER_S after the job reported its end, which is kept."""
         is_over = bool(self._job.ending) and self._job.step >= 0
         start.over_since_s = (start.over_since_s or now_s) if is_over else None
         if start.over_since_s is None or now_s - start.over_since_s < OVER_S:

@@ -243,7 +243,7 @@ def _relative(target: str, to_folder: str) -> str:
 
 
 def notebook(all_cells: Iterator[Cell]) -> dict[str, Any]:
-    """A notebook as nbformat 4.5 has it."""
+    """Returns a notebook in nbformat 4.5."""
     written: list[dict[str, Any]] = []
     for index, cell in enumerate(all_cells):
         found = {

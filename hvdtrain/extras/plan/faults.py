@@ -45,7 +45,7 @@ class FaultTimes(NamedTuple):
 
 
 class Goodput(NamedTuple):
-    """Goodput of so many ranks; 1: no time is lost."""
+    """The goodput of a job on so many ranks; 1 means that no time is lost."""
 
     ranks: int
     mtbf_s: float  # of the job
@@ -103,7 +103,7 @@ def read_fault_times(text: str) -> FaultTimes:
 
 
 def goodputs(times: FaultTimes, ranks: Sequence[int] = RANKS) -> list[Goodput]:
-    """By a simulation of some thousand faults for each value."""
+    """Returns the goodput of each way, from a simulation of some thousand faults for each value."""
     rows = []
     for count in ranks:
         mtbf_s = 3600 * times.rank_mtbf_hours / count
@@ -248,12 +248,12 @@ def shrink_formula(times: FaultTimes, ranks: int, every_s: float) -> float:
 
 
 def mtbf_of(times: FaultTimes, ranks: int) -> float:
-    """Seconds between two faults of a job."""
+    """Returns the mean seconds between two faults of a job."""
     return 3600 * times.rank_mtbf_hours / ranks
 
 
 def fault_lines(times: FaultTimes, rows: Sequence[Goodput]) -> list[str]:
-    """For people."""
+    """Returns the lines of the table."""
     assumed = ", ".join(f"{key}={value:g}" for key, value in times._asdict().items())
     lines = [
         "faults: share of time that moves the job (goodput), simulated",

@@ -53,7 +53,7 @@ _NOTES = (
 
 
 class Plan(NamedTuple):
-    """What the lines show."""
+    """The plan that the lines print."""
 
     config: Config
     task: Task
@@ -84,7 +84,7 @@ def ranks_label(group: Sequence[Forecast]) -> str:
 
 
 def one_line(error: UserError) -> str:
-    """What is wrong and how to fix it."""
+    """Returns the error and its fix in one line."""
     return f"{error.what}; fix: {error.fix}" if error.fix else error.what
 
 

@@ -29,8 +29,7 @@ def _leaves_a_worker(job: PlannedJob) -> Iterator[UserError]:
 
 
 def _is_new_without(config: Config) -> bool:
-    """Whether a job does not go on from a run, whose config.yaml may have what it goes on
-    without."""
+    """Whether the job has no servers and does not resume another run, which may have them."""
     return not ServersConfig.of(config).count and config.resume in ("auto", "no")
 
 
@@ -177,7 +176,7 @@ SERVERS = JobFeature(
     rules=(
         Conflict(
             lambda job: job.config.guard.lost != "stop" and job.engine != "mpi",
-            what="{set} does not go on with {chosen} on the {engine} engine",
+            what="{set} is not supported with {chosen} on the {engine} engine",
             fix="comm.engine=mpi (mpirun --with-ft ulfm), or guard.lost=stop",
             key="guard.lost",
         ),

@@ -1,5 +1,5 @@
-"""Losses of workers: what each living rank has when one is lost between two sync points, and how
-they go on from there."""
+"""Deaths of workers: what each living rank has when one dies between two sync points, and how the
+others continue from there."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from hvdtrain.core.progress import GoOn, Outstanding
 
 
 class RankSyncPoint:
-    """Where a rank is: at or behind which sync point. They are told by the steps that are done
-    there."""
+    """The sync point that a rank has reached or passed, known by the steps done there."""
 
     def __init__(self) -> None:
         self._begun: int | None = (
@@ -36,13 +35,13 @@ class RankSyncPoint:
         return self._begun == kept
 
     def is_behind(self, kept: int) -> bool:
-        """Whether this rank is at the sync point that follows, with weights that are no server's
-        alone."""
+        """Whether this rank has reached the next sync point, with weights that all servers
+        agree on."""
         return self._synced == kept
 
 
 class SurvivorReport(NamedTuple):
-    """What a living rank has."""
+    """The state that a living rank reports after a death."""
 
     rank: int  # before the loss
     version: int | None = None  # of a server: updates done
@@ -51,12 +50,12 @@ class SurvivorReport(NamedTuple):
 
 
 def go_on_from(reports: Sequence[SurvivorReport | None], servers: int) -> GoOn | None:
-    """reports: of the living ranks, in order. None where not all servers and a worker are left, or
-    a rank is at another sync point.
+    """Returns how the living ranks continue; None unless all servers and a worker are left, at the
+    same sync point. reports: of the living ranks, in order.
 
     A worker has a gradient until it computes the next one, which is after all servers have made an
-    update from it. So it is sent again where the first server has it as outstanding, and is of
-    weights of which all servers sent the same version.
+    update from it. So it is sent again if the first server has it as outstanding, and all servers
+    sent the same version of its weights.
     """
     living = [report for report in reports if report is not None]
     of_servers = [report for report in living if report.rank < servers]
@@ -78,7 +77,7 @@ def go_on_from(reports: Sequence[SurvivorReport | None], servers: int) -> GoOn |
 
 
 class LostMeanwhile(Exception):
-    """Another server does not have what the next update needs: a rank is lost."""
+    """Raised when another server lacks messages of the next update because a rank died."""
 
 
 class ServerAgreement:

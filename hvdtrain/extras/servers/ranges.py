@@ -67,7 +67,7 @@ class Ranges:
 
 
 class Weights:
-    """The whole model's weights on a rank, in buckets of which the parameters are views."""
+    """The whole model's weights on a rank. The parameters are views of its buckets."""
 
     def __init__(self, ranges: Ranges) -> None:
         self._ranges = ranges

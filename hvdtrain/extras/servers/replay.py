@@ -68,7 +68,7 @@ def replay(arguments: Sequence[str]) -> int:
     if servers != header.servers:
         what = (
             f"the log is of {header.servers} servers, config.yaml of {servers}: the "
-            "job went on with others"
+            "job resumed with others"
         )
         raise UserError(what, str(run), "a run that had the same servers all the time")
     found, arrays, notes = newest_good(run, _MOST_BYTES)
@@ -80,7 +80,7 @@ def replay(arguments: Sequence[str]) -> int:
         raise UserError(what, str(run), "a run that had servers.log=true all the time")
     if not step:
         raise UserError(
-            "the newest checkpoint is of step 0: there is no update to make again",
+            "the newest checkpoint is of step 0, so there is no update to repeat",
             str(run),
             "a run that has trained",
         )

@@ -54,8 +54,8 @@ class Server(Strategy):
         stopwatch: Stopwatch,
         agreement: ServerAgreement | None = None,
     ) -> None:
-        """group: of the servers alone. agreement: of several servers that go on when a worker is
-        lost."""
+        """group: of the servers only. agreement: between several servers that continue when a
+        worker dies."""
         self._config = config
         self._ranges = ranges
         self._world = world

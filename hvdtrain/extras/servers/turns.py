@@ -48,7 +48,7 @@ class Turns(Protocol):
 
 @runtime_checkable
 class AsynchronousTurns(Turns, Protocol):
-    """With servers.bound=s or none."""
+    """Turns with servers.bound=s, or without a bound."""
 
     def outstanding(self, version: int) -> dict[int, Outstanding]:
         """After so many updates, of each worker that has some; on the first server alone."""
@@ -156,7 +156,7 @@ class Leader:
 
 
 class Follower:
-    """Another server, which does what the first one decides."""
+    """Another server, which follows the decisions of the first one."""
 
     def __init__(self, world: PointToPoint, workers: Sequence[int]) -> None:
         self._world = world
@@ -225,9 +225,7 @@ class UpdateOrder:
         self._window = TicketWindow(0, 0, [], {})
         self._updates: list[WorkerUpdate] = []  # since the sync point
         self._left: deque[int] = deque()  # tickets
-        self._granted: dict[
-            int, int
-        ] = {}  # worker -> its next ticket, for which it has not read yet
+        self._granted: dict[int, int] = {}  # worker -> its next ticket, not read for yet
         self._waiting: list[
             int
         ] = []  # of these workers those that have no other read, the first to come first
@@ -309,8 +307,8 @@ class UpdateOrder:
 
 
 def end_all(handles: Iterable[Handle]) -> None:
-    """Waits for messages of which the engine has ended those that do not come: their memory is free
-    then."""
+    """Waits for messages after the engine has cancelled those that never arrive, so that their
+    memory is free."""
     for handle in handles:
         with contextlib.suppress(Exception):
             handle.wait()

@@ -35,7 +35,7 @@ _MOST_THREADS = 2**16
 
 
 class Header(NamedTuple):
-    """What the log says of the job that wrote it."""
+    """The header of the log, which describes the job that wrote it."""
 
     servers: int
     workers: int
@@ -47,18 +47,18 @@ class Header(NamedTuple):
 
 
 class UpdateLog:
-    """The log of updates, on rank 0. The place of update n follows from n: a job that goes on from
-    a checkpoint replaces later ones."""
+    """The log of updates, on rank 0. The position of update n follows from n, so a job that resumes
+    from a checkpoint overwrites later ones."""
 
     def __init__(self, run: Path, header: Header) -> None:
-        """header.first: updates done by now; a log in the folder that reaches up to there goes
-        on."""
+        """Opens the log. header.first: the updates done so far; an existing log that reaches that
+        update is continued."""
         self._run = run
         self._first = header.first
         self._next = header.first
         with Folder.open(run) as folder:
             former = read_header(folder) if folder.status(NAME) else None
-            # a job may go on with other workers: they have nothing at a sync point
+            # a job may resume with other workers: they hold no state at a sync point
             alike = {
                 "first": 0,
                 "workers": 0,
@@ -110,14 +110,14 @@ class UpdateLog:
 
 
 def _keep(folder: Folder, former: Header, header: Header) -> None:
-    """The former log under another name: the job goes on in a way that it cannot tell."""
+    """Renames the former log, which cannot describe how the job continues."""
     kept = f"updates-before-{header.first}.bin"
     folder.rename(NAME, kept)
     why = f"updates end before step {header.first}"
     if former.threads != header.threads:
         why = (
             f"each rank had {former.threads} threads, not {header.threads}: "
-            f"OMP_NUM_THREADS={former.threads} would go on with it"
+            f"OMP_NUM_THREADS={former.threads} would continue it"
         )
     elif former.servers != header.servers:
         why = f"there were {former.servers} servers, not {header.servers}"
@@ -129,7 +129,7 @@ def _keep(folder: Folder, former: Header, header: Header) -> None:
 
 
 def open_update_log(run: Path, header: Header) -> UpdateLog:
-    """Raises UserError where it cannot be written."""
+    """Opens the log of updates. Raises UserError if it cannot be written."""
     try:
         return UpdateLog(run, header)
     except WrongKind as error:
@@ -145,7 +145,7 @@ def _cannot_write(run: Path, error: OSError) -> UserError:
 
 
 def read_header(folder: Folder) -> Header | None:
-    """None where the file is no log of this version."""
+    """Returns the header, or None if the file is not a log of this version."""
     with folder.open_file(NAME) as file:
         found = file.read(_HEADER.size)
     if len(found) < _HEADER.size:
@@ -155,7 +155,7 @@ def read_header(folder: Folder) -> Header | None:
 
 
 def read_updates(run: Path) -> tuple[Header, list[WorkerUpdate]]:
-    """The whole log. Raises UserError where there is none, another version's, or a damaged one."""
+    """Reads the whole log. Raises UserError if it is missing, damaged or of another version."""
     where = str(run / NAME)
     try:
         with Folder.open(run) as folder:
@@ -177,7 +177,7 @@ def read_updates(run: Path) -> tuple[Header, list[WorkerUpdate]]:
         ) from None
     if header is None:
         raise UserError(
-            f"{NAME} is no log of version {VERSION}",
+            f"{NAME} is not a log of version {VERSION}",
             where,
             "replay it with the hvdtrain that wrote it",
         )

@@ -343,7 +343,7 @@ class _Running:
 
 
 class SideBySide:
-    """Starts trials as long as there are some, at most so many at a time."""
+    """Runs trials until none are left, at most so many at a time."""
 
     def __init__(
         self, at_once: int, command: Callable[[Trial], Sequence[str]], log: Callable[[Trial], Path]

@@ -85,7 +85,7 @@ class MemoryEstimate(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What --memory shows."""
+    """The plan that --memory prints."""
 
     rows: list[MemoryEstimate]
     libraries: int  # bytes of the interpreter, the libraries and the data that are in memory

@@ -29,7 +29,7 @@ _SCHEMES = ("a", "b", "c")
 
 
 class MeshShape(NamedTuple):
-    """How ranks are divided."""
+    """The mesh that ranks are arranged in."""
 
     data: int
     tensor: int
@@ -60,7 +60,7 @@ class MeshShape(NamedTuple):
 
 
 class MeshCandidate(NamedTuple):
-    """A mesh that fits."""
+    """A mesh on which the job fits into memory."""
 
     mesh: MeshShape
     time: StepTime
@@ -92,7 +92,7 @@ class MeshPlan(NamedTuple):
 
 
 def meshes(ranks: int, has_dense_part: bool) -> Iterator[MeshShape]:
-    """All of them; without tensor and pipeline first."""
+    """Returns all possible meshes; those without tensor and pipeline parallelism first."""
     for pipeline in _divisors(ranks):
         for tensor in _divisors(ranks // pipeline):
             data = ranks // pipeline // tensor
@@ -348,7 +348,7 @@ def step_time(
 
 
 def computing_s(work: PlannedWork, machine: Machine) -> tuple[float, float]:
-    """Seconds of the passes and of the update."""
+    """Returns the seconds of the micro-batches and of the update."""
     passes_s = work.flops / machine.flops_per_s + work.touched_bytes / machine.touched_bytes_per_s
     return passes_s, work.updated_bytes / machine.updated_bytes_per_s
 

@@ -69,7 +69,7 @@ def _by_reason(plan: MeshPlan) -> dict[str, list[str]]:
 
 
 def sentence(plan: MeshPlan) -> str:
-    """Which mesh to take, and why."""
+    """Returns the sentence that recommends a mesh, with the reason."""
     if not plan.rows:
         return (
             "no mesh fits: more ranks, more memory for each, model.recompute=all or a smaller "
