@@ -69,7 +69,7 @@ def test_ranks_find_the_same(capsys: Any, tmp_path: Path) -> None:
 def test_it_ends_where_the_loss_grows(capsys: Any) -> None:
     assert main(["lr-find", "model.name=linear", "--to", "1e9", "--steps", "60"]) == 0
     said = capsys.readouterr().out
-    assert "the steps after it are left out" in said and "optim.base_lr=" in said
+    assert "the steps after it are excluded" in said and "optim.base_lr=" in said
 
 
 def test_the_proposal() -> None:
