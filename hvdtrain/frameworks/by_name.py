@@ -80,8 +80,8 @@ def is_made_with_the_model(config: Config) -> bool:
 
 
 def makes_groups(optimizer: Any) -> bool:
-    """Whether it is a function of `named`, the parameters by name, which makes an optimizer of
-    torch with groups of its own."""
+    """Whether it is a function that takes the parameters by name, as `named`, and makes a torch
+    optimizer with groups of its own."""
     if inspect.isclass(optimizer) or not callable(optimizer):
         return False
     try:

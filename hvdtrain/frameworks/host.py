@@ -64,7 +64,7 @@ class HostModel(Protocol):
         return {}
 
     def seed(self, seed: int) -> None:
-        """Layers that draw random numbers draw those of the seed until the next call."""
+        """Seeds the layers that draw random numbers, until the next call."""
         return
 
     def buffers(self) -> dict[str, np.ndarray]:

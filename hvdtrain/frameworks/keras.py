@@ -304,7 +304,7 @@ class OnTensorFlow:
 
 
 class OnJax:
-    """Keras on JAX; what is done to a batch is compiled for each of its sizes."""
+    """Keras on JAX; operations on a batch are compiled for each batch size."""
 
     def __init__(self) -> None:
         self.jax = importlib.import_module("jax")

@@ -35,7 +35,7 @@ def added_loss(losses: Sequence[Any]) -> Any:
 
 
 def users_object(model: Any, config: Config) -> Any:
-    """What `model` is a copy of, where a script has given an object; else the model."""
+    """The object that `model` is a copy of, if a script has given one; otherwise the model."""
     make = config.model.given.make if config.model.given else None
     return make.model if isinstance(make, GivenKerasModel) else model
 

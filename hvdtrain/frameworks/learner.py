@@ -222,8 +222,7 @@ class Learner(HasState, Protocol):
         """The rank's GPU; None where it computes on a CPU."""
 
     def profile(self, path: Path) -> AbstractContextManager[None]:
-        """Writes a trace of what is done inside into the folder `path`, with the phases of each
-        step.
+        """Writes a trace of the work inside, with the phases of each step, into the folder `path`.
 
         training/conflicts.py refuses profile.steps with a framework that has no profiler.
         """
@@ -289,8 +288,8 @@ class Learner(HasState, Protocol):
         return None
 
     def divide_anew(self) -> None:
-        """After ranks were lost, where it is_sharded: takes this rank's part among those that are
-        left. load() brings its numbers."""
+        """After ranks were lost, if is_sharded: takes this rank's part among the remaining ranks.
+        load() brings its numbers."""
         raise TypeError(f"the parts of {type(self).__name__} cannot become those of other ranks")
 
     def how_to_go_on(self, former_rank: int, kept: int) -> GoOn | None:

@@ -18,8 +18,7 @@ from hvdtrain.tasks.task import DeviceAndDtype, NumpyPart, Task, part_of
 
 
 class NumpyLinear(HostModel):
-    """outputs = x W' + b from zero weights; names and shapes are those of
-    torch/models/linear.py."""
+    """outputs = x W' + b from zero weights, with the names and shapes of torch/models/linear.py."""
 
     def __init__(self, config: Config, task: Task, dtype: np.dtype[Any]) -> None:
         self.notes: list[str] = []

@@ -20,7 +20,7 @@ class Stopwatch(Protocol):
     """A step begins with enter("data") and ends with enter("")."""
 
     def enter(self, phase: str) -> None:
-        """A phase begins, and the one before it ends. A phase may come several times in a step.
+        """Ends the current phase and begins this one. A phase may come several times in a step.
         Costs half a microsecond."""
 
     def read(self) -> list[PhaseTimes]:

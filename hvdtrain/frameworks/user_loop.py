@@ -93,7 +93,7 @@ class UserLoop:
     words: Words
 
     def begin(self, config: Config, communicator: Communicator) -> None:
-        """When the context is made, on every rank. Nothing here."""
+        """Called on every rank when the context is made. Does nothing here."""
 
     def device(self, config: Config, communicator: Communicator) -> Any:
         """The device of this rank, as the framework has it."""
@@ -188,8 +188,8 @@ class Divisor:
 
 
 def item_count(count: Any, where: str) -> float:
-    """The count of a script: a number, or an array of one, for which the host waits. Raises
-    UserError for what is none."""
+    """The count that a script gives: a number, or an array of one, for which the host waits. Raises
+    UserError for anything else."""
     fix = "how many items the loss is the mean over: count=(targets != -100).sum()"
     if isinstance(count, bool):
         raise UserError(f"count={count} is not a number of items", where, fix)

@@ -105,8 +105,8 @@ class WholeUnits:
         self._found: dict[int, Weights] = {}
 
     def weights_of(self, number: int, parts: Weights) -> Weights:
-        """The whole weights of a unit. A collective, unless the unit is here, which it is on all
-        ranks alike."""
+        """The whole weights of a unit. A collective, unless the unit is already here, which is the
+        same on all ranks."""
         if parts is not self._parts:
             self._parts = parts
             self._found = {}

@@ -340,8 +340,8 @@ def functions_of(
 
 
 def random_arguments(config: Config, key: jax.Array) -> dict[str, Any]:
-    """What draws the first weights: `key`, or `rngs` of flax.nnx, where the user's function or
-    class has such a parameter."""
+    """The argument that draws the first weights: `key`, or `rngs` of flax.nnx, if the user's
+    function or class has such a parameter."""
     if not plugins.is_dotted(config.model.name):
         return {}
     wanted = plugins.signature_of(plugins.own_function(config.model)).parameters

@@ -15,8 +15,8 @@ from hvdtrain.comm.communicator import part_of
 
 
 class FlatShard:
-    """A rank's part of all parameters in one row, and what it has of each of them: a range of its
-    elements, maybe an empty one."""
+    """A rank's part of all parameters in one row: a range of the elements of each parameter, maybe
+    an empty one."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], rank: int, size: int) -> None:
         sizes = [math.prod(shape) for shape in shapes]
@@ -55,7 +55,7 @@ class ShardedUnit(NamedTuple):
 
 
 class CutUnits:
-    """A rank's part of each unit, and by that of each parameter."""
+    """A rank's part of each unit, and so of each parameter."""
 
     def __init__(
         self, shapes: Sequence[tuple[int, ...]], units: Sequence[list[int]], rank: int, size: int

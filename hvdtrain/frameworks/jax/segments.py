@@ -68,8 +68,8 @@ class Segment:
     def backward(
         self, weights: list[Any], inputs: list[Any], cotangents: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Gradients of the weights, and of the inputs that carry one, from those of the outputs
-        that are wanted. Computes forward again."""
+        """Gradients of the weights, and of the inputs that carry one, from the gradients of the
+        wanted outputs. Computes forward again."""
 
         def wanted(weights: list[Any], carrying: list[Any]) -> list[Any]:
             outputs = self.forward(weights, self._all_inputs(inputs, carrying))
@@ -182,7 +182,7 @@ def _without_number(operation: Any) -> Any:
 
 
 class Programs:
-    """Compiled functions; those of equal text are one, since the blocks of a model are alike and
+    """Compiled functions. Functions of equal text share one: blocks of a model are often equal, and
     each takes seconds to compile."""
 
     def __init__(self) -> None:

@@ -66,7 +66,7 @@ class JaxStrategy(Protocol):
         collective."""
 
     def put_together(self, parts: Weights) -> Weights:
-        """Whole arrays from those of the optimizer state, one for each parameter. May be a
+        """Gathers whole arrays from arrays of the optimizer state, one for each parameter. May be a
         collective."""
 
     def weight(self, name: str, parameter: int, array: jax.Array) -> Piece:

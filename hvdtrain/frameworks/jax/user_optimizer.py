@@ -132,8 +132,8 @@ class UserFunction:
 
 
 class UserOptimizer:
-    """What a UserFunction makes, with the methods of Optimizer. The state is that of each
-    parameter, then one tuple of all else.
+    """An optimizer from a UserFunction, with the methods of Optimizer. Its state has one entry for
+    each parameter, then one tuple of everything else.
 
     An array of the state belongs to a parameter where its path in the state ends with the
     parameter's own.

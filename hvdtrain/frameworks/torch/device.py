@@ -57,8 +57,8 @@ def give_same_bits() -> None:
 
 @contextlib.contextmanager
 def no_such_kernel(config: Config) -> Iterator[None]:
-    """Raises UserError where speed.deterministic asks torch for an operation inside that it has no
-    such kernel of."""
+    """Raises UserError if torch has no deterministic kernel for an operation inside, and
+    speed.deterministic needs one."""
     try:
         yield
     except RuntimeError as error:
@@ -169,7 +169,7 @@ SETTINGS_OF_GLIBC = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_
 
 
 def keep_freed_memory(wanted: bool = True) -> bool:
-    """Whether glibc now keeps what is freed, up to 2 GiB at the heap's end. Settings in the
+    """Whether glibc now keeps up to 2 GiB of freed memory at the heap's end. Settings in the
     environment win; no other libc has this."""
     mallopt = _mallopt()
     if mallopt is None:

@@ -95,8 +95,8 @@ def first_of(outputs: Any) -> Any:
 
 
 def on_host(outputs: Any) -> np.ndarray:
-    """The numbers of a model's first output; of a part of the logits those of all ranks, a
-    collective."""
+    """Returns a model's first output as numbers on the host. Split logits are gathered from all
+    ranks, a collective."""
     array: np.ndarray = first_of(whole_outputs(outputs)).cpu().numpy()
     return array
 
@@ -189,8 +189,8 @@ class Forward:
         return inputs
 
     def trains_one_sample(self, model: torch.nn.Module) -> bool:
-        """Whether a forward pass of the model in training mode takes one sample: tried, where it
-        has batch norms. Its buffers stay as they are."""
+        """Whether a forward pass of the model in training mode accepts one sample. If the model has
+        batch norms, tries it; its buffers stay as they are."""
         if not any(isinstance(module, BatchNorm) for module in model.modules()):
             return True
         inputs = self.inputs_of(self.inputs.zeros(1))

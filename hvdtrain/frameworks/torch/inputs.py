@@ -53,7 +53,7 @@ def samples_of(batch: DeviceBatch, rows: slice) -> DeviceBatch:
 
 
 class Inputs:
-    """Inputs of one rank. to_device() may be called from other threads than the one that trains: on
+    """Inputs of one rank. to_device() may be called from threads other than the training thread: on
     a GPU it has a stream of its own."""
 
     def __init__(

@@ -31,7 +31,8 @@ class NoiseMeter(StepAddition):
             p.register_post_accumulate_grad_hook(self._add)
 
     def last_pass(self) -> None:
-        """The gradients after the next backward are those of all the rank's samples of the step."""
+        """Announces that the next backward completes the gradients of all the rank's samples of the
+        step."""
         self._is_last_pass = True
         self._local_square.zero_()
 

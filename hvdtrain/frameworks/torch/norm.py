@@ -231,8 +231,8 @@ def _transpose_samples(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor
 
 
 class SyncBatchNorm(BatchNorm):
-    """In training the batch is that of all ranks together, whose shares may differ and be empty; in
-    evaluation it is the plain norm.
+    """A batch norm over the samples of all ranks together in training; their shares may differ and
+    be empty. In evaluation it is the plain norm.
 
     In training every rank must call it equally often, in the same order, and go backward through
     each call once if its input requires a gradient: a rank without samples with an empty batch, (0,
@@ -421,8 +421,8 @@ def take_over(new: BatchNorm, old: BatchNorm) -> None:
 def update_running(
     norm: BatchNorm, means: torch.Tensor, variances: torch.Tensor, one_by_one: bool
 ) -> None:
-    """Moves the running statistics towards those of S batches, (S, C): by one update with their
-    mean, or by one with each in order.
+    """Moves the running statistics towards those of S batches, (S, C): in one update with their
+    mean, or in one update for each batch in order.
 
     One by one, batch s ends with the weight m (1 - m)^(S - 1 - s), and the old value with (1 -
     m)^S. momentum=None is the mean over all updates until now, each of equal weight.

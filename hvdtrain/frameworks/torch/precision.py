@@ -96,7 +96,7 @@ def is_emulated(half: torch.dtype, device: torch.device) -> bool:
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
-    """What the first core says it can; empty where the system does not tell."""
+    """The features that the first core reports; empty if the system does not report them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

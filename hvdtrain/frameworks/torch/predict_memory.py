@@ -280,8 +280,8 @@ class _CopiedWithoutNumbers(TorchFunctionMode):
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts each storage once, from the operation that returns it to its end. It is the stopwatch
-    too, which tells it the phase.
+    """Counts each storage once, from the operation that returns it until its end. It is also the
+    stopwatch, which gives it the phase.
 
     What an operation of torch allocates and frees within itself is not seen. Inside of a
     FakeTensorMode nothing is allocated.

@@ -20,7 +20,7 @@ from hvdtrain.frameworks.torch.strategy import Strategy
 
 
 class RankModel:
-    """What the trainer's learner and that of a script's own loop have alike."""
+    """What the trainer's learner and the learner of a script's own loop share."""
 
     config: Config
     mesh: Mesh

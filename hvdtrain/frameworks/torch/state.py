@@ -74,8 +74,8 @@ class LearnerState:
         return self._staging.read(tensor).reshape(-1)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every live tensor that a resume needs, by the names of Learner.state(); of what is cut
-        this rank's part."""
+        """Every live tensor that a resume needs, by the names of Learner.state(); of arrays that
+        are cut, this rank's part."""
         tensors: dict[str, torch.Tensor] = {
             f"p.{name}": self._strategy.part(p).parameter for name, p in self._parameters.items()
         }
@@ -159,8 +159,8 @@ class LearnerState:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside, the weights are their averages, where the optimizer has some: Learner.averaged().
-        To enter it is a collective where ranks have parts of them."""
+        """Inside, the weights are their averages if the optimizer has some: Learner.averaged().
+        Entering it is a collective if ranks have parts of them."""
         if not rule_optimizer.has_averages(self._optimizer):
             yield
             return

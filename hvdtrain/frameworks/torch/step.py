@@ -35,7 +35,8 @@ class StepAddition:
         """The model is not in training mode yet."""
 
     def last_pass(self) -> None:
-        """The gradients after the next backward are those of all the rank's samples of the step."""
+        """Announces that the next backward completes the gradients of all the rank's samples of the
+        step."""
 
     def reduced(self) -> None:
         """p.grad is the sum over ranks now."""

@@ -147,8 +147,8 @@ class Strategy:
         fill_missing(self._trained)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's step, from p.grad as it is now. May be a collective: every rank leaves it
-        out, or none."""
+        """Makes the optimizer's step from the current p.grad. May be a collective: either every
+        rank skips it, or none does."""
         optimizer.step()
 
     def weights_changed(self) -> None:
@@ -156,11 +156,10 @@ class Strategy:
         has left is void."""
 
     def sync(self, optimizer: torch.optim.Optimizer) -> None:
-        """Makes weights and optimizer state equal on all ranks, where they are not. A
-        collective."""
+        """Makes weights and optimizer state equal on all ranks, if they are not. A collective."""
 
     def held(self) -> StrategyMemory:
-        """The memory of its own, for those who count it."""
+        """The memory that the strategy itself holds, for those who count it."""
         return StrategyMemory([], [])
 
     def put_together(
@@ -268,6 +267,6 @@ def fill_missing(parameters: Sequence[torch.nn.Parameter]) -> None:
 
 
 def reduction_device(device: torch.device, communicator: Communicator) -> torch.device:
-    """Where tensors of a device are reduced: in host memory, unless the engine takes those of a
-    GPU."""
+    """The device on which tensors of a device are reduced: the host, unless the engine takes GPU
+    memory."""
     return device if "device_memory" in communicator.features else torch.device("cpu")

@@ -55,8 +55,8 @@ class Thaw(StepAddition):
                     stay(norm) if is_frozen else _train(norm)
 
     def reduced(self) -> None:
-        """Clears those of what is frozen: they are in no norm, no measure and no check of
-        numbers."""
+        """Clears the gradients of frozen parameters, so that no norm, measure or check of numbers
+        includes them."""
         for is_frozen, parameters in zip(self._is_frozen, self._updated, strict=True):
             for p in parameters if is_frozen else ():
                 if p.grad is not None:

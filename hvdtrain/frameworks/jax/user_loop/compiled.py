@@ -20,7 +20,7 @@ WHERE = "ctx.value_and_grad()"
 
 
 class Rules(NamedTuple):
-    """What a step is made by, apart from arrays."""
+    """What determines a step, apart from arrays."""
 
     update: Callable[..., Any]  # of the transformation
     clip_norm: float | None

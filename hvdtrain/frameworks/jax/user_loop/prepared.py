@@ -33,7 +33,7 @@ class Tree(NamedTuple):
         return jax.tree_util.tree_unflatten(self.structure, self.arrays)
 
     def is_one(self, tree: Any) -> bool:
-        """Whether a tree is made of the same arrays: the objects, not equal numbers."""
+        """Whether a tree consists of the same arrays: the same objects, not equal numbers."""
         arrays, structure = jax.tree_util.tree_flatten(tree)
         return structure == self.structure and all(
             a is b for a, b in zip(arrays, self.arrays, strict=True)

@@ -100,8 +100,8 @@ def construct(
 def construct_groups(
     function: Callable[..., Any], named: list[tuple[str, torch.nn.Parameter]], config: Config
 ) -> torch.optim.Optimizer:
-    """The optimizer that a function of the named parameters makes: rates, decay and momentum are
-    those of its groups, and the recipe multiplies the rates.
+    """The optimizer that a function of the named parameters makes. Its groups set rates, decay and
+    momentum; the recipe multiplies the rates.
 
     Raises UserError where it makes no optimizer of all of them.
     """
@@ -446,8 +446,8 @@ def has_modes(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def set_mode(optimizer: torch.optim.Optimizer, *, training: bool) -> None:
-    """Switches to the weights to train or to evaluate, where there are two. Again to the same ones
-    does nothing, as in the classes."""
+    """Switches to the weights to train or to evaluate, if there are two sets. Repeating a mode does
+    nothing, as in the classes."""
     if has_modes(optimizer):
         switched: Any = optimizer
         switched.train() if training else switched.eval()

@@ -138,8 +138,8 @@ def check_loss(loss: Any, where: str) -> None:
 
 
 def check_mean_over_samples(loss: torch.Tensor, where: str, fix: str) -> None:
-    """Raises UserError for a cross_entropy() that divides by other weights than those of its
-    targets' number: ignore_index, weight.
+    """Raises UserError for a cross_entropy() that divides by something else than the number of its
+    targets: ignore_index, weight.
 
     The host waits for the device.
     """

@@ -24,8 +24,8 @@ MOST = 30  # overflows in a row: from 2^16 the scale has come to 2^-14, and it w
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
-    """A torch.optim.Optimizer for schedulers and for the script: param_groups, state and defaults
-    are those of the optimizer inside.
+    """A torch.optim.Optimizer for schedulers and for the script. It shares param_groups, state and
+    defaults with the optimizer inside.
 
     step() clips the gradients (optim.clip_norm, optim.clip_value), updates, and clears them.
     GradScaler.step() calls it in any case.
@@ -44,8 +44,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._update = update
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """closure: forward and ctx.backward(loss), as torch has it; it is called once, and what it
-        returns is returned."""
+        """closure: forward and ctx.backward(loss), as in torch. It is called once, and its result
+        is returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -48,8 +48,8 @@ def first_units(
 
 @torch.no_grad()
 def planned_first_units(model: nn.Module, config: Config, x: torch.Tensor) -> list[int]:
-    """The first units, see first_units(), for an x without numbers; that the units give what the
-    model gives is not checked.
+    """The first units, see first_units(), for an x without numbers. Does not check that the units
+    compute what the model computes.
 
     Nothing is measured: with parallel.balance=seconds stages are cut by operations.
     """

@@ -446,7 +446,8 @@ class MicroBatch:
         ] = []  # torch's: of parameters, with the gradients that reach them
 
     def backward(self, gradient: torch.Tensor | None) -> torch.Tensor:
-        """Adds to p.grad; `gradient` is that of the outputs, None for a loss. Returns that of x."""
+        """Adds to p.grad and returns the gradient of x. `gradient` is the gradient of the outputs,
+        None for a loss."""
         if self.outputs.requires_grad:
             torch.autograd.backward(self.outputs, gradient)
         return self._gradient_of_x()

@@ -85,7 +85,7 @@ class Pipelined:
 
     @torch.no_grad()
     def free_absent(self, cuts: Mapping[nn.Parameter, Cut]) -> dict[nn.Parameter, Shard]:
-        """Frees the memory of the parameters that this rank has not: the 0 elements that it has of
+        """Frees the memory of the parameters that this rank does not have, and keeps 0 elements of
         each. `cuts`: of tensor groups."""
         absent = {}
         for p in self._parameters:

@@ -144,8 +144,7 @@ def resolve(
 
 
 class TensorParallelLayers:
-    """The layers of a model that its plan names, which are replaced in place by those of this
-    rank's part."""
+    """The layers of a model that its plan names, replaced in place by this rank's parts."""
 
     def __init__(
         self,
