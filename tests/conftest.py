@@ -68,7 +68,6 @@ def pytest_configure(config: pytest.Config) -> None:
         warm.start(environment())  # one for all workers, which start meanwhile
     if "PYTEST_XDIST_WORKER" in os.environ:
         _tell_who_ends_this_process()
-    gc.disable()  # until pytest_collection_finish()
 
 
 def pytest_report_header() -> str | None:
@@ -122,6 +121,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return any(not _names(collection_path, mark) for mark in wanted) or None
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """The tests and the libraries that they import are a million objects, which stay: a search for
+    garbage among them takes half a second of a core."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest files first, and of what is marked `in_turn` the tests of today; and the hook
@@ -143,14 +155,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                     f"{item.nodeid} is marked {mark} by another file: write `pytest.mark.{mark}` "
                     "in its own"
                 )
-
-
-def pytest_collection_finish() -> None:
-    """The tests and the libraries that they import are a million objects, which stay: a search for
-    garbage among them takes half a second of a core."""
-    gc.enable()
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
