@@ -75,7 +75,7 @@ class Run:
             raise UserError(
                 "the task of this run makes the inputs of its model itself",
                 "run.transform()",
-                "its Part.inputs()",
+                "call inputs() of that task",
             )
         found = self.inputs(x)
         return (

@@ -102,7 +102,7 @@ def test_a_position_does_not_see_those_after_it() -> None:
 @pytest.mark.parametrize("pieces", [[12], [1] * 12, [5, 1, 1, 5], [1, 3, 8]])
 @pytest.mark.parametrize("training", [False, True])
 def test_logits_with_a_cache_are_those_without(pieces: list[int], training: bool) -> None:
-    """Single positions by Block.next(), or in training mode by the modules."""
+    """Single positions by GPTBlock.next(), or in training mode by the modules."""
     gpt = model().train(training)
     tokens = random_tokens(4)
     with torch.no_grad():

@@ -3,6 +3,7 @@ gives with the exported weights."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -291,6 +292,9 @@ def test_what_is_no_row_of_x_and_no_value_of_the_key() -> None:
         match=r"x is float32 \(40, 2\), and the model was trained on rows of float32 \(3,\)",
     ):
         run.transform(val["x"][:, :2])
+    with pytest.raises(hvdtrain.UserError) as caught:
+        dataclasses.replace(run, inputs=None).transform(val["x"])
+    assert caught.value.fix == "call inputs() of that task"
     with pytest.raises(hvdtrain.UserError) as caught:
         whole = {"x": COLUMNS.astype(np.int64), "y": LABELS}
         hvdtrain.train({"run": "whole"}, model=net(3, 2), train_data=whole, val_data=whole)
