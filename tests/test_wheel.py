@@ -109,14 +109,30 @@ def test_a_wheel_has_every_file_of_the_package_and_runs(wheel: Path, tmp_path: P
     assert "wide_resnet" in done.stdout
 
 
-def test_the_source_archive_takes_folders_and_files_that_exist() -> None:
-    """setuptools only warns of a line that matches nothing."""
+def names_in_source_archive() -> list[str]:
     lines = (ROOT / "MANIFEST.in").read_text().splitlines()
-    names = [
+    return [
         name for line in lines if line.startswith(("graft", "include")) for name in line.split()[1:]
     ]
+
+
+def test_the_source_archive_takes_folders_and_files_that_exist() -> None:
+    """setuptools only warns of a line that matches nothing."""
+    names = names_in_source_archive()
     assert {"tests", "docs", "constraints.txt"} <= set(names)
     assert [name for name in names if not (ROOT / name).exists()] == []
+
+
+def test_the_image_that_runs_tests_copies_what_the_source_archive_has() -> None:
+    """Tests read these files, some while they are collected."""
+    stage = (ROOT / "Containerfile").read_text().partition(" AS test\n")[2].partition("\nFROM ")[0]
+    copied = {
+        word for line in stage.splitlines() if line.startswith("COPY ") for word in line.split()[1:]
+    }
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "*" in ignored
+    for name in [*names_in_source_archive(), "LICENSE", "README.md", "pyproject.toml", "setup.cfg"]:
+        assert name in copied and f"!{name}" in ignored, name
 
 
 @pytest.mark.slow
