@@ -1,2 +1,2 @@
-"""What a user can type: the schema, how it is read, its errors, its help, and the plugins that its
-names mean."""
+"""What a user can set: the schema, its reader, its errors and help, and the plugins that values
+name."""

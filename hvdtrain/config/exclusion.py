@@ -1,4 +1,4 @@
-"""Values of keys that do not go together, as data, and how a message words them."""
+"""Values of keys that exclude each other, as data, and the texts of their messages."""
 
 from __future__ import annotations
 
@@ -31,23 +31,22 @@ def other_than(usual: Any, example: Any) -> Values:
 
 
 class Exclusion(NamedTuple):
-    """Values of a key that are rejected, what a message says of them, and what it says to do
-    instead.
+    """Values of a key that are rejected, and the texts of the message.
 
     The texts are templates: {set} is the key with its value, {key} the key, {config} the
-    configuration of the job. In rows of a feature {chosen} is what turns the feature on, {off} what
-    turns it off, {mesh} the parallel.tensor and parallel.pipeline of the job, {engine} its engine,
-    {ranks} their number. An empty text is that of the feature.
+    configuration of the job. In rows of a feature {chosen} turns the feature on, {off} turns it
+    off, {mesh} is the parallel.tensor and parallel.pipeline of the job, {engine} its engine,
+    {ranks} its number of ranks. For an empty text, the feature's text is used.
     """
 
     key: str
     values: Values
     what: str = ""
     fix: str = ""
-    where: str = ""  # the key that a message gives the place of; empty: the excluded one
+    where: str = ""  # the key whose place the message shows; empty: the excluded key
     when: When | None = None  # None: wherever the feature is on
-    why: str = ""  # for docs/combinations.md; empty: that of the feature
-    words: str = ""  # what an example needs besides: a value that is an error by itself elsewhere
+    why: str = ""  # for docs/combinations.md; empty: the feature's
+    words: str = ""  # further words that the example needs to be valid on its own
 
     def holds(self, config: Config, otherwise: bool = True) -> bool:
         """Whether a configuration has a rejected value; otherwise: whether a row without a
@@ -56,7 +55,7 @@ class Exclusion(NamedTuple):
         return applies and bool(self.values.hold(value_of(config, self.key)))
 
     def errors(self, config: Config) -> Iterator[UserError]:
-        """The error of a row that belongs to no feature."""
+        """Yields the error of a row that belongs to no feature."""
         if self.holds(config):
             yield worded(self.key, self.where or self.key, self.what, self.fix, config, {})
 
@@ -64,7 +63,8 @@ class Exclusion(NamedTuple):
 def no_effect(
     key: str, values: Values, without: str, fix: str = "", when: When | None = None
 ) -> Exclusion:
-    """A row for values that mean nothing without other words; fix: these, where they differ."""
+    """Returns a row for values that have no effect without other words; fix: these, if they
+    differ."""
     return Exclusion(
         key,
         values,
@@ -77,8 +77,8 @@ def no_effect(
 def options(
     without: str, examples: Mapping[str, Any], fix: str = "", when: When | None = None
 ) -> tuple[Exclusion, ...]:
-    """Rows for keys that mean nothing without other words; examples: for each key another value
-    than its default."""
+    """Returns rows for keys that have no effect without other words; examples: for each key a value
+    other than its default."""
     return tuple(
         no_effect(key, other_than(default_of(key), example), without, fix, when)
         for key, example in examples.items()
@@ -88,26 +88,27 @@ def options(
 def worded(
     key: str, where: str, what: str, fix: str, config: Config, texts: Mapping[str, Any]
 ) -> UserError:
-    """An error from templates; texts: what they name besides {key}, {set} and {config}."""
+    """Fills in the templates of an error; texts: further names besides {key}, {set} and
+    {config}."""
     named = {"key": key, "set": as_set(config, key), "config": config, **texts}
     return UserError(what.format(**named), config.where(where), fix.format(**named))
 
 
 def default_of(key: str) -> Any:
-    """The value of a key that is not set."""
+    """Returns the default of a key."""
     section, _, name = key.rpartition(".")
     fields = (SECTIONS[section] if section else Config).model_fields
     return fields[name].get_default(call_default_factory=True)
 
 
 def value_of(config: Config, key: str) -> Any:
-    """The value of `shard.stage`, or of `framework`."""
+    """Returns the value of `shard.stage`, or of `framework`."""
     section, _, name = key.rpartition(".")
     return getattr(getattr(config, section) if section else config, name)
 
 
 def as_yaml(value: Any) -> str:
-    """A value as a user writes it: true, null, {tokens: 0}."""
+    """Formats a value as a user writes it: true, null, {tokens: 0}."""
     if isinstance(value, Mapping):
         pairs = [
             f"{name}: {one:g}" if isinstance(one, float) else f"{name}: {as_yaml(one)}"
@@ -122,5 +123,5 @@ def as_yaml(value: Any) -> str:
 
 
 def as_set(config: Config, key: str) -> str:
-    """The key and its value as a user writes them: shard.reshard=false."""
+    """Formats the key and its value as a user writes them: shard.reshard=false."""
     return f"{key}={as_yaml(value_of(config, key))}"

@@ -1,5 +1,5 @@
-"""What --help and list print: descriptions of keys from the schema, of options from the plugins; no
-framework is imported."""
+"""The output of --help and list: descriptions of keys from the schema and of options from the
+plugins, without importing a framework."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ hvdtrain trains deep networks on many workers.
   hvdtrain launch -np 8 [-H n1:4,n2:4] -- [key=value ...]  the command line for the MPI or SLURM that is here; --dry-run prints it
   mpirun ... hvdtrain check [key=value ...]                what would fail on these ranks, and how to fix it; trains nothing
   hvdtrain evaluate RUN [--split val] [data.root=DIR]      loss and accuracy of a checkpoint, of each class too, on any ranks
-  hvdtrain predict RUN --data FILE --to FILE.csv           what the model of a run says about tables, arrays, tokens; --images DIR
+  hvdtrain predict RUN --data FILE --to FILE.csv           the outputs of a run's model for tables, arrays, tokens; --images DIR
   hvdtrain sample RUN --png FILE.png                       images or text drawn from a model with task.name=language
   hvdtrain export RUN --to FILE                            weights for inference elsewhere: model.safetensors, or model.pt
   hvdtrain report RUN [RUN ...] [--to FOLDER]              one page with figures, of one or several jobs, running, done or killed
@@ -109,8 +109,8 @@ _FOLDERS = {
 
 
 def help_text(topic: str | None) -> str:
-    """One screen: commands, sections, exit codes; or what a topic says. Raises UserError for an
-    unknown topic.
+    """Returns one screen: commands, sections and exit codes, or the help of a topic. Raises
+    UserError for an unknown topic.
 
     A topic is a section, whose keys and options of plugins are listed, one key or option, "keys"
     or "all-keys".

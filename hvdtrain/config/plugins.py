@@ -1,4 +1,4 @@
-"""Plugins: a name is that of a file in a folder, whose build() makes what it means; its
+"""Plugins: a name selects a file of a folder. The file's build() creates the object, and its
 keyword-only parameters are the options."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hvdtrain.core.extras import aliases
 from hvdtrain.core.import_torchvision import define_missing_operators
 from hvdtrain.errors import UserError, closest, nearest, short
 
-# Names that share a file. Every other name is that of its file, and needs no line here.
+# Names that share a file. Every other name is the name of its file, and needs no line here.
 ALIASES: dict[str, dict[str, str]] = {
     "comm": {"single": "communicator"},
     "data/datasets": {
@@ -69,7 +69,7 @@ _ENTRY = re.compile(r"^def (build|connect)\(", re.MULTILINE)
 
 
 def files(folder: str) -> dict[str, Path]:
-    """name -> file of every plugin in a folder, read without importing any: NAME.py or
+    """Returns name -> file of every plugin in a folder, without importing any: NAME.py or
     NAME/build.py that defines build() or connect(), here or in the same folder of an extra."""
     paths: dict[str, Path] = {}
     for here in (PACKAGE / folder, *sorted(PACKAGE.glob(f"extras/*/{folder}"))):
@@ -84,19 +84,20 @@ def files(folder: str) -> dict[str, Path]:
 
 
 def load(folder: str, name: str, where: str) -> ModuleType:
-    """The module that `name` means in a folder, or a UserError with the nearest name."""
+    """Returns the module of a plugin. Raises UserError with the nearest name if there is none."""
     path = find(folder, name, where).relative_to(PACKAGE.parent).with_suffix("")
     return importlib.import_module(".".join(path.parts))
 
 
 def named(name: str) -> Any:
-    """What "package.module:name" means in hvdtrain: data name so what only some jobs import."""
+    """Returns the object "package.module:name" of hvdtrain: data refer by name to what only some
+    jobs import."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def find(folder: str, name: str, where: str) -> Path:
-    """The file that `name` means in a folder, or a UserError with the nearest name."""
+    """Returns the file of a plugin. Raises UserError with the nearest name if there is none."""
     known = files(folder)
     if name not in known:
         right = right_value(KEYS[folder], name)
@@ -116,10 +117,8 @@ def find(folder: str, name: str, where: str) -> Path:
 
 
 def load_dotted(name: str, where: str) -> Callable[..., Any]:
-    """What `package.module:Class` means: the user's own code, found as every import is
-    (PYTHONPATH).
-
-    Raises UserError where the name, its module or its attribute is not found or cannot be called.
+    """Returns the user's `package.module:Class`, imported as usual (PYTHONPATH). Raises UserError
+    if the name, its module or its attribute is not found or cannot be called.
     """
     module_name, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
     fix = "write package.module:Class"
@@ -148,7 +147,7 @@ def load_dotted(name: str, where: str) -> Callable[..., Any]:
             f"{fix}; {_nearest_of(attribute, module)}".removesuffix("; "),
         )
     if not callable(member):
-        raise UserError(f"{name} is no class or function", where, fix)
+        raise UserError(f"{name} is neither a class nor a function", where, fix)
     if not of_python(
         name
     ):  # else check_names() refuses it as a model, and nothing of Python is an optimizer
@@ -157,8 +156,8 @@ def load_dotted(name: str, where: str) -> Callable[..., Any]:
 
 
 def of_a_script(name: str) -> str:
-    """How a job goes on whose class was defined in a script, where only that script knows it; empty
-    for a class of a module."""
+    """Returns how to resume a job with a class that only its script defines; empty for a class of a
+    module."""
     if not name.startswith("__main__:"):
         return ""
     return (
@@ -168,12 +167,12 @@ def of_a_script(name: str) -> str:
 
 
 def of_python(name: str) -> bool:
-    """Whether a dotted name is of a module that Python itself brings: os:system, builtins.exec."""
+    """Whether a dotted name belongs to a module of Python itself: os:system, builtins.exec."""
     return re.split("[.:]", name)[0] in sys.stdlib_module_names
 
 
 def _check_own(found: Callable[..., Any], name: str, where: str) -> None:
-    """Refuses another module's name for something of Python's own, and a callable without a
+    """Rejects something of Python itself under another module's name, and a callable without a
     readable signature."""
     origin = (
         f"{getattr(found, '__module__', '')}"
@@ -206,8 +205,8 @@ def _nearest_of(attribute: str, module: ModuleType) -> str:
 
 
 def check_names(config: Config) -> None:
-    """Raises UserError for a name that no plugin has, an unknown option and an option of another
-    type; imports no plugin."""
+    """Raises UserError for an unknown name, an unknown option or an option of the wrong type;
+    imports no plugin."""
     find("frameworks", config.framework, config.where("framework"))
     if config.comm.engine != "auto":
         find("comm", config.comm.engine, config.comm.where("engine"))
@@ -231,10 +230,8 @@ def check_names(config: Config) -> None:
 
 
 def own_function(section: OpenSection) -> Callable[..., Any]:
-    """What the name of a section means that is no plugin's: a function of the user's own, or what
-    makes the object of a script.
-
-    Raises UserError where it is not found.
+    """Returns what the name of a section means if it is not a plugin: a function of the user, or
+    the constructor of a script's object. Raises UserError if it is not found.
     """
     name: str = section.name  # type: ignore[attr-defined]
     if section.given is not None and section.given.name is not None:
@@ -250,7 +247,7 @@ def own_function(section: OpenSection) -> Callable[..., Any]:
 
 
 def is_library(name: str) -> bool:
-    """Whether the word before the colon of a model's name is one of LIBRARIES:
+    """Whether the word before the colon of a model's name is one of LIBRARIES, as in
     timm:convnext_tiny."""
     library, colon, _ = name.partition(":")
     return (
@@ -259,7 +256,8 @@ def is_library(name: str) -> bool:
 
 
 def _refuse_object(section: OpenSection) -> None:
-    """Raises UserError where a name is that of an object, which nobody gives."""
+    """Raises UserError if a name stands for an object of a script that this program does not
+    have."""
     name: str = section.name  # type: ignore[attr-defined]
     if is_object(name) and section.given is None:
         what = (
@@ -276,10 +274,9 @@ def is_users_own(section: OpenSection) -> bool:
 
 
 def call_own(section: OpenSection, known: dict[str, Any]) -> Any:
-    """What package.module:function of a section gives, called with its options and those of `known`
-    that it has parameters for.
-
-    Raises UserError where it is not found, or the options do not fit.
+    """Returns the result of package.module:function of a section, called with its options and those
+    of `known` that it has parameters for. Raises UserError if it is not found or the options do not
+    fit.
     """
     name: str = section.name  # type: ignore[attr-defined]
     function = own_function(section)
@@ -312,19 +309,19 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 def convert_options(
     section: DataConfig | TaskConfig | ModelConfig | OptimConfig, folder: str
 ) -> dict[str, Any]:
-    """The options of a section as arguments of the build() that its name means. Raises UserError
-    for an unknown name or a wrong option."""
+    """Returns the options of a section as arguments of its build(). Raises UserError for an unknown
+    name or a wrong option."""
     return _converted(section, find(folder, section.name, section.where("name")))
 
 
 def is_dotted(name: str) -> bool:
-    """Whether a name is an import path, package.module:Class or torch.optim.RMSprop, not that of a
+    """Whether a name is an import path, package.module:Class or torch.optim.RMSprop, and not a
     plugin."""
     return ":" in name or "." in name
 
 
 def folder_of(section: str, framework: str) -> str:
-    """The folder whose files the names of an open section are: the models of JAX have their own."""
+    """Returns the folder of the plugins of an open section; JAX models have their own."""
     return (
         "frameworks/jax/models"
         if section == "model" and framework == "jax"
@@ -333,7 +330,7 @@ def folder_of(section: str, framework: str) -> str:
 
 
 def entry_of(path: Path) -> ast.FunctionDef:
-    """The build() or connect() of a plugin, as a syntax tree."""
+    """Returns the build() or connect() of a plugin as a syntax tree."""
     body = ast.parse(path.read_text()).body
     return next(
         node
@@ -344,8 +341,8 @@ def entry_of(path: Path) -> ast.FunctionDef:
 
 @functools.cache
 def options_of(path: Path) -> type[BaseModel]:
-    """The options of a plugin: types and defaults from the signature of its build(), descriptions
-    from its docstring (`option: text`)."""
+    """Returns the options of a plugin: types and defaults from the signature of its build(),
+    descriptions from its docstring (`option: text`)."""
     build = entry_of(path)
     descriptions = _descriptions(ast.get_docstring(build) or "")
     fields: dict[str, Any] = {}
@@ -378,11 +375,11 @@ def _descriptions(docstring: str) -> dict[str, str]:
 
 
 def _converted(section: OpenSection, path: Path) -> dict[str, Any]:
-    """The options that a section sets, as the types of the plugin's parameters: a list becomes a
-    tuple, a text a path.
+    """Converts the options of a section to the types of the plugin's parameters: a list becomes a
+    tuple, a text becomes a path.
 
     Raises UserError for an unknown option and for a value of another type. Values are judged as
-    JSON: "3" is no number.
+    JSON, so "3" is not a number.
     """
     model = options_of(path)
     try:
@@ -424,7 +421,7 @@ def _unknown_option(section: OpenSection, option: str, model: type[BaseModel]) -
 
 
 def fix_of_parameters(section: OpenSection, signature: inspect.Signature) -> str:
-    """The fix where the options of a section do not fit the user's own class: the parameter that a
+    """Returns the fix for options that do not fit the user's own class: the parameter that a
     misspelt one resembles."""
     known = [*signature.parameters, *type(section).model_fields]
     unknown = next((option for option in section.options if option not in known), None)
@@ -437,7 +434,7 @@ def fix_of_parameters(section: OpenSection, signature: inspect.Signature) -> str
 
 
 def shown_default(default: Any) -> str:
-    """A default as one would type it: `[16,32]`, `true`, nothing for null."""
+    """Formats a default as one would type it: `[16,32]`, `true`, nothing for null."""
     if default is None:
         return ""
     if isinstance(default, str):

@@ -1,5 +1,5 @@
-"""A YAML file and key=value arguments -> Config. Every error names the key, its file and line, and
-the nearest known key."""
+"""Reads a YAML file and key=value arguments into a Config. Every error names the key, its file and
+line, and the nearest known key."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from hvdtrain.config.yaml_reader import (
 from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
 from hvdtrain.errors import UserError, first_line, short
 
-# Keys of one run, which a job that resumes it does not take over: where it ran, and for how long.
+# Keys of one run that a resumed job does not inherit: where it ran, and for how long.
 _OF_ONE_RUN = ("run", "resume", "comm.engine", "comm.address", "data.stage", "guard.max_time")
-_RUN_FOLDER = (".hvdtrain", "events.jsonl", "checkpoints")  # one of them is in every run folder
+_RUN_FOLDER = (".hvdtrain", "events.jsonl", "checkpoints")  # every run folder contains one of these
 
 MOST_NAME_BYTES = 255  # of a file or folder, as file systems allow
 MOST_PATH_BYTES = (
@@ -68,12 +68,11 @@ def configure(
     resumed: Sequence[Assignment] | None = None,
     unread: Unread = lambda config: (),
 ) -> Config:
-    """Defaults, then the file, then the arguments `key=value` or `--key=value`; the last one wins.
+    """Merges the defaults, the file and the arguments `key=value` or `--key=value`, in this order.
 
     With resume=RUN the resolved configuration of that run comes between the defaults and the file.
-    It is read from RUN unless it is given as `resumed`. Keys of `unread` that only the record of a
-    run has are left out. Raises UserError for what cannot be read, an unknown key and a wrong
-    value.
+    It is read from RUN unless `resumed` contains it. Keys of `unread` that only the record of a run
+    sets are dropped. Raises UserError for unreadable input, an unknown key or a wrong value.
     """
     assigned = assignments(path, arguments)
     resumed = _without_owner(read_resumed(assigned) if resumed is None else resumed, assigned)
@@ -93,7 +92,7 @@ def configure(
 
 
 def assignments(path: str | None, arguments: Sequence[str]) -> list[Assignment]:
-    """What a file and the arguments set, in order."""
+    """Returns the values that a file and the arguments set, in order."""
     from_file = read_file(path) if path is not None else ()
     rest = [arguments[index + 1 :] for index in range(len(arguments))]
     # `epochs = 3` is three arguments
@@ -110,10 +109,9 @@ def assignments(path: str | None, arguments: Sequence[str]) -> list[Assignment]:
 
 
 def read_resumed(assigned: Sequence[Assignment]) -> list[Assignment]:
-    """The configuration of the run that resume=RUN names, without the keys of that one run; nothing
-    where no run is named.
-
-    Raises UserError where there is no such run folder, or its configuration cannot be read.
+    """Returns the configuration of the run that resume=RUN names, without the keys of that one run;
+    nothing without resume. Raises UserError if the run folder does not exist or its configuration
+    cannot be read.
     """
     _, resume, origin = next(
         (each for each in reversed(assigned) if each.key == "resume"),
@@ -132,10 +130,10 @@ def read_resumed(assigned: Sequence[Assignment]) -> list[Assignment]:
     ]
 
 
-# a key that older runs lack -> the key it belongs to, and what these did
+# a key that older runs lack -> the key it belongs to, and the older behaviour
 _SINCE = {"model.lora_train": ("model.lora", ["*"])}
 
-_OWNERS = {  # key -> what it belongs to, and the value without which it says nothing
+_OWNERS = {  # key -> the key it belongs to, and the value without which it has no effect
     "parallel.sequence": ("parallel.tensor", 1),
     **{
         f"parallel.{name}": ("parallel.pipeline", 1)
@@ -153,7 +151,7 @@ _OWNERS = {  # key -> what it belongs to, and the value without which it says no
 def _without_owner(
     resumed: Sequence[Assignment], assigned: Sequence[Assignment]
 ) -> list[Assignment]:
-    """A run that goes on with parallel.tensor=1 leaves its parallel.sequence behind."""
+    """Drops keys of a resumed run whose owner is off: parallel.sequence after parallel.tensor=1."""
     now = {assignment.key: assignment.value for assignment in assigned}
     resumed = [
         one._replace(value=without_objects(one.value)) if one.key == "hooks" else one
@@ -167,7 +165,8 @@ def _without_owner(
 
 
 def without_objects(hooks: Any) -> Any:
-    """Hooks of a run that another script may have: those that a script gave it had as objects."""
+    """Drops recorded hooks that another script may define: those that a script passed as
+    objects."""
     return (
         [name for name in hooks if not is_object(f"{name}")] if isinstance(hooks, list) else hooks
     )
@@ -182,7 +181,7 @@ CODE = (
     "recipe.function",
     "hooks",
 )
-ACTS = {  # key -> what its value does outside of the run folder
+ACTS = {  # key -> what its value does outside the run folder
     **dict.fromkeys(
         ("run", "data.stage", "data.cache", "data.source_options.cache"), "is where a job writes"
     ),
@@ -192,17 +191,17 @@ ACTS = {  # key -> what its value does outside of the run folder
 
 
 class Recorded:
-    """What only the record of a run says, which may come from a stranger: keys that it sets, also
-    by references to its other keys."""
+    """The keys that only the record of a run sets, also through references to its other keys. The
+    record may come from a stranger."""
 
     def __init__(self, every: Sequence[Assignment], trusted: Sequence[Assignment]) -> None:
-        """every: the assignments of a configuration, in order; trusted: those of them that are the
-        user's own."""
+        """every: all assignments of a configuration, in order; trusted: the user's own."""
         self._last = {assignment.key: assignment for assignment in every}
         self.keys = self._last.keys() - {assignment.key for assignment in trusted}
 
     def refuse_code(self, config: Config) -> None:
-        """Raises UserError for an import path: the values of `config` have no references."""
+        """Raises UserError for an import path that only the record sets. Values of `config` have no
+        references."""
         for key in CODE:
             value = _value(config, key)
             if (
@@ -213,7 +212,7 @@ class Recorded:
                 continue
             origin = self._last[key].origin
             if is_object(f"{value}"):
-                what = f"{key}={short(value)} is an object of a script, and only that script has it"
+                what = f"{key}={short(value)} is an object that only its script defines"
                 raise UserError(what, origin, go_on(key.partition(".")[0]))
             shown = short(value if isinstance(value, str) else json.dumps(value))
             fix = of_a_script(f"{value}") or f"if you trust it, add the argument {key}={shown}"
@@ -222,8 +221,8 @@ class Recorded:
             )
 
     def refuse_acts(self, config: Config) -> None:
-        """Raises UserError where it says alone where the job writes or connects, or that it
-        downloads."""
+        """Raises UserError if only the record sets where the job writes or connects, or lets it
+        download."""
         for key, does in ACTS.items():
             value = _value(config, key)
             if value is None or value is False or not self._says(key):
@@ -236,11 +235,11 @@ class Recorded:
             )
             fix = f"if you want that, add the argument {shown}; if not, {key}={_elsewhere(key)}"
             raise UserError(
-                f"{shown} {does}, and only the configuration of a run says it", origin, fix
+                f"{shown} {does}, but only the configuration of a run sets it", origin, fix
             )
 
     def _says(self, key: str) -> bool:
-        """Whether its value, or a part of it, comes of the record."""
+        """Whether the record sets its value or a part of it."""
         reached = [name for name in self._last if name == key or key.startswith(f"{name}.")]
         for name in reached:  # grows by what the references of a value lead to
             referred = [
@@ -252,8 +251,8 @@ class Recorded:
 
 
 def _is_of_a_run(path: str) -> bool:
-    """Whether a file is the record of a run, which may come from a stranger: by its name, or by
-    what lies beside it."""
+    """Whether a file is the record of a run, judged by its name or the files beside it. It may come
+    from a stranger."""
     return os.path.basename(path) == "config.yaml" or _is_in_a_run_folder(path)
 
 
@@ -271,8 +270,8 @@ def _elsewhere(key: str) -> str:
 
 
 def resolve(assigned: Sequence[Assignment]) -> Config:
-    """The configuration that assignments make, the last of a key wins. Raises UserError where a key
-    or a value is wrong."""
+    """Builds a configuration from assignments; the last of a key wins. Raises UserError for a wrong
+    key or value."""
     tree: dict[str, Any] = {}
     provenance = Provenance()
     for key, value, origin in _without_references(assigned):
@@ -293,8 +292,8 @@ def resolve(assigned: Sequence[Assignment]) -> Config:
 def resolve_recorded(
     assigned: Sequence[Assignment], recorded: Collection[str], unread: Unread
 ) -> Config:
-    """resolve() without those recorded keys that nothing reads: the user did not ask for them, and
-    cannot leave them out."""
+    """Resolves assignments without recorded keys that have no effect: the user did not set them,
+    and cannot remove them."""
     config = resolve(assigned)
     dropped = set(recorded).intersection(unread(config)) if recorded else set()
     if not dropped:
@@ -304,7 +303,8 @@ def resolve_recorded(
 
 
 def _without_references(assigned: Sequence[Assignment]) -> Iterator[Assignment]:
-    """The assignments with the last value of a key, or its default, in place of each `${key}`."""
+    """Returns the assignments with each `${key}` replaced by the last value of that key, or its
+    default."""
     last = {assignment.key: assignment.value for assignment in assigned}
 
     def look_up(name: str) -> Any:
@@ -324,13 +324,13 @@ def _without_references(assigned: Sequence[Assignment]) -> Iterator[Assignment]:
 
 
 def _check_known(key: str, value: Any, origin: str) -> None:
-    """Raises UserError where the schema has no such key, and no option can be called so."""
+    """Raises UserError if the schema does not have the key, and no option can have its name."""
     if not _is_known(key):
         raise UserError(f"no such key: {key}", origin, fix_of_key(key, value))
 
 
 def _is_known(key: str) -> bool:
-    """Whether the schema has a key, or an option can be called so."""
+    """Whether the schema has a key, or an option can have its name."""
     section, _, option = key.partition(".")
     return key in known_keys() or (
         section in OPEN_SECTIONS
@@ -340,7 +340,7 @@ def _is_known(key: str) -> bool:
 
 
 def _merge(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Sets a value in a tree of dicts; a dict is merged into a dict that is there already."""
+    """Sets a value in a tree of dicts; merges a dict into an existing dict."""
     for name in path[:-1]:
         if not isinstance(tree.get(name), dict):
             tree[name] = {}
@@ -353,9 +353,9 @@ def _merge(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
 
 
 def read_argument(argument: str, following: str = "") -> Assignment:
-    """`key=value` or `--key=value`. Nothing after the equals sign, or null, unsets the key.
+    """Reads `key=value` or `--key=value`. Nothing after the equals sign, or null, unsets the key.
 
-    Raises UserError where it cannot be read; `following`, the next argument, may be the value of
+    Raises UserError if it cannot be read; `following`, the next argument, may be the value of
     `--key value`.
     """
     key, equals, text = argument.removeprefix("--").partition("=")
@@ -389,8 +389,8 @@ def read_argument(argument: str, following: str = "") -> Assignment:
 
 
 def read_run_config(run: Path) -> Iterator[Assignment]:
-    """Assignments in the config.yaml of a run folder, which must be a file of that folder: a link
-    is refused."""
+    """Reads the config.yaml of a run folder, which must be a file of that folder; a link is
+    rejected."""
 
     def read(path: str) -> str:
         try:
@@ -411,8 +411,8 @@ def read_run_config(run: Path) -> Iterator[Assignment]:
 
 
 def _of_this_copy(recorded: Iterable[Assignment]) -> Iterator[Assignment]:
-    """What a run has recorded. Raises UserError for a key that this copy of hvdtrain lacks: a run
-    records the keys of an extra where it uses one of them."""
+    """Returns the recorded keys of a run. Raises UserError for a key that this copy of hvdtrain
+    lacks: a run records the keys of an extra if it uses one of them."""
     for one in recorded:
         if not _is_known(one.key):
             if right_key(one.key, one.value):  # a former name, or another tool's
@@ -427,8 +427,8 @@ def _of_this_copy(recorded: Iterable[Assignment]) -> Iterator[Assignment]:
 
 
 def read_file(path: str, read: Callable[[str], str] = read_text) -> Iterator[Assignment]:
-    """Every value of a YAML file, with its line; keys may be nested or dotted. Raises UserError
-    where the file cannot be read."""
+    """Returns every value of a YAML file with its line; keys may be nested or dotted. Raises
+    UserError if the file cannot be read."""
     try:
         yield from _assignments_of(path, read(path))
     except yaml.MarkedYAMLError as error:
@@ -474,8 +474,8 @@ def _assignments_of(path: str, text: str) -> Iterator[Assignment]:
 
 
 def expand(path: str | Path, where: str) -> Path:
-    """The path with ~ or ~user replaced. Raises UserError where there is no such user or no home,
-    or no file can have such a name."""
+    """Expands ~ or ~user in a path. Raises UserError if the user or the home does not exist, or no
+    file can have such a name."""
     longest = max((len(os.fsencode(name)) for name in Path(path).parts), default=0)
     if longest > MOST_NAME_BYTES or len(os.fsencode(path)) > MOST_PATH_BYTES:
         what = (
@@ -494,7 +494,7 @@ def expand(path: str | Path, where: str) -> Path:
 
 
 def _value(config: Config, key: str) -> Any:
-    """That of a key, or of an option of a plugin; None where there is none."""
+    """That of a key, or of an option of a plugin; None if there is none."""
     value: Any = config
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
@@ -502,13 +502,14 @@ def _value(config: Config, key: str) -> Any:
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved configuration, in the form that --config reads."""
+    """Formats the resolved configuration as --config reads it."""
     return _dump(config.model_dump())
 
 
 def to_record(config: Config, leave_out: Collection[str], only: dict[str, Any] | None) -> str:
-    """to_yaml() without these of its first keys, and without those of extras that the job does not
-    use: a copy of hvdtrain without the extra reads it, too. only: the keys, as a tree of True."""
+    """Formats the configuration without these first keys, and without keys of extras that the job
+    does not use, so that a copy of hvdtrain without the extra can read it. only: the keys, as a
+    tree of True."""
     tree = config.model_dump(include=only, exclude=set(leave_out))
     for section, name in unused_keys(config):
         tree.get(section, {}).pop(name, None)

@@ -1,5 +1,5 @@
-"""What is wrong with a key, a value or an argument, as a message: where it was set, what the key
-takes, and what was meant."""
+"""Turns a wrong key, value or argument into a message: where it was set, what the key accepts, and
+what was probably meant."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _HELP = "hvdtrain --help; --help KEY shows one key, COMMAND --help a command"
 
 
 def refusal(error: ErrorDetails, provenance: Provenance) -> UserError:
-    """One of the errors that pydantic found in a configuration."""
+    """Converts one error of pydantic."""
     location = error["loc"]
     value = error["input"]
     key = ".".join(str(part) for part in location[: 2 if location[0] in SECTIONS else 1])
@@ -145,8 +145,7 @@ def expected(key: str, info: FieldInfo, value: Any) -> str:
 
 
 def _example(kind: Any, default: Any, value: Any) -> str:
-    """A value of a type as one would type it, near what was given instead; empty where there is
-    none to show."""
+    """Returns a valid value of a type, near the wrong value; empty if there is none."""
     if typing.get_origin(kind) in (list, tuple):
         inner = typing.get_args(kind)[0]
         inner = (
@@ -200,8 +199,8 @@ def _find(location: Sequence[str | int]) -> tuple[str, FieldInfo | None, type[Se
 
 
 def _of_entries(info: FieldInfo | None, section: type[Section]) -> type[Section]:
-    """The section that the entries of a list are; the one of the list itself where they are numbers
-    or texts."""
+    """Returns the section of the entries of a list; the section of the list itself if they are
+    numbers or texts."""
     kinds = typing.get_args(info.annotation) if info is not None else ()
     return kinds[0] if kinds and kinds[0] in LISTS else section
 
@@ -338,7 +337,8 @@ def _ends_with(word: str) -> str | None:
 
 
 def _assignment_of_path(argument: str) -> str | None:
-    """What a configuration, a run folder or data are written behind; None for what is no path."""
+    """Returns the key that sets a configuration, a run folder or data by path; None if it is not a
+    path."""
     if argument.endswith((".yaml", ".yml")):
         return f"--config {short(argument)}"
     if os.path.isfile(os.path.join(argument, "config.yaml")):

@@ -1,4 +1,4 @@
-"""The whole configuration: the keys without a section, the sections, and every key by its full
+"""The whole configuration: the sections, the keys without a section, and every key by its full
 name."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hvdtrain.config.sections.stop import StopConfig
 from hvdtrain.config.sections.task import TaskConfig
 from hvdtrain.core.lengths import as_given
 
-# Sections whose name picks a file of a folder; keys that are not fields here are options of that
+# Sections whose name selects a file of a folder. Keys that are not fields here are options of that
 # file's build().
 OPEN_SECTIONS = {
     "data": "data/datasets",
@@ -113,8 +113,8 @@ class Config(Section):
 
     @property
     def keeps_copies(self) -> bool:
-        """Whether a job of several ranks keeps copies of its state, to go on without a rank that is
-        lost, where its engine can."""
+        """Whether a job of several ranks keeps copies of its state, to continue after a rank dies,
+        if its engine supports it."""
         can_divide = (
             self.framework == "torch" and self.shard.stage in (1, 2) and self.shard.group == "all"
         )
@@ -130,24 +130,24 @@ class Config(Section):
         return [getattr(self, name) for name in SECTIONS]
 
     def readers(self, ranks: int) -> int:
-        """The number of ranks, of so many, that divide the samples of a step among them."""
+        """Returns how many of these ranks read different samples of a step."""
         for section in self.sections:
             ranks = section.readers_of(ranks)
         return ranks
 
     def first_reader(self, ranks: int) -> int:
-        """The first of so many ranks that reads samples of training."""
+        """Returns the first of these ranks that reads training samples."""
         return max(section.first_reader_of(ranks) for section in self.sections)
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether a step is of one rank alone, and which one makes it is not known before."""
+        """Whether one rank alone takes a step, and which one is not known in advance."""
         return any(section.is_asynchronous for section in self.sections)
 
     @model_validator(mode="before")
     @classmethod
     def _default_epochs(cls, tree: Any) -> Any:
-        """None where another limit ends the job."""
+        """Returns the limit in epochs; None if another limit ends the job."""
         if not isinstance(tree, dict) or tree.get("epochs") is not None:
             return tree
         stop = tree.get("stop") or {}
@@ -163,8 +163,8 @@ class Config(Section):
         return None if epochs is None else as_given(epochs)
 
     def with_provenance(self, provenance: Mapping[str, str]) -> Config:
-        """A copy which knows where these keys were set: {"batch.size": "configs/x.yaml:14"}; the
-        others as here."""
+        """Returns a copy that records where these keys were set: {"batch.size":
+        "configs/x.yaml:14"}; other places stay."""
         known = Provenance({**self._provenance, **provenance})
         copy = self.model_copy(update={name: getattr(self, name).model_copy() for name in SECTIONS})
         for section in (copy, *(getattr(copy, name) for name in SECTIONS)):
@@ -190,6 +190,6 @@ def known_keys() -> dict[str, FieldInfo]:
 
 
 def takes_text(key: str) -> bool:
-    """Whether the value of a key is a text: 'no', '007' and '1e3' are then neither numbers nor
-    truth values."""
+    """Whether the value of a key is a text, so that 'no', '007' and '1e3' are neither numbers nor
+    booleans."""
     return key in known_keys() and known_keys()[key].annotation in (str, str | None)

@@ -1,5 +1,5 @@
-"""Words of other tools, with the right one: the answer to an unknown key or value. Nothing here is
-accepted."""
+"""Keys and values of other tools, with the equivalent here, for the message about an unknown key or
+value. None of them is accepted."""
 
 from __future__ import annotations
 
@@ -370,8 +370,8 @@ VALUES: dict[str, dict[str, str]] = {
 
 
 def data_of_path(value: Any) -> str | None:
-    """What to write for a path in the place of a data set's name: data.name=folder
-    data.root=photos; None for what is no path."""
+    """Returns what to write for a path instead of a data set's name: data.name=folder
+    data.root=photos; None if it is not a path."""
     path = str(value)
     stored = _STORED.get(os.path.splitext(path.rstrip("/"))[1].lower())
     if stored is not None:
@@ -389,7 +389,7 @@ def data_of_path(value: Any) -> str | None:
 
 
 def right_key(key: str, value: Any = None) -> str | None:
-    """The key that another tool's word for it means, `optim.base_lr` for `lr`, `optim.lr` and
+    """Returns the key that another tool's word means: `optim.base_lr` for `lr`, `optim.lr` and
     `learning-rate`; None for other words.
 
     With a value that is another tool's word too, or that the word itself implies:
@@ -414,12 +414,12 @@ def right_value(key: str, value: Any) -> str | None:
 
 
 def without_a_key(word: str) -> str | None:
-    """How the thing is set that other tools have a key for, and this one has none."""
+    """Returns how to set what other tools have a key for and hvdtrain does not."""
     return NO_KEYS.get(_plain(word).rpartition(".")[2])
 
 
 def assignment_of(word: str) -> str | None:
-    """key=value for a value alone: model.loss=squared_error for `mse`."""
+    """Returns key=value for a value on its own: model.loss=squared_error for `mse`."""
     return next(
         (
             f"{key}={values[word.lower()]}"

@@ -1,5 +1,5 @@
-"""YAML -> plain values with their lines, and `${batch.size}` in them: never code, environment or
-file, and bounded in size and depth."""
+"""Reads YAML as plain values with their lines, and resolves `${batch.size}` in them. Never reads
+code, environment or files; size and depth are bounded."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Loader(yaml.SafeLoader):
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """The next node. Raises ValueError where it is too deep, yaml.MarkedYAMLError where it is
+        """Returns the next node. Raises ValueError if it is too deep, yaml.MarkedYAMLError if it is
         an alias."""
         if self.check_event(yaml.AliasEvent):
             raise yaml.MarkedYAMLError(
@@ -73,10 +73,10 @@ class Loader(yaml.SafeLoader):
         return node
 
     def whole_number(self, node: yaml.Node) -> int:
-        """The value of a node that is tagged as one. Raises ValueError where it is written as
-        none."""
+        """Returns the value of a tagged node. Raises ValueError if its text does not match the
+        tag."""
         if not isinstance(node, yaml.ScalarNode) or not _INTS.match(node.value):  # `!!int [1]`
-            raise ValueError(f"{short(node.value)} is no whole number")
+            raise ValueError(f"{short(node.value)} is not a whole number")
         return int(self.construct_yaml_int(node))
 
     def refuse(self, node: yaml.Node) -> None:
@@ -100,7 +100,7 @@ class Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers = Loader.yaml_implicit_resolvers
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Lists that are the same object are written out."""
+        """Writes repeated lists out."""
         return True
 
 
@@ -113,8 +113,8 @@ class Leaf(NamedTuple):
 
 
 def read_text(path: str) -> str:
-    """A regular file of at most 64 KiB. Raises OSError for all others: a pipe or a device may have
-    no end."""
+    """Reads a regular file of at most 64 KiB. Raises OSError for all others: a pipe or a device may
+    never end."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(f"not a regular file: '{path}'")
     with open(path, "rb") as file:
@@ -125,15 +125,15 @@ def read_text(path: str) -> str:
 
 
 def compose(text: str) -> yaml.Node | None:
-    """The tree of YAML nodes of a text. Raises yaml.YAMLError where it is not YAML, and ValueError
-    where it is too deep."""
+    """Returns the tree of YAML nodes of a text. Raises yaml.YAMLError if it is not YAML, and
+    ValueError if it is too deep."""
     return yaml.compose(text, Loader=Loader)
 
 
 def leaves(node: yaml.Node | None, sections: Collection[str], prefix: str = "") -> Iterator[Leaf]:
     """Every value of a file that is not a mapping itself; a section with nothing under it has none.
 
-    Raises yaml.MarkedYAMLError where the file is not a mapping, or has a key that a message could
+    Raises yaml.MarkedYAMLError if the file is not a mapping, or has a key that a message could
     not show.
     """
     if node is None:
@@ -154,8 +154,8 @@ def leaves(node: yaml.Node | None, sections: Collection[str], prefix: str = "") 
 
 
 def value_of(node: yaml.Node | None, as_text: bool) -> Any:
-    """The value of a node: None, a text, a number, a truth value, a list or a dict; for a key that
-    takes a text, the text as written.
+    """Returns the value of a node: None, a text, a number, a boolean, a list or a dict; for a key
+    that takes a text, the text as written.
 
     Raises yaml.YAMLError for another type, and ValueError for a value that does not fit its type
     (`!!int x`) or is out of bounds.
@@ -175,8 +175,8 @@ def value_of(node: yaml.Node | None, as_text: bool) -> Any:
 
 
 def _check_value(value: Any, in_list: bool = False) -> None:
-    """Raises ValueError for a text, number or key within a value that could do harm, or would not
-    be read back."""
+    """Raises ValueError for a text, number or key in a value that could do harm, or would not be
+    read back unchanged."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if not in_list and (
@@ -197,15 +197,15 @@ def _check_value(value: Any, in_list: bool = False) -> None:
 
 
 def check_key(key: Any) -> str:
-    """The key. Raises ValueError where it is not a text that a message can show."""
+    """Returns the key. Raises ValueError if it is not a text that a message can show."""
     if not isinstance(key, str) or len(key) > MOST_KEY or not key.isprintable():
         raise ValueError(f"a key is a text of at most {MOST_KEY} characters, not {short(key)}")
     return key
 
 
 def check_text(text: str) -> str:
-    """The text. Raises ValueError where it is too long, would harm a path or a screen, or has a
-    `${` that is not a reference."""
+    """Returns the text. Raises ValueError if it is too long, would harm a path or a screen, or
+    contains a `${` that is not a reference."""
     if len(text) > MOST_TEXT:
         raise ValueError(f"a text of {len(text)} characters, at most {MOST_TEXT}")
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
@@ -220,8 +220,7 @@ def check_text(text: str) -> str:
 
 
 class References:
-    """Replaces the references in values; `look_up` gives the value of a key, or raises
-    ValueError."""
+    """Replaces references in values; `look_up` returns the value of a key, or raises ValueError."""
 
     def __init__(self, look_up: Callable[[str], Any]) -> None:
         self._look_up = look_up
@@ -233,8 +232,8 @@ class References:
         ] = []  # the keys whose references are being replaced, the outermost first
 
     def replace(self, value: Any) -> Any:
-        """The value without references. Raises ValueError where one cannot be replaced, or the text
-        grows too long."""
+        """Returns the value without references. Raises ValueError if one cannot be replaced, or the
+        text grows too long."""
         if isinstance(value, dict):
             return {key: self.replace(inner) for key, inner in value.items()}
         if isinstance(value, list):

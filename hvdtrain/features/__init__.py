@@ -1,2 +1,2 @@
-"""What the features of a job cannot go with, a file for a section of keys: data that commands,
-tests and docs/combinations.md read."""
+"""What the features of a job exclude, one file for each section of keys. Commands, tests and
+docs/combinations.md read this data."""

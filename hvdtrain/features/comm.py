@@ -1,5 +1,5 @@
-"""comm.engine, the ranks that it connects, and what one engine alone has: settings of Horovod,
-MPI's way with tensors on GPUs."""
+"""comm.engine, the ranks it connects, and the keys that only one engine supports: Horovod's
+settings, and how MPI handles tensors on GPUs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from hvdtrain.features.job_feature import JobFeature, PlannedJob, needs_engine
 
 
 def _batch_size(job: PlannedJob) -> Iterator[UserError]:
-    """Every rank needs a sample of every step; those that have a model together read the same
-    ones."""
+    """Every rank needs a sample in every step; ranks that share one model read the same samples."""
     readers = max(1, job.config.readers(job.ranks))
     smallest = {
         "batch.size": job.config.batch.size,
@@ -24,15 +23,15 @@ def _batch_size(job: PlannedJob) -> Iterator[UserError]:
             yield UserError(what, job.where(key), f"{readers} or more, or fewer ranks")
 
 
-# what depends on the number of ranks in every job
+# conflicts with the number of ranks, checked in every job
 RANKS = JobFeature(
     key="comm.engine",
     on=lambda config: True,
-    no_examples="it is of every job",
+    no_examples="every job has an engine",
     rules=(
         needs_engine(
             "several_ranks",
-            what="comm.engine={engine} is for one process; the job has {ranks} ranks",
+            what="comm.engine={engine} runs one process, but the job has {ranks} ranks",
             fix="comm.engine=auto",
             when=lambda job: job.ranks > 1,
         ),
@@ -50,12 +49,13 @@ SETTINGS: dict[str, Values] = {  # of Horovod
 def not_on_horovod(
     when: When | None = None, words: str = "", keys: Collection[str] = SETTINGS.keys()
 ) -> tuple[Exclusion, ...]:
-    """Rows of a feature that the horovod engine does not have: its settings cannot go with it."""
+    """Rows of a feature that does not run on the horovod engine: they exclude Horovod's
+    settings."""
     return tuple(
         Exclusion(
             key,
             values,
-            what="{set} is a setting of Horovod, and {chosen} does not run on that engine",
+            what="{set} is a Horovod setting, but {chosen} does not run on Horovod",
             when=when,
             words=words,
             why="the feature does not run on the horovod engine",
@@ -67,7 +67,7 @@ def not_on_horovod(
 
 IS_OF_HOROVOD = needs_engine(
     "horovod_api",
-    what="{key} is a setting of Horovod; this is the {engine} engine",
+    what="{key} is a Horovod setting, but the engine is {engine}",
     fix="leave {key} out, or comm.engine=horovod",
 )
 HIERARCHICAL = JobFeature(
@@ -93,24 +93,24 @@ FUSION = JobFeature(
 )
 
 
-MEMORY_KEY = "comm.device_memory"  # whether MPI gets tensors on GPUs as they are
+MEMORY_KEY = "comm.device_memory"  # whether tensors on GPUs are passed to MPI directly
 
 
 DEVICE_MEMORY = JobFeature(
     key=MEMORY_KEY,
     on=lambda config: config.comm.device_memory != "auto",
-    no_examples="it changes nothing where no rank has a GPU",
+    no_examples="it has no effect if no rank has a GPU",
     off="comm.device_memory=auto",
     rules=(
         needs_engine(
             "plain_mpi",
-            what="{set} is of the mpi engine; this is the {engine} engine",
+            what="{set} is an mpi setting, but the engine is {engine}",
             fix="leave {key} out, or comm.engine=mpi",
         ),
         Exclusion(
             "speed.device",
             among("cpu"),
-            what="{chosen} is of tensors on GPUs; this is {set}",
+            what="{chosen} is for tensors on GPUs, but the job has {set}",
             fix=f"leave {MEMORY_KEY} out",
             where=MEMORY_KEY,
         ),

@@ -1,4 +1,4 @@
-"""Keys of the configuration that belong to no feature: every job has them."""
+"""Configuration keys that belong to no feature: every job has them."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ CORE_KEYS: dict[str, str] = {  # by section
 
 
 def core_keys() -> Iterator[str]:
-    """framework, data.name and so on."""
+    """Yields the core keys: framework, data.name and so on."""
     for section, names in CORE_KEYS.items():
         yield from (f"{section}.{name}".lstrip(".") for name in names.split())

@@ -1,5 +1,5 @@
 """Keys of data, augment.crop and evaluate.views: how samples are drawn, read, padded, packed and
-cropped, and seen by an evaluation."""
+cropped, and how an evaluation sees them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ READERS = JobFeature(
         Exclusion(
             "data.ahead",
             among(0),
-            what="{chosen} threads read steps ahead, and {set} reads none ahead",
+            what="{chosen} needs prefetching, but {set} disables it",
             where="data.readers",
             fix="data.ahead=2, or leave data.readers out",
-            why="without steps ahead threads have nothing to read",
+            why="threads only read steps ahead of the current one",
         ),
     ),
 )
@@ -87,24 +87,24 @@ SAMPLE_WEIGHTS = JobFeature(
         _of_single_samples("augment.mixup", above(0), "partners are drawn without weights"),
         _of_single_samples("augment.cutmix", above(0), "partners are drawn without weights"),
         _of_single_samples(
-            "augment.flip", among("alternating"), "an epoch does not have each sample once"
+            "augment.flip", among("alternating"), "an epoch may draw a sample twice or never"
         ),
         _of_single_samples(
             "recipe.sample_noise",
             above(0),
-            "a step may draw a sample twice, but has one noise for it",
+            "a step may draw a sample twice, but would use the same noise for both",
             "optim.base_batch=6",
         ),
     ),
 )
 
-ONE_SHAPE = "ranks exchange activations of one shape, but the passes have different lengths"
+ONE_SHAPE = "ranks exchange activations of one shape, but micro-batches have different lengths"
 
 
 def _padded(config: Config, recipe: Recipe, readers: int) -> str:
     by = "" if config.data.bucket_by is None else ", similar lengths in one pass"
     batch = recipe.batch
-    # samples of a pass
+    # samples of a micro-batch
     most = config.batch.micro if isinstance(config.batch.micro, int) else batch.first
     if by and readers == 1 and max(batch.first, *batch.to, 0) <= most:
         by = (
@@ -159,7 +159,7 @@ PACK = JobFeature(
             what="data.pack packs tokens for task.name=language, but this is {set}",
             where="data.pack",
             fix="task.name=language, or leave data.pack out",
-            why="it packs tokens",
+            why="only tokens can be packed",
         ),
         of_rows(
             "data.pad",
@@ -171,7 +171,11 @@ PACK = JobFeature(
             "data.sample_weights", other_than(None, "balanced"), "a row contains several samples"
         ),
         *(
-            of_rows(key, above(1), "models of tokens alone are cut")
+            of_rows(
+                key,
+                above(1),
+                "only models with plain tokens as input can be divided",
+            )
             for key in ("parallel.tensor", "parallel.pipeline")
         ),
         of_rows(
@@ -202,13 +206,13 @@ BUCKETS = JobFeature(
         Exclusion(
             "data.pad",
             among({}),
-            what="{chosen} sorts variable-length samples and needs data.pad",
+            what="{chosen} groups samples by length, which needs data.pad",
             fix="data.pad={{tokens: 0}}, or leave data.bucket_by out",
             where="data.bucket_by",
         ),
     ),
 )
-# data.inputs: fields of each sample that the model gets side by side.
+# data.inputs: fields of each sample that the model receives as separate inputs.
 INPUTS = JobFeature(
     key="data.inputs",
     on=lambda config: bool(config.data.inputs),
@@ -261,14 +265,14 @@ COLOR_JITTER = JobFeature(
             "augment.color_jitter",
             Values(lambda jitter: max(jitter[3:], default=0) > 0.5, [0.4, 0.4, 0.4, 0.6]),
             what="{key} turns hues by up to {config.augment.color_jitter[3]:g} of the colour "
-            "circle; 0.5 is all of it",
+            "circle, but 0.5 already covers all hues",
             fix="brightness, contrast, saturation, hue: [0.4,0.4,0.4,0.1]",
         ),
     ),
 )
 
 
-# evaluate.views: what the model says of an image is the mean over several views of it.
+# evaluate.views: the model's output for an image is the mean over several views of it.
 VIEWS = JobFeature(
     key="evaluate.views",
     on=lambda config: config.evaluate.views > 1,
@@ -279,10 +283,10 @@ VIEWS = JobFeature(
         Exclusion(
             "task.name",
             other_than("classification", "regression"),
-            what="{chosen} is of images of classes; the job has {set}",
+            what="{chosen} needs a classification of images, but the job has {set}",
             where="evaluate.views",
             fix="task.name=classification, or leave it out",
-            why="views are of images of classes",
+            why="views are averaged only in classification",
         ),
         Exclusion(
             "parallel.pipeline",

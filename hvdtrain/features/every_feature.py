@@ -1,4 +1,4 @@
-"""Every feature, in the order in which conflicts are given: the first one is the message."""
+"""All features, in the order in which conflicts are checked: the first conflict is reported."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def _plain(
     without: tuple[Exclusion, ...] = (),
     other_keys: tuple[str, ...] = (),
 ) -> JobFeature:
-    """A feature that is on where a key has another value than the usual one. without, other_keys:
-    of JobFeature."""
+    """A feature that is on if its key differs from the usual value; without and other_keys as in
+    JobFeature."""
 
     def on(config: Config) -> bool:
         return bool(value_of(config, key) != usual)
@@ -45,8 +45,7 @@ def _plain(
     no_examples = (
         ""
         if examples
-        else "it excludes nothing, and keys that mean nothing without it are refused where it is "
-        "off"
+        else "it excludes nothing, and keys that need it are rejected while it is off"
     )
     return JobFeature(
         key=key,
@@ -58,7 +57,7 @@ def _plain(
     )
 
 
-PLAIN = (  # these exclude nothing by themselves: others say where they cannot go with them
+PLAIN = (  # these exclude nothing themselves: other features list what they exclude
     _plain(
         "norm.kind",
         "batch",
@@ -178,21 +177,21 @@ FEATURES = with_features_of_extras(OF_HVDTRAIN)
 def configure(
     path: str | None, arguments: Sequence[str], resumed: Sequence[Assignment] | None = None
 ) -> Config:
-    """config.read.configure() without keys that only the record of a run has and that mean
-    nothing in this job."""
+    """Reads the configuration as config.read.configure() does, without the keys that only the
+    record of a run sets and that have no effect in this job."""
     return read.configure(path, arguments, resumed, unread_keys)
 
 
 def unread_keys(config: Config) -> Iterator[str]:
-    """Keys that are set and mean nothing without another one."""
+    """Yields keys that are set but have no effect without another key."""
     yield from unread_recipe_keys(config)
     for feature in FEATURES:
         yield from feature.unread_keys(config)
 
 
 def conflicts_of(job: PlannedJob) -> Iterator[UserError]:
-    """Every conflict of a job: of its recipe, of its features in their order, of the number of
-    ranks alone.
+    """Yields every conflict of a job: first of its recipe, then of its features in order, then of
+    the number of ranks.
 
     The last ones come last so that plan has one message for all its rows.
     """

@@ -1,4 +1,4 @@
-"""framework=jax, keras and numpy: what they do not have of framework=torch."""
+"""framework=jax, keras and numpy: the features of framework=torch that they do not support."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from hvdtrain.features.job_feature import JobFeature
 
 
 class Supported(NamedTuple):
-    """Values of a key that a framework has, that of a fix first; another one, as an example."""
+    """The values of a key that a framework supports, the one to suggest first, and an example of
+    one that it does not."""
 
     values: tuple[Any, ...]
     other: Any
-    words: str = ""  # that the other one needs besides
+    words: str = ""  # words that the example needs in addition
 
 
 NOT_TORCH: dict[str, Supported] = {
@@ -44,7 +45,7 @@ NOT_TORCH: dict[str, Supported] = {
 }
 IN_JAX = {key: row for key, row in NOT_TORCH.items() if key != "shard.stage"}
 IN_NUMPY = NOT_TORCH | {
-    "shard.group": Supported(("all",), "node"),  # it has no stage
+    "shard.group": Supported(("all",), "node"),  # it has no shard.stage
     "shard.offload": Supported(("none",), "optimizer"),
     "model.name": Supported(("linear",), "mlp"),
     "model.recompute": Supported(("none",), "all"),
@@ -63,7 +64,7 @@ IN_KERAS = {key: row for key, row in IN_NUMPY.items() if key != "model.name"} | 
 
 
 def excluded(supported: dict[str, Supported]) -> tuple[Exclusion, ...]:
-    """Rows of a framework that has only some values of these keys."""
+    """Rows of a framework that supports only some values of these keys."""
     return tuple(_exclusion(key, row) for key, row in supported.items())
 
 
@@ -78,26 +79,26 @@ DEVICES = JobFeature(
     on=lambda config: config.speed.devices > 1,
     no_examples="a rank of the pair test has one device; tests/frameworks/test_jax_devices.py "
     "starts ranks with several",
-    rules=(  # a callback of a synchronized norm, and the units of stage 3, are of one device
+    rules=(  # callbacks of a synchronized norm and the units of stage 3 use one device
         Exclusion(
             "framework",
             Values(lambda framework: framework != "jax", "torch"),
-            what="{set} has one device on each rank, not {chosen}",
+            what="{set} uses one device on each rank, but the job has {chosen}",
             fix="as many ranks as there are devices; or framework=jax",
             where="speed.devices",
         ),
         Exclusion(
             "shard.stage",
             among(3),
-            what="{chosen} and {set} do not go together: a unit is gathered on one device",
+            what="{chosen} does not support {set}: a unit is gathered on one device",
             fix="shard.stage=2",
             where="speed.devices",
         ),
         Exclusion(
             "norm.kind",
             among("sync"),
-            what="{chosen} and {set} do not go together: ranks exchange statistics of one device",
-            fix="norm.kind=batch, whose statistics are of all devices of a rank",
+            what="{chosen} does not support {set}: ranks exchange the statistics of one device",
+            fix="norm.kind=batch, which computes statistics over all devices of a rank",
             where="speed.devices",
         ),
     ),
@@ -108,7 +109,7 @@ JAX = JobFeature(
     on=lambda config: config.framework == "jax",
     examples=("framework=jax",),
     off="framework=torch",
-    why="it is made for framework=torch alone",
+    why="only framework=torch implements it",
     excludes=excluded(IN_JAX),
 )
 KERAS = JobFeature(
@@ -117,7 +118,7 @@ KERAS = JobFeature(
     on=lambda config: config.framework == "keras",
     examples=("framework=keras model.name=mine:build",),
     off="framework=torch",
-    why="losses and updates are on the host",
+    why="losses and updates are computed on the host",
     excludes=excluded(IN_KERAS),
 )
 NUMPY = JobFeature(

@@ -1,5 +1,5 @@
-"""A feature of a job: the words that turn it on, as data what it cannot go with, and what the
-header and the event "start" say of it."""
+"""A feature of a job: the words that turn it on, what it excludes, as data, and what the header and
+the event "start" report about it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvdtrain.recipe.recipe import Recipe
 
 
 class PlannedJob(NamedTuple):
-    """What is known of a job before anything is built."""
+    """What is known about a job before anything is built."""
 
     config: Config
     engine: str
@@ -23,21 +23,21 @@ class PlannedJob(NamedTuple):
     ranks: int
 
     def where(self, key: str) -> str:
-        """The key and where it was set."""
+        """Returns the key and where it was set."""
         return self.config.where(key)
 
 
-Rule = Callable[[PlannedJob], Iterator[UserError]]  # of what takes a computation
+Rule = Callable[[PlannedJob], Iterator[UserError]]  # for conflicts that must be computed
 
 
 class Conflict(NamedTuple):
-    """A job that a feature cannot run in, because of its engine, its number of ranks, or several
-    keys; the texts are templates as those of an Exclusion."""
+    """A job that a feature does not support because of its engine, its number of ranks, or several
+    keys; the texts are templates, as in an Exclusion."""
 
     when: Callable[[PlannedJob], bool]
     what: str
     fix: str
-    key: str = ""  # of which a message gives the place; empty: that of the feature
+    key: str = ""  # the key whose place a message names; empty: that of the feature
 
     @property
     def where(self) -> str:
@@ -54,42 +54,41 @@ def needs_engine(
     key: str = "",
     when: Callable[[PlannedJob], bool] = lambda job: True,
 ) -> Conflict:
-    """A row of a feature that runs only on engines that can do something."""
+    """A row of a feature that needs an engine with this capability."""
     return Conflict(lambda job: can not in job.features and when(job), what, fix, key)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # rows may have lists, which have no hash
 class JobFeature:
-    """Something that a configuration turns on.
+    """A feature that a configuration turns on.
 
-    Its conflicts come in this order: of values that mean nothing without it, of the rows that come
-    first, of what it excludes, of its other rows. docs/combinations.md shows what it excludes.
+    Its conflicts come in this order: values that have no effect without it, the rows of `first`,
+    what it excludes, its other rows. docs/combinations.md shows what it excludes.
     """
 
-    key: str  # that turns it on; a message calls the feature by this key and its value
-    is_value: bool = False  # its key is another feature's as well, or a core key
-    other_keys: tuple[str, ...] = ()  # that are its own, beside its key and those of `without`
+    key: str  # turns it on; a message names the feature by this key and its value
+    is_value: bool = False  # its key also belongs to another feature, or is a core key
+    other_keys: tuple[str, ...] = ()  # its other keys, besides `key` and those of `without`
     on: When
-    examples: tuple[
-        str, ...
-    ] = ()  # words that turn it on, in a job of classification that is large enough; mine:NAME is a user's object  # noqa: E501
-    no_examples: str = ""  # why a test of pairs cannot turn it on; every other feature has examples
-    chosen: Callable[[Config], str] | None = None  # what a message calls it instead
+    # words that turn it on in a large enough classification job; mine:NAME is a user's object
+    examples: tuple[str, ...] = ()
+    no_examples: str = ""  # why the pair test cannot turn it on; every other feature has examples
+    chosen: Callable[[Config], str] | None = None  # how a message names it instead
     off: str | Callable[[Config], str] = ""  # the words that turn it off
-    why: str = ""  # it cannot go with what it excludes, in a few words
+    why: str = ""  # why it excludes these, in a few words
     what: str = "{chosen} does not support {set}"
     fix: str = "leave {key} out, or {off}"
-    without: tuple[Exclusion, ...] = ()  # values that mean nothing where the feature is off
+    without: tuple[Exclusion, ...] = ()  # values that have no effect while the feature is off
     first: tuple[Row, ...] = ()
     excludes: tuple[Exclusion, ...] = ()
     rules: tuple[Row, ...] = ()
-    updates_whole_weights: bool = True  # an update is one of all ranks, and of whole weights
-    has_common_steps: bool = True  # all ranks make each step together
+    updates_whole_weights: bool = True  # all ranks apply one update, to whole weights
+    has_common_steps: bool = True  # all ranks take each step together
     reader: str = ""  # what the header calls a rank that reads samples; empty: a rank
-    own_loop: str = ""  # what a script's own loop has in the place of its key
-    is_of_own_loops: bool = False  # a script's own loop has its key
-    arrangement: str = ""  # "module:class" of framework=torch: how ranks have the model
-    gauge: str = ""  # "module:function" that makes what it measures, as telemetry.py calls it
+    own_loop: str = ""  # what a custom loop uses instead of its key
+    is_of_own_loops: bool = False  # a custom loop uses its key
+    arrangement: str = ""  # "module:class" of framework=torch: how the model is distributed
+    gauge: str = ""  # "module:function" that creates its measurement, as telemetry.py calls it
     lines_of_ranks: Callable[[Config, Sequence[str]], Sequence[str]] = lambda config, hosts: ()
     words_of_counts: Callable[[Config], str] = lambda config: ""
     words_of_reading: Callable[[Config, Recipe, int], str] = lambda config, recipe, readers: ""
@@ -106,27 +105,28 @@ class JobFeature:
         return tuple(dict.fromkeys((*own, *read, *self.other_keys)))
 
     def ranks_lines(self, config: Config, hosts: Sequence[str]) -> Sequence[str]:
-        """Lines of the header below that of the ranks; hosts: of each rank."""
+        """Returns lines of the header below the line of the ranks; hosts: the host of each rank."""
         return self.lines_of_ranks(config, hosts) if self.on(config) else ()
 
     def count_words(self, config: Config) -> str:
-        """What the header says after the numbers of samples."""
+        """Returns what the header shows after the numbers of samples."""
         return self.words_of_counts(config) if self.on(config) else ""
 
     def reading_words(self, config: Config, recipe: Recipe, readers: int) -> str:
-        """What the header says of how samples are drawn and how they come together."""
+        """Returns what the header shows about how samples are drawn and batched."""
         return self.words_of_reading(config, recipe, readers) if self.on(config) else ""
 
     def recipe_lines(self, config: Config, recipe: Recipe, samples: int) -> Sequence[str]:
-        """Lines of the header below that of the recipe; samples: of the training set."""
+        """Returns lines of the header below the line of the recipe; samples: of the training
+        set."""
         return self.lines_of_recipe(config, recipe, samples) if self.on(config) else ()
 
     def start_fields(self, config: Config, ranks: int) -> Mapping[str, Any]:
-        """Fields of the event "start", of every job."""
+        """Returns its fields of the event "start", also when it is off."""
         return self.fields_of_start(config, ranks)
 
     def conflicts(self, job: PlannedJob) -> Iterator[UserError]:
-        """Every conflict of a job that is this feature's, in order."""
+        """Yields every conflict of this feature in a job, in order."""
         is_on = self.on(job.config)
         for row in self.without:
             if row.holds(job.config, not is_on):
@@ -136,12 +136,12 @@ class JobFeature:
                 yield from self._errors(one, job)
 
     def unread_keys(self, config: Config) -> list[str]:
-        """Keys that are set and mean nothing, since the feature is off."""
+        """Returns keys that are set but have no effect, because the feature is off."""
         is_off = not self.on(config)
         return [row.key for row in self.without if row.holds(config, is_off)]
 
     def name(self, config: Config) -> str:
-        """What a message calls the feature: shard.stage=1."""
+        """Returns how a message names the feature: shard.stage=1."""
         return self.chosen(config) if self.chosen else as_set(config, self.key)
 
     def _errors(self, row: Row, job: PlannedJob) -> Iterator[UserError]:
@@ -151,7 +151,7 @@ class JobFeature:
             yield self.error(row, job)
 
     def error(self, row: Exclusion | Conflict, job: PlannedJob) -> UserError:
-        """What a job is told that a row rejects."""
+        """Returns the error for a job that a row rejects."""
         key = row.key or self.key
         texts = {
             "chosen": self.name(job.config),

@@ -1,5 +1,5 @@
-"""log.noise_scale and log.samples: what a job measures, and what its model draws, while it
-trains."""
+"""log.noise_scale and log.samples: what a job measures, and what its model generates, during
+training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOISE_SCALE = JobFeature(
         Exclusion(
             "comm.reduce",
             among("ddp"),  # a reduction may be under way when the gradient is read
-            what="log.noise_scale reads each rank's own gradients, which {set} does not show",
+            what="log.noise_scale reads each rank's own gradients, which {set} does not expose",
             fix="comm.reduce=auto, or log.noise_scale=false",
             why="a reduction may be under way when a rank's own gradient is read",
         ),
@@ -33,44 +33,44 @@ NOISE_SCALE = JobFeature(
             among("fp16"),
             what="log.noise_scale reads each rank's own gradients, which {set} scales",
             fix="speed.precision=bf16, or log.noise_scale=false",
-            why="a rank's own gradients are scaled",
+            why="a rank's own gradients are scaled by the loss scale",
         ),
     ),
 )
 
 
-DRAWN = (*token_images(), "text")  # data whose tokens can be shown
+DRAWN = (*token_images(), "text")  # data sets whose tokens can be displayed
 
-# log.samples: what a language model draws, as images or text.
+# log.samples: images or text that a language model generates.
 SAMPLES = JobFeature(
     key="log.samples",
     on=lambda config: (
         bool(config.log.samples) and config.task.name != "segmentation"
-    ),  # which shows masks of any data
+    ),  # segmentation shows masks for any data
     examples=("log.samples=2 task.name=language data.name=text",),
     off="log.samples=0",
     excludes=(
         Exclusion(
             "task.name",
             other_than("language", "regression"),
-            what="{chosen} draws tokens; the job has {set}",
+            what="{chosen} generates tokens, but the job has {set}",
             where="log.samples",
             fix="task.name=language or segmentation, or leave it out",
-            why="it draws tokens",
+            why="only a language model generates tokens",
         ),
         Exclusion(
             "data.name",
             Values(lambda name: name not in DRAWN, "mine:tokens"),
-            what="{chosen} draws images or text; what tokens of {set} show is not known",
+            what="{chosen} displays images or text, but how to display tokens of {set} is unknown",
             where="log.samples",
             fix=f"data.name={' or '.join(DRAWN)}, or leave it out",
             words="task.name=language",
-            why="what its tokens show is not known",
+            why="how to display its tokens is unknown",
         ),
     ),
 )
 
-# hooks: methods of the user's, called on every rank between steps.
+# hooks: the user's methods, called on every rank between steps.
 HOOKS = JobFeature(
     key="hooks",
     on=lambda config: bool(config.hooks),

@@ -1,5 +1,5 @@
-"""guard.lost: what the living ranks do without one that is lost; shrink needs its state, and a step
-that is the same on fewer ranks."""
+"""guard.lost: what the remaining ranks do when a rank dies. shrink needs that rank's state, and a
+step that works on fewer ranks."""
 
 from __future__ import annotations
 
@@ -40,37 +40,35 @@ SHRINK = JobFeature(
     on=lambda config: config.guard.lost == "shrink",
     examples=("guard.lost=shrink",),
     off="guard.lost=stop",
-    why="the parts of a rank that is lost cannot be divided anew",
-    what="{chosen} does not go on with {set} on fewer ranks",
+    why="the partition of a dead rank cannot be recovered",
+    what="{chosen} cannot continue on fewer ranks with {set}",
     excludes=(
         fewer_ranks("parallel.tensor", above(1)),
         fewer_ranks("parallel.pipeline", above(1)),
         fewer_ranks("shard.stage", among(3), "shard.stage=2"),
         fewer_ranks("shard.group", among("node"), "shard.group=all", words="shard.stage=1"),
-        fewer_ranks(
-            "comm.reduce", among("ddp"), why="DDP keeps the process group that it began with"
-        ),
-        fewer_ranks("comm.local_steps", above(1), why="each rank has weights of its own"),
+        fewer_ranks("comm.reduce", among("ddp"), why="DDP keeps its initial process group"),
+        fewer_ranks("comm.local_steps", above(1), why="each rank has its own weights"),
         *(
             Exclusion(
                 key,
                 values,
-                what="{chosen} does not go on without a rank on the horovod engine, which {set} "
-                "needs",
+                what="{chosen} does not support {set}, which needs the horovod engine: it cannot "
+                "continue without a rank",
                 where="guard.lost",
                 fix="guard.lost=stop, or without {key}",
-                why="the horovod engine does not go on without a rank",
+                why="the horovod engine cannot continue without a rank",
             )
             for key, values in ONLY_ON_HOROVOD.items()
         ),
         Exclusion(
             "framework",
             among("jax"),
-            what="guard.lost=shrink does not go on with {set}, whose step is compiled for a "
+            what="guard.lost=shrink does not support {set}, whose step is compiled for a fixed "
             "number of ranks",
             where="guard.lost",
             fix="guard.lost=restart, or framework=torch",
-            why="its step is compiled for a number of ranks",
+            why="its step is compiled for a fixed number of ranks",
         ),
     ),
 )

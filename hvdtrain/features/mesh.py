@@ -1,5 +1,5 @@
-"""parallel.tensor, parallel.sequence and parallel.pipeline: ranks that have parts of one model, and
-read the same samples."""
+"""parallel.tensor, parallel.sequence and parallel.pipeline: ranks that share one model and read the
+same samples."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NAMES = 10  # columns of the header
 
 
 def mesh_lines(parallel: ParallelConfig, hosts: Sequence[str]) -> list[str]:
-    """The mesh for the header, hosts[rank] is rank's.
+    """Returns the mesh as lines of the header; hosts[rank] is the host of a rank.
 
     One row for each place in `data`, whose ranks read the same samples, one column for each stage
     and each part of the layers:
@@ -71,13 +71,13 @@ def mesh_lines(parallel: ParallelConfig, hosts: Sequence[str]) -> list[str]:
             "        a tensor group is on several hosts, whose link carries the activations of "
             "every layer: parallel.tensor"
         )
-        lines.append("        divides the ranks of a host where each host has a multiple of it")
+        lines.append("        divides the ranks of a host if each host has a multiple of it")
     return lines
 
 
 def mesh_fields(parallel: ParallelConfig, ranks: int) -> dict[str, Any]:
-    """Fields of the event "start": ranks along each axis; and where several ranks have one model,
-    of each rank [stage, data, tensor]."""
+    """Fields of the event "start": the number of ranks along each axis, and [stage, data, tensor]
+    of each rank if several ranks share one model."""
     readers = ranks // parallel.ranks
     axes = {"pipeline": parallel.pipeline, "data": readers, "tensor": parallel.tensor}
     if parallel.ranks == 1:
@@ -106,36 +106,36 @@ MESH = JobFeature(
     why="no rank has the whole model",
     first=(_divides_ranks,),
     excludes=(
-        Exclusion("comm.op", among("adasum"), why="a rank has gradients of its part alone"),
-        Exclusion("comm.local_steps", above(1), why="not made yet"),
+        Exclusion("comm.op", among("adasum"), why="a rank only has the gradients of its part"),
+        Exclusion("comm.local_steps", above(1), why="not implemented yet"),
         Exclusion(
             "comm.reduce", among("ddp", "distributed_optimizer"), why="these reduce over all ranks"
         ),
-        Exclusion("comm.tune", among(True), why="not made yet"),
-        Exclusion("comm.hierarchical", among(True), why="it is of all ranks"),
+        Exclusion("comm.tune", among(True), why="not implemented yet"),
+        Exclusion("comm.hierarchical", among(True), why="it reduces over all ranks"),
         Exclusion(
             "shard.group",
             other_than("all", "node"),
             words="shard.stage=1",
-            why="a mesh has groups of its own",
+            why="a mesh defines its own groups",
         ),
         Exclusion(
             "shard.offload",
             other_than("none", "optimizer"),
             words="shard.stage=1",
-            why="not made yet",
+            why="not implemented yet",
         ),
-        Exclusion("norm.kind", among("sync"), why="not made yet"),
-        Exclusion("log.noise_scale", among(True), why="a rank has gradients of its part alone"),
-        Exclusion("speed.compile", other_than("none", "default"), why="not made yet"),
+        Exclusion("norm.kind", among("sync"), why="not implemented yet"),
+        Exclusion("log.noise_scale", among(True), why="a rank only has the gradients of its part"),
+        Exclusion("speed.compile", other_than("none", "default"), why="not implemented yet"),
     ),
     lines_of_ranks=lambda config, hosts: mesh_lines(config.parallel, hosts),
     fields_of_start=lambda config, ranks: mesh_fields(config.parallel, ranks),
 )
 
 
-# parallel.sequence: each rank of a tensor group has its part of the positions between the layers
-# that are cut.
+# parallel.sequence: between the divided layers, each rank of a tensor group has its part of the
+# positions.
 SEQUENCE = JobFeature(
     key="parallel.sequence",
     on=lambda config: config.parallel.sequence,
@@ -145,7 +145,7 @@ SEQUENCE = JobFeature(
         Exclusion(
             "parallel.tensor",
             among(1),
-            what="{chosen} divides positions over the ranks of a tensor group; this is {set}",
+            what="{chosen} divides positions over the ranks of a tensor group, but this is {set}",
             fix="parallel.tensor=2, or parallel.sequence=false",
             where="parallel.sequence",
         ),

@@ -1,4 +1,4 @@
-"""The features of extras, and what features exclude of them: FEATURES and ROWS of every
+"""The features of extras, and what hvdtrain's features exclude of them: FEATURES and ROWS of every
 extras/NAME/features.py."""
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from hvdtrain.features.job_feature import JobFeature
 
 
 class Added(NamedTuple):
-    """Features of an extra."""
+    """Features that an extra adds."""
 
     features: tuple[JobFeature, ...]
-    behind: JobFeature  # of hvdtrain: conflicts come in this order
+    behind: JobFeature  # a feature of hvdtrain; sets the order of conflicts
 
 
 class AddedRows(NamedTuple):
-    """What features of hvdtrain exclude of an extra."""
+    """Rows about an extra that features of hvdtrain get."""
 
     features: tuple[JobFeature, ...]
     rows: tuple[Exclusion, ...]
-    behind: str = ""  # the key of another row that they come behind; empty: they come first
+    behind: str = ""  # the key of the row that they follow; empty: they come first
 
 
 def with_features_of_extras(features: Sequence[JobFeature]) -> tuple[JobFeature, ...]:
-    """The features of hvdtrain and those of extras, in the order in which conflicts are given.
+    """Returns the features of hvdtrain and of extras, in the order in which conflicts are checked.
 
     Rows of keys that this copy does not have, those of an extra that is not here, are left out.
     """

@@ -1,5 +1,5 @@
-"""optim.name, optim.ema and optim.groups: muon, a class of torch.optim or of the user's, averages
-of the weights, groups of parameters."""
+"""optim.name, optim.ema and optim.groups: muon, classes of torch.optim or of the user, averages of
+the weights, and parameter groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvdtrain.core.lengths import read_length
 from hvdtrain.features.job_feature import Conflict, JobFeature
 from hvdtrain.recipe.recipe import Recipe
 
-# optim.name=package.module:Class: an optimizer of torch.optim or of the user's.
+# optim.name=package.module:Class: an optimizer of torch.optim or of the user.
 USER_OPTIMIZER = JobFeature(
     key="optim.name",
     is_value=True,
@@ -28,15 +28,15 @@ USER_OPTIMIZER = JobFeature(
 )
 
 
-# optim.name=muon: it makes whole matrices orthogonal; where each rank has a part of one,
-# shard.stage of framework=torch alone does it.
+# optim.name=muon orthogonalizes whole matrices. Where each rank has a part of a matrix, only
+# shard.stage of framework=torch supports it.
 MUON = JobFeature(
     key="optim.name",
     is_value=True,
     on=lambda config: config.optim.name == "muon",
     examples=("optim.name=muon",),
     off="optim.name=adamw",
-    why="it makes whole matrices orthogonal, and no rank has them",
+    why="it orthogonalizes whole matrices, but no rank has them",
     excludes=(
         Exclusion(
             "shard.stage",
@@ -61,31 +61,31 @@ MUON = JobFeature(
 )
 
 
-# optim.ema: an average of the weights, a part of the optimizer's state, whose parts an evaluation
-# puts together.
+# optim.ema: an average of the weights. It is part of the optimizer's state, whose parts an
+# evaluation gathers.
 EMA = JobFeature(
     key="optim.ema",
     on=lambda config: config.optim.ema is not None,
     examples=("optim.ema=0.8",),
     off="optim.ema=null",
-    why="no rank has all averages to evaluate with",
-    what="optim.ema does not go with {key}: no rank has all averages to evaluate with",
+    why="no rank has all averages for an evaluation",
+    what="optim.ema does not support {key}: no rank has all averages for an evaluation",
     fix="leave {key} or optim.ema out",
     excludes=(
         Exclusion(
             "optim.name",
             Values(is_dotted, "torch.optim.Adam"),
-            what="optim.ema is of hvdtrain's own optimizers, and {set} has its state to itself",
+            what="optim.ema needs an optimizer of hvdtrain, but {set} manages its own state",
             where="optim.ema",
             fix="a name of `list` for optim.name, or leave optim.ema out",
-            why="a class of torch.optim has its state to itself",
+            why="a class of torch.optim manages its own state",
         ),
         Exclusion(
             "shard.stage",
             among(3),
-            what="optim.ema does not go with {set}: no rank has all averages to evaluate with",
+            what="optim.ema does not support {set}: no rank has all averages for an evaluation",
             where="optim.ema",
-            fix="leave {set} or optim.ema out; shard.stage=2 has them",
+            fix="shard.stage=2, or leave optim.ema out",
             when=lambda config: config.framework != "jax",
         ),
         Exclusion("parallel.tensor", above(1), where="optim.ema"),
@@ -97,7 +97,7 @@ EMA = JobFeature(
 )
 
 
-# optim.groups: parameters with a rate, a decay or a momentum of their own, by the rules of
+# optim.groups: parameters with their own learning rate, decay or momentum, applied by the rules of
 # hvdtrain/optim.
 GROUPS = JobFeature(
     key="optim.groups",
@@ -108,8 +108,8 @@ GROUPS = JobFeature(
         Exclusion(
             "optim.name",
             Values(is_dotted, "torch.optim.SGD"),
-            what="optim.groups is of hvdtrain's own optimizers; {config.optim.name} is made by a "
-            "class or function of yours, or torch's",
+            what="optim.groups needs an optimizer of hvdtrain, but optim.name={config.optim.name} "
+            "is a class or function of yours or of torch",
             where="optim.groups",
             fix="a name of `list` for optim.name, or leave optim.groups out",
             why="a class of torch.optim has one rate for all parameters",
@@ -126,7 +126,7 @@ def _lines_of_thaw(config: Config, recipe: Recipe, samples: int) -> list[str]:
     ]
 
 
-# model.thaw: the rules of hvdtrain/optim leave frozen weights as they are, up to a step.
+# model.thaw: the rules of hvdtrain/optim leave frozen weights unchanged until a step.
 THAW = JobFeature(
     key="model.thaw",
     on=lambda config: bool(config.model.thaw),
@@ -134,7 +134,7 @@ THAW = JobFeature(
     chosen=lambda config: "model.thaw",
     examples=('model.thaw=[{"at":"2steps","names":["*bias"]}] model.freeze=["*bias"]',),
     fix="leave {key} or model.thaw out",
-    why="not made yet",
+    why="not implemented yet",
     excludes=(
         Exclusion(
             "optim.name",
@@ -148,10 +148,10 @@ THAW = JobFeature(
         Exclusion(
             "optim.ema",
             other_than(None, 0.9),
-            what="model.thaw does not support {set}: an average would count the steps in which a "
+            what="model.thaw does not support {set}: an average would include the steps in which a "
             "weight was frozen",
             where="model.thaw",
-            why="an average would count the steps in which a weight was frozen",
+            why="an average would include the steps in which a weight was frozen",
         ),
         Exclusion("comm.local_steps", above(1), where="model.thaw"),
         Exclusion("log.noise_scale", among(True), where="model.thaw"),
@@ -159,7 +159,7 @@ THAW = JobFeature(
     lines_of_recipe=_lines_of_thaw,
 )
 
-# model.weights: what a file has takes the place of first weights.
+# model.weights: weights of a file replace the initial weights.
 WEIGHTS = JobFeature(
     key="model.weights",
     on=lambda config: config.model.weights is not None,
@@ -172,7 +172,7 @@ WEIGHTS = JobFeature(
     ),
 )
 
-# model.lora: adapters of linear layers that each rank calls as a whole.
+# model.lora: adapters for linear layers that each rank calls as a whole.
 LORA = JobFeature(
     key="model.lora",
     on=lambda config: bool(config.model.lora),

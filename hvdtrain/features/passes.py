@@ -1,4 +1,5 @@
-"""batch.micro, model.recompute and norm.kind=sync: how the passes of a step are made."""
+"""batch.micro, model.recompute and norm.kind=sync: how a step is divided into micro-batches, and
+what they compute."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from hvdtrain.features.job_feature import JobFeature, PlannedJob
 
 
 def _passes_of_sync_norm(job: PlannedJob) -> Iterator[UserError]:
-    """A synchronized norm is over the samples of all ranks in a pass; of a rank's share in several
-    passes they depend on the ranks."""
+    """A synchronized norm covers the samples of all ranks in a micro-batch. If a rank's share is
+    several micro-batches, their contents depend on the number of ranks."""
     config = job.config
     micro = job.config.batch.micro
     if config.norm.kind != "sync":
@@ -21,12 +22,12 @@ def _passes_of_sync_norm(job: PlannedJob) -> Iterator[UserError]:
     if isinstance(micro, int) and share <= micro and config.data.sampling == "global":
         return
     what = (
-        f"batch.micro={micro} makes the passes of a step, over each of which norm.kind=sync "
-        "normalizes, depend on the number of ranks"
+        f"batch.micro={micro} divides a step into micro-batches that depend on the number of "
+        "ranks, and norm.kind=sync normalizes over each of them"
     )
     fix = (
-        "leave batch.micro out: a batch that grows has the same passes on any number of ranks; or "
-        "norm.kind=batch or ghost"
+        "leave batch.micro out: a growing batch then has the same micro-batches on any number of "
+        "ranks; or norm.kind=batch or ghost"
     )
     yield UserError(what, job.where("batch.micro"), fix)
 
@@ -40,19 +41,19 @@ MICRO = JobFeature(
         Exclusion(
             "framework",
             other_than("torch", "jax"),
-            what="batch.micro=auto needs a prediction of the memory, which {set} does not have",
+            what="batch.micro=auto needs a memory prediction, which {set} does not have",
             where="batch.micro",
             fix="batch.micro=N, or framework=torch",
             when=lambda config: config.batch.micro == "auto",
             words="batch.micro=auto",
-            why="it has no prediction of the memory",
+            why="it cannot predict its memory",
         ),
     ),
     rules=(_passes_of_sync_norm,),
 )
 
 
-# model.recompute: forward passes of blocks are made again inside of the backward pass.
+# model.recompute: the backward pass repeats the forward pass of blocks.
 RECOMPUTE = JobFeature(
     key="model.recompute",
     on=lambda config: config.model.recompute != "none",
@@ -62,24 +63,24 @@ RECOMPUTE = JobFeature(
         Exclusion(
             "norm.kind",
             among("sync"),
-            what="{chosen} computes norms again, and with {set} each time on all ranks",
+            what="{chosen} would repeat the collectives of {set} in the backward pass",
             where="model.recompute",
             fix="norm.kind=batch or ghost, or model.recompute=none",
-            why="norms would be computed again on all ranks",
+            why="the backward pass would repeat the collectives of norms",
         ),
         Exclusion(
             "speed.compile",
             other_than("none", "default"),
-            what="{set} chooses itself what the backward pass computes again, {chosen} too",
+            what="{set} and {chosen} both choose what the backward pass recomputes",
             where="model.recompute",
             fix="model.recompute=none, or speed.compile=none",
-            why="both choose what the backward pass computes again",
+            why="both choose what the backward pass recomputes",
         ),
     ),
 )
 
 
-# norm.kind=sync: batch norm over the samples of all ranks, by a collective in each layer.
+# norm.kind=sync: batch norm over the samples of all ranks, with a collective in each layer.
 SYNC_NORM = JobFeature(
     key="norm.kind",
     is_value=True,
@@ -90,9 +91,9 @@ SYNC_NORM = JobFeature(
         Exclusion(
             "speed.compile",
             other_than("none", "default"),
-            what="{set} traces into the collectives of {chosen}, which torch does not compile",
+            what="{chosen} does not support {set}: torch cannot compile its collectives",
             fix="speed.compile=none, or norm.kind=batch or ghost",
-            why="not made yet",  # torch.compile needs to be told to leave these layers out
+            why="not implemented yet",  # torch.compile would have to exclude these layers
         ),
     ),
 )

@@ -1,5 +1,5 @@
-"""parallel.pipeline: ranks have the layers of one model one after the other; the order of their
-passes."""
+"""parallel.pipeline: ranks have consecutive layers of one model; the schedule of their
+micro-batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _stages_of_balance(job: PlannedJob) -> Iterator[UserError]:
         given = len(parallel.balance)
         what = (
             f"parallel.balance={as_yaml(parallel.balance)} has {given} "
-            f"stage{'s' if given != 1 else ''}, the pipeline has {stages}"
+            f"stage{'s' if given != 1 else ''}, but the pipeline has {stages}"
         )
         yield UserError(
             what,
@@ -64,8 +64,8 @@ PIPELINE = JobFeature(
                 job.config.parallel.schedule != "interleaved"
                 and job.config.parallel.stages_of_rank > 1
             ),
-            what="parallel.schedule={config.parallel.schedule} has one stage on each rank, {set} "
-            "wants more",
+            what="parallel.schedule={config.parallel.schedule} has one stage on each rank, but "
+            "{set} asks for more",
             fix="parallel.schedule=interleaved, or leave {key} out",
             key="parallel.virtual",
         ),
@@ -75,22 +75,23 @@ PIPELINE = JobFeature(
         Exclusion(
             "model.recompute",
             other_than("none", "all"),
-            what="zero_bubble goes back through each stage twice, and would compute its blocks "
-            "twice: {set}",
+            what="zero_bubble runs two backward passes through each stage, which would recompute "
+            "its blocks twice with {set}",
             fix="parallel.schedule=1f1b, or model.recompute=none",
             when=lambda config: config.parallel.schedule == "zero_bubble",
             words="parallel.schedule=zero_bubble",
-            why="it goes back through each stage twice, and would compute its blocks twice",
+            why="it runs two backward passes through each stage, which would recompute its blocks "
+            "twice",
         ),
         Exclusion(
             "batch.micro",
             other_than(None, 8),
-            what="parallel.micro_batches={config.parallel.micro_batches} and {set} both say how "
+            what="parallel.micro_batches={config.parallel.micro_batches} and {set} both set how "
             "many micro-batches a step has",
             fix="leave one of them out",
             when=lambda config: bool(config.parallel.micro_batches),
             words="parallel.micro_batches=4",
-            why="both say how many micro-batches a step has",
+            why="both set how many micro-batches a step has",
         ),
         Exclusion(
             "batch.micro",
@@ -103,15 +104,17 @@ PIPELINE = JobFeature(
         Exclusion(
             "log.samples",
             Values(bool, 1),
-            fix="log.samples=0, and draw from its checkpoints: hvdtrain sample RUN; or {off}",
+            fix="log.samples=0, and `hvdtrain sample RUN` with its checkpoints; or {off}",
             words="task.name=language data.name=text",
         ),
-        *not_on_horovod(keys=("comm.cycle_ms", "comm.fusion_mb")),  # mesh.py has comm.hierarchical
+        *not_on_horovod(
+            keys=("comm.cycle_ms", "comm.fusion_mb")
+        ),  # mesh.py excludes comm.hierarchical
     ),
     rules=(
         needs_engine(
             "p2p",
-            what="{chosen} sends from one rank to another, which the {engine} engine does not",
+            what="{chosen} needs sends between ranks, which the {engine} engine does not support",
             fix="comm.engine=mpi with the same mpirun, or comm.engine=torchdist",
             key="comm.engine",
         ),

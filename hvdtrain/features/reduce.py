@@ -1,5 +1,5 @@
-"""comm.reduce, and what needs a strategy of its own: compression, Adasum and local SGD; comm.tune,
-which measures buckets."""
+"""comm.reduce, and the features with their own strategy: compression, Adasum and local SGD;
+comm.tune, which measures bucket sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ONE_OF: dict[str, Values] = {  # at most one of these
     "comm.local_steps": above(1),
 }
 
-FIRST_BUCKET_MB = 1  # DDP's own, whatever the others are
+FIRST_BUCKET_MB = 1  # DDP's first bucket, whatever the size of the others
 
 
 def _in_each_step(config: Config) -> bool:
@@ -27,10 +27,10 @@ def _in_each_step(config: Config) -> bool:
 
 
 def _instead(key: str) -> Exclusion:
-    """Another one of ONE_OF."""
+    """Excludes another key of ONE_OF."""
     what = "{chosen} and {set} exclude each other"
     return Exclusion(
-        key, ONE_OF[key], what=what, fix="keep one of them", why="both say what ranks exchange"
+        key, ONE_OF[key], what=what, fix="keep one of them", why="both define what ranks exchange"
     )
 
 
@@ -38,7 +38,7 @@ ANOTHER = tuple(
     Exclusion(key, values, where="comm.reduce", fix="comm.reduce=auto")
     for key, values in ONE_OF.items()
 )
-ANOTHER_WHY = "both say how gradients are reduced"
+ANOTHER_WHY = "both define how gradients are reduced"
 
 DISTRIBUTED_OPTIMIZER = JobFeature(
     key="comm.reduce",
@@ -51,7 +51,7 @@ DISTRIBUTED_OPTIMIZER = JobFeature(
     rules=(
         needs_engine(
             "horovod_api",
-            what="{chosen} needs the horovod engine; this is {engine}",
+            what="{chosen} needs the horovod engine, but the engine is {engine}",
             fix="comm.engine=horovod, or comm.reduce=auto",
         ),
     ),
@@ -69,18 +69,18 @@ DDP = JobFeature(
         Exclusion(
             "comm.bucket_mb",
             Values(lambda size: size < FIRST_BUCKET_MB, 0.5),
-            what="{chosen} with speed.compile={config.speed.compile} takes buckets of 1 MiB or "
-            "more; this is {set}",
+            what="{chosen} with speed.compile={config.speed.compile} needs buckets of at least "
+            "1 MiB, but the job has {set}",
             fix="comm.bucket_mb=1, or speed.compile=none",
             when=lambda config: config.speed.compile != "none",
             words="speed.compile=default",
-            why="torch wants the first bucket, of 1 MiB, to be the smallest",
+            why="torch needs the first bucket, of 1 MiB, to be the smallest",
         ),
     ),
     rules=(
         needs_engine(
             "ddp",
-            what="{chosen} needs the torchdist engine; this is {engine}",
+            what="{chosen} needs the torchdist engine, but the engine is {engine}",
             fix="comm.engine=torchdist, or comm.reduce=auto",
         ),
     ),
@@ -95,7 +95,7 @@ BUCKET = JobFeature(
         Exclusion(
             "comm.local_steps",
             above(1),
-            what="{set} reduces weights, not gradients: comm.reduce=bucket has nothing to do",
+            what="{chosen} has no effect with {set}, which reduces weights, not gradients",
             where="comm.reduce",
             fix="comm.reduce=auto",
             why="local SGD reduces weights, not gradients",
@@ -104,7 +104,7 @@ BUCKET = JobFeature(
 )
 
 
-# comm.compression: gradients have half the bytes on their way.
+# comm.compression: gradients are sent with half the bytes.
 COMPRESSION = JobFeature(
     key="comm.compression",
     on=lambda config: config.comm.compression != "none",
@@ -127,13 +127,13 @@ COMPRESSION = JobFeature(
             what="{chosen} would round the gradients of {set}",
             where="comm.compression",
             fix="comm.compression=none",
-            why="who computes in float64 does not round what is sent",
+            why="it would round float64 gradients",
         ),
     ),
 )
 
 
-# comm.op=adasum: Horovod's Adasum in the place of the mean of gradients.
+# comm.op=adasum: Horovod's Adasum instead of the mean of gradients.
 ADASUM = JobFeature(
     key="comm.op",
     on=lambda config: config.comm.op == "adasum",
@@ -143,12 +143,12 @@ ADASUM = JobFeature(
     rules=(
         needs_engine(
             "adasum",
-            what="{chosen} needs the horovod engine; this is {engine}",
+            what="{chosen} needs the horovod engine, but the engine is {engine}",
             fix="comm.engine=horovod, or comm.op=mean",
         ),
         Conflict(
             lambda job: bool(job.ranks & (job.ranks - 1)),
-            what="{chosen} needs 2, 4, 8, ... ranks; the job has {ranks}",
+            what="{chosen} needs 2, 4, 8, ... ranks, but the job has {ranks}",
             fix="another number of ranks, or comm.op=mean",
         ),
     ),
@@ -173,7 +173,7 @@ def _divides_sync_points(job: PlannedJob) -> Iterator[UserError]:
             )
 
 
-# comm.local_steps: ranks update their own weights for some steps, without a gradient in common.
+# comm.local_steps: ranks update their own weights for some steps, without a common gradient.
 LOCAL_SGD = JobFeature(
     key="comm.local_steps",
     on=lambda config: config.comm.local_steps > 1,
@@ -194,18 +194,18 @@ LOCAL_SGD = JobFeature(
         Exclusion(
             "speed.precision",
             among("fp16"),
-            what="{chosen} with {set} gives each rank a loss scale of its own",
+            what="{chosen} with {set} would give each rank its own loss scale",
             where="comm.local_steps",
             fix="speed.precision=bf16, or comm.local_steps=1",
-            why="each rank would have a loss scale of its own",
+            why="each rank would have its own loss scale",
         ),
         Exclusion(
             "guard.nonfinite",
             among("skip"),
-            what="{chosen} with {set} lets one rank skip a step that the others make",
+            what="{chosen} with {set} would let one rank skip a step that the others take",
             where="comm.local_steps",
             fix="guard.nonfinite=stop, or comm.local_steps=1",
-            why="one rank would skip a step that the others make",
+            why="one rank would skip a step that the others take",
         ),
         Exclusion(
             "log.noise_scale",
@@ -219,10 +219,10 @@ LOCAL_SGD = JobFeature(
         Exclusion(
             "norm.kind",
             among("sync"),
-            what="{set} synchronizes the ranks in every step, {chosen} does not",
+            what="{set} synchronizes the ranks in every step, but {chosen} does not",
             where="comm.local_steps",
             fix="comm.local_steps=1, or norm.kind=ghost",
-            why="the norm synchronizes ranks in every step, local SGD does not",
+            why="the norm synchronizes ranks in every step, but local SGD does not",
         ),
     ),
     lines_of_recipe=lambda config, recipe, samples: averages_lines(

@@ -1,5 +1,5 @@
-"""shard.stage: each rank has its part of the optimizer's state, of the gradients, of the weights
-(ZeRO, FSDP)."""
+"""shard.stage: the optimizer's state, the gradients and the weights are sharded over ranks (ZeRO,
+FSDP)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from hvdtrain.features.job_feature import Conflict, JobFeature, PlannedJob
 
 
 def _cuts_weights(config: Config) -> bool:
-    """By torch's FSDP2: what it does not have, JAX has, or refuses at every stage."""
+    """Whether torch's FSDP2 shards the weights. JAX supports what FSDP2 does not, or rejects it at
+    every stage."""
     return config.shard.stage == 3 and config.framework == "torch"
 
 
@@ -30,7 +31,7 @@ def _has_whole_weights(config: Config) -> bool:
 
 
 def _keeps_own_gradients(job: PlannedJob) -> Iterator[UserError]:
-    """Ranks of stage 2 keep the gradients of one micro-batch, those of stage 3 none."""
+    """Stage 2 keeps a rank's gradients of one micro-batch only, stage 3 keeps none."""
     batch = job.config.batch
     stage = job.config.shard.stage
     if not job.config.log.noise_scale or stage < 2:
@@ -89,21 +90,21 @@ SHARDS = JobFeature(
             other_than("none", "default"),
             when=_cuts_weights,
             words="shard.stage=3",
-            why="not made yet",
+            why="not implemented yet",
         ),
         Exclusion(
             "speed.channels_last",
             Values(bool, True),
             when=_cuts_weights,
             words="shard.stage=3",
-            why="not made yet",
+            why="not implemented yet",
         ),
         *not_on_horovod(_cuts_weights, "shard.stage=3"),
     ),
     rules=(
         Conflict(
             lambda job: _cuts_weights(job.config) and "horovod_api" in job.features,
-            what="{chosen} runs on torch's process groups, which the {engine} engine does not make",
+            what="{chosen} needs torch's process groups, which the {engine} engine does not create",
             fix="comm.engine=mpi with the same mpirun, or shard.stage=2",
             key="comm.engine",
         ),
@@ -111,7 +112,7 @@ SHARDS = JobFeature(
         Exclusion(
             "model.recompute",
             Values(lambda blocks: isinstance(blocks, int), 2),
-            what="{chosen} in JAX computes every block again, so {set} has no effect",
+            what="{chosen} in JAX recomputes every block, so {set} has no effect",
             fix="model.recompute=all or none",
             when=lambda config: config.framework == "jax" and config.shard.stage == 3,
         ),

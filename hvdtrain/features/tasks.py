@@ -1,5 +1,5 @@
-"""task.name: model.loss and model.label_smoothing are of classes; the next token is one too, labels
-that are there or not are none."""
+"""task.name: model.loss and model.label_smoothing need classes, which classification and language
+(the next token) have."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def _another_loss(fix: str) -> Exclusion:
     return Exclusion(
         "model.loss",
         other_than("cross_entropy", "squared_error"),
-        what="{set} is of task.name=classification, this is {config.task.name}",
+        what="{set} needs task.name=classification, but this is {config.task.name}",
         fix=fix,
-        why="it is of classes",
+        why="it needs classes",
     )
 
 
 def _loss_object(job: PlannedJob) -> Iterator[UserError]:
-    """A loss that a script gives has its own way to leave out samples."""
+    """A script's loss has its own option to ignore samples."""
     given = job.config.task.given
     if is_object(job.config.task.name) and (
         given is None or "loss" in given.objects
-    ):  # a prediction has the task of its checkpoint
+    ):  # a prediction uses the task of its checkpoint
         what = (
-            "task.ignore_label is of task.name=classification; this job has the loss "
+            "task.ignore_label needs task.name=classification, but this job has the loss "
             f"{class_of_object(job.config.task.name)}"
         )
         yield UserError(
@@ -87,7 +87,7 @@ IGNORED_LABEL = JobFeature(
             Exclusion(
                 key,
                 Values(bool, 0.2),
-                what="{key} mixes each sample with any other, and task.ignore_label leaves some "
+                what="{key} mixes each sample with any other, but task.ignore_label leaves some "
                 "without a class to mix",
                 where="task.ignore_label",
                 fix="{key}=0, or leave task.ignore_label out",
@@ -99,10 +99,10 @@ IGNORED_LABEL = JobFeature(
         Exclusion(
             "log.noise_scale",
             among(True),
-            what="log.noise_scale compares means over samples, and with task.ignore_label their "
+            what="log.noise_scale compares means over samples, but with task.ignore_label their "
             "weights differ",
             fix="log.noise_scale=false, or leave task.ignore_label out",
-            why="the noise scale compares means over samples, whose weights differ",
+            why="the noise scale compares means over samples, but their weights differ",
         ),
     ),
     rules=(_loss_object,),
@@ -116,7 +116,7 @@ LOG_TARGETS = JobFeature(
         Exclusion(
             "log.targets",
             Values(lambda targets: not all(map(_is_share, targets)), [95.0]),
-            what="{set} names accuracies, which are 0 to 1",
+            what="{set} contains values outside 0 to 1, the range of accuracies",
             fix="log.targets=[0.9] for 90 %",
             when=_is_classification,
         ),
@@ -132,7 +132,7 @@ STOP_TARGET = JobFeature(
         Exclusion(
             "stop.target",
             Values(lambda target: not _is_share(target), 85.0),
-            what="stop.target is {config.stop.target:g}: accuracy is 0 to 1",
+            what="stop.target={config.stop.target:g} is outside 0 to 1, the range of accuracies",
             fix="stop.target=0.9 for 90 %",
             when=_is_classification,
         ),
@@ -141,7 +141,7 @@ STOP_TARGET = JobFeature(
 
 
 def _answers(name: str, *others: Exclusion) -> JobFeature:
-    """A task of several answers for each sample; others: what it also excludes."""
+    """A task with several answers for each sample; others: further exclusions."""
     return JobFeature(
         key="task.name",
         is_value=True,
@@ -180,10 +180,10 @@ def _black_pixels(key: str, without_them: str, when: When) -> Exclusion:
     return Exclusion(
         key,
         above(0),
-        what="{set} shows black pixels from outside of the image, which have no class in {chosen}",
-        fix=f"task.ignore_label=255 leaves them out; or {without_them}",
+        what="{set} fills in black pixels from outside the image, which have no class in {chosen}",
+        fix=f"task.ignore_label=255 ignores them; or {without_them}",
         when=when,
-        why="black pixels from outside have no class; task.ignore_label leaves them out",
+        why="black pixels from outside have no class; task.ignore_label ignores them",
     )
 
 
@@ -205,8 +205,8 @@ SEGMENTATION = _answers(
     ),
     _black_pixels("augment.rand_augment", "augment.rand_augment=0", _has_only_classes),
 )
-# task.name=package.module:build: a task of the user's, or one of hvdtrain's with metrics of the
-# user's or of torchmetrics.
+# task.name=package.module:build: a task of the user, or one of hvdtrain's with metrics of the user
+# or of torchmetrics.
 USER_TASK = JobFeature(
     key="task.name",
     is_value=True,

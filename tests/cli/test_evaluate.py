@@ -594,7 +594,7 @@ def test_of_the_stages_of_a_run_the_third_remains_and_of_its_devices_none(tmp_pa
         text.replace("stage: 2", "stage: 3").replace("devices: 1", "devices: 2")
     )
     assert [(a.key, a.value) for a in kept(run)] == [("shard.stage", 3)]
-    with pytest.raises(UserError, match="which the horovod engine does not make") as caught:
+    with pytest.raises(UserError, match="which the horovod engine does not create") as caught:
         refuse_conflicts(configure(None, ["batch.size=2"], kept(run)), "horovod", 2)
     assert "comm.engine=mpi with the same mpirun" in str(caught.value)
 

@@ -208,7 +208,7 @@ def test_dotted_names() -> None:
     for name, what in (
         ("faulty:Nothing", "faulty has no Nothing"),
         ("no_such:Thing", "no module named no_such"),
-        ("faulty:os", "no class"),
+        ("faulty:os", "neither a class"),
         (":Class", "names no class"),
         (".foo:Bar", "names no class"),
         ("faulty:", "names no class"),

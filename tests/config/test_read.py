@@ -495,7 +495,7 @@ def test_where_a_job_writes_is_not_said_by_the_record_of_a_run_alone(
     with pytest.raises(UserError) as caught:
         configure(str(path), ["data.root=x"])
     assert str(caught.value).splitlines() == [
-        f"{key}={value} is where a job writes, and only the configuration of a run says it",
+        f"{key}={value} is where a job writes, but only the configuration of a run sets it",
         f"  where: {path}:3",
         f"  fix: if you want that, add the argument {key}={value}; if not, {key}={other}",
     ]
@@ -514,7 +514,7 @@ def test_a_cache_that_only_a_run_folder_names_is_not_written(tmp_path: Path) -> 
     )
     with pytest.raises(
         UserError,
-        match="^data.cache=/x is where a job writes, and only the configuration of a run says "
+        match="^data.cache=/x is where a job writes, but only the configuration of a run sets "
         "it\n  where: .*:3\n",
     ):
         configure(None, [f"resume={tmp_path}"])
@@ -554,7 +554,7 @@ def test_a_class_of_a_script_is_resumed_by_that_script(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="imports code, and only the run folder names it") as caught:
         configure(None, [f"resume={tmp_path}"])
     assert caught.value.fix == fix
-    with pytest.raises(UserError, match="this program has no class Net") as caught:
+    with pytest.raises(UserError, match="the program does not define class Net") as caught:
         load_dotted("__main__:Net", "model.name")
     assert caught.value.fix == fix
 

@@ -643,7 +643,7 @@ def test_keys_that_do_not_go_together(words: str, what: str) -> None:
 
 
 def test_a_lost_rank_ends_the_loop(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="guard.lost=shrink does not go on with framework=jax"):
+    with pytest.raises(UserError, match="guard.lost=shrink does not support framework=jax"):
         ht.run(lambda ctx: None, "framework=jax", "guard.lost=shrink", f"run={tmp_path / 'run'}")
 
 

@@ -113,7 +113,7 @@ def test_one_process(tmp_path: Path) -> None:
         (
             print,
             ["guard.lost=shrink", "shard.stage=3", "run=somewhere"],
-            "does not go on with shard.stage=3",
+            "cannot continue on fewer ranks with shard.stage=3",
             "shard.stage=2",
         ),
         (lambda ctx: ht.init(), [], "a context is already open", "one hvdtrain.init()"),

@@ -15,8 +15,8 @@ REFUSED = [
      "parallel.dense=c and parallel.tensor=2 both divide layers: parallel.dense over all "
      "ranks", "parallel.dense", "keep one of them"),
     ("parallel.dense=a parallel.dense_updates=2", "mpi", 2,
-     "parallel.dense_updates=2 needs turns; parallel.dense=a has all samples in "
-     "one", "parallel.dense_updates", "parallel.dense=c or b"),
+     "parallel.dense_updates=2 needs turns, but parallel.dense=a puts all samples "
+     "into one", "parallel.dense_updates", "parallel.dense=c or b"),
     ("parallel.dense=b parallel.dense_updates=8 batch.size=7", "mpi", 2,
      "batch 7 does not split into the turns of parallel.dense_updates=8: some would have no "
      "sample", "parallel.dense_updates",
@@ -28,15 +28,16 @@ REFUSED = [
      "model.lora does not support parallel.dense=b", "model.lora",
      "leave parallel.dense or model.lora out"),
     ("task.name=language data.pack=16 parallel.dense=a", "mpi", 2,
-     "data.pack does not support parallel.dense=a: models of tokens alone are cut",
+     "data.pack does not support parallel.dense=a: only models with plain tokens as input can be "
+     "divided",
      "parallel.dense", "leave parallel.dense out, or data.pack"),
     ("task.name=language data.pad={'tokens':0} parallel.dense=a", "mpi", 2,
      "data.pad does not support parallel.dense=a: ranks exchange activations of one shape, but "
-     "the passes have different lengths", "parallel.dense",
+     "micro-batches have different lengths", "parallel.dense",
      "leave parallel.dense out; or pad all samples to one length in the data, and leave data.pad "
      "out"),
     ("guard.lost=shrink parallel.dense=a", "mpi", 2,
-     "guard.lost=shrink does not go on with parallel.dense=a on fewer ranks", "guard.lost",
+     "guard.lost=shrink cannot continue on fewer ranks with parallel.dense=a", "guard.lost",
      "guard.lost=restart, or without parallel.dense"),
 ]  # fmt: skip
 

@@ -86,7 +86,7 @@ def test_the_lines_say_which_cut_is_the_jobs(capsys: pytest.CaptureFixture[str])
         (["--ranks", "7"], "a model of 6 units makes no 7 stages"),
         (
             ["parallel.pipeline=2", "parallel.balance=1,1,4"],
-            "parallel.balance=[1, 1, 4] has 3 stages, the pipeline has 2",
+            "parallel.balance=[1, 1, 4] has 3 stages, but the pipeline has 2",
         ),
         (
             ["parallel.pipeline=2", "parallel.balance=5,2"],

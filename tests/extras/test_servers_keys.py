@@ -26,8 +26,8 @@ REFUSED = [
      "servers.count=1", "mpi", 2, "optim.name=muon does not support "
                                   "servers.count=1", "servers.count",
      "leave servers.count out, or optim.name=adamw"),
-    ("servers.count=1", "horovod", 2, "servers.count=1 sends from one rank to another, which the "
-                                      "horovod engine does not", "comm.engine",
+    ("servers.count=1", "horovod", 2, "servers.count=1 needs sends between ranks, which the "
+    "horovod engine does not support", "comm.engine",
      "comm.engine=mpi with the same mpirun, or comm.engine=torchdist"),
     ("servers.count=3", "mpi", 3, "servers.count=3 leaves no worker: the job has 3 "
                                   "ranks", "servers.count",
@@ -45,11 +45,11 @@ REFUSED = [
      "guard.lost",
      "comm.engine=mpi (mpirun --with-ft ulfm), or guard.lost=stop"),
     ("servers.count=1 servers.bound=4 servers.log=true log.every_steps=70000", "mpi", 2,
-     "servers.log needs a sync point every 65535 steps or less, this is "
+     "servers.log needs a sync point every 65535 steps or less, but this is "
      "log.every_steps=70000", "log.every_steps",
      "log.every_steps=65535"),
     ("recipe.schedule=plateau servers.count=1 servers.bound=2 servers.log=true", "mpi", 2,
-     "servers.log replays steps from their positions in the job, and with "
+     "servers.log replays steps from their positions in the job, but with "
      "recipe.schedule=plateau evaluations change the rate", "servers.log",
      "servers.log=false, or another recipe.schedule"),
 ]  # fmt: skip

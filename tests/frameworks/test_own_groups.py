@@ -176,7 +176,7 @@ def adagrad(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimize
             "groups with a momentum of their own",
         ),
         (by_depth, ["optim.faster=2"], "unexpected keyword argument 'faster'|got an unexpected"),
-        (by_depth, ["optim.ema=0.9"], "optim.ema is of hvdtrain's own optimizers"),
+        (by_depth, ["optim.ema=0.9"], "optim.ema needs an optimizer of hvdtrain"),
         (by_depth, ["framework=jax"], "is of framework=torch"),
     ],
 )

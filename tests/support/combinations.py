@@ -178,7 +178,7 @@ SAME_NUMBERS = (  # keys that change no number, beside what has no twin
 )
 HAS_NO_TWIN = {  # keys that make other numbers than one process, by definition
     "comm.local_steps": "each rank steps by itself",
-    "comm.op": "Adasum is no mean",
+    "comm.op": "Adasum is not a mean",
 }
 # key -> what is left of what 16 bits round, of weights in float32
 IN_16_BITS = {
@@ -566,7 +566,7 @@ def page(results: dict[str, Found], of_frameworks: dict[str, str] | None = None)
         "",
         *_frameworks(of_frameworks or {}),
         "## Why pairs are rejected",
-        "`not made yet` means that the pair is possible but not implemented. The other reasons "
+        "`not implemented yet` means that the pair is possible in principle. The other reasons "
         "follow from the mathematics, or from the library that is used.",
         "",
         "| feature | not supported with | reason |",
@@ -585,8 +585,8 @@ def _frameworks(rows: dict[str, str]) -> Iterator[str]:
         "Some pairs of the other settings were also run with `framework=jax` or `keras`, in random "
         "order, and compared with one process of that framework.",
         "",
-        "| framework | pairs | accepted | run | equal, and resumed | other numbers by definition | "
-        "wrong |",
+        "| framework | pairs | accepted | run | equal, also resumed | other numbers by definition "
+        "| wrong |",
         "|---|---|---|---|---|---|---|",
     )
     yield from (f"| {framework} | {row}" for framework, row in sorted(rows.items()))

@@ -402,7 +402,7 @@ def test_what_does_not_go_with_an_ignored_label() -> None:
     )
     with pytest.raises(
         UserError,
-        match=r"task\.ignore_label is of task\.name=classification; this job has the loss "
+        match=r"task\.ignore_label needs task\.name=classification, but this job has the loss "
         r"CrossEntropyLoss",
     ):
         refuse_conflicts(config, "single", 1)

@@ -227,7 +227,7 @@ def test_data_that_do_not_fit_are_refused(
         ),
         (
             "model.loss=squared_error",
-            "model.loss=squared_error is of task.name=classification, this is multilabel",
+            "model.loss=squared_error needs task.name=classification, but this is multilabel",
         ),
         ("augment.mixup=0.3", "augment"),
     ],

@@ -334,7 +334,7 @@ def test_what_comes_from_outside_needs_a_label() -> None:
         with_moved_masks(source, {"y": None}, configure(None, ["augment.rand_augment=2"]).augment)
     with pytest.raises(
         UserError,
-        match=r"which have no class\n.*\n  fix: task\.ignore_label=255 leaves them out; or "
+        match=r"which have no class\n.*\n  fix: task\.ignore_label=255 ignores them; or "
         r"augment\.pad=reflect",
     ):
         with_moved_masks(source, {"y": None}, configure(None, ["augment.crop=2"]).augment)

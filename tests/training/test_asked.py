@@ -226,9 +226,7 @@ def test_what_does_not_fit_is_named() -> None:
         hvdtrain.evaluate(run, pairs)
     with pytest.raises(hvdtrain.UserError, match=r"the data have x"):
         hvdtrain.evaluate(run, {"x": COLUMNS})
-    with pytest.raises(
-        hvdtrain.UserError, match="is an object of a script, and only that script has it"
-    ):
+    with pytest.raises(hvdtrain.UserError, match="is an object that only its script defines"):
         hvdtrain.predict("run", COLUMNS)
     with pytest.raises(hvdtrain.UserError, match="no checkpoint step-9"):
         hvdtrain.predict(run, COLUMNS, checkpoint="step-9")

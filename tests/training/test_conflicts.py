@@ -57,26 +57,26 @@ OF_ONE_PROCESS = [
      "both", "comm.local_steps",
      "checkpoint.every_steps=8, or another multiple of 2"),
     ("norm.kind=sync batch.size=64 batch.micro=auto",
-     "batch.micro=auto makes the passes of a step, over each of which norm.kind=sync normalizes, "
-     "depend on the number of ranks",
-     "batch.micro", "leave batch.micro out: a batch that grows has the same passes on any number "
-                    "of ranks; or norm.kind=batch or ghost"),
+     "batch.micro=auto divides a step into micro-batches that depend on the number of ranks, and "
+     "norm.kind=sync normalizes over each of them",
+     "batch.micro", "leave batch.micro out: a growing batch then has the same micro-batches on "
+     "any number of ranks; or norm.kind=batch or ghost"),
     ("norm.kind=sync batch.size=64 batch.micro=63",
-     "batch.micro=63 makes the passes of a step, over each of which norm.kind=sync normalizes, "
-     "depend on the number of ranks",
-     "batch.micro", "leave batch.micro out: a batch that grows has the same passes on any number "
-                    "of ranks; or norm.kind=batch or ghost"),
+     "batch.micro=63 divides a step into micro-batches that depend on the number of ranks, and "
+     "norm.kind=sync normalizes over each of them",
+     "batch.micro", "leave batch.micro out: a growing batch then has the same micro-batches on "
+     "any number of ranks; or norm.kind=batch or ghost"),
     ("norm.kind=sync batch.size=64 batch.micro=64 data.sampling=partition",
-     "batch.micro=64 makes the passes of a step, over each of which norm.kind=sync normalizes, "
-     "depend on the number of ranks",
-     "batch.micro", "leave batch.micro out: a batch that grows has the same passes on any number "
-                    "of ranks; or norm.kind=batch or ghost"),
+     "batch.micro=64 divides a step into micro-batches that depend on the number of ranks, and "
+     "norm.kind=sync normalizes over each of them",
+     "batch.micro", "leave batch.micro out: a growing batch then has the same micro-batches on "
+     "any number of ranks; or norm.kind=batch or ghost"),
     ("norm.kind=sync batch.size=64 batch.micro=64 recipe.growth=milestones recipe.grow_at=[1] "
      "recipe.grow_to=[65]",
-     "batch.micro=64 makes the passes of a step, over each of which norm.kind=sync normalizes, "
-     "depend on the number of ranks",
-     "batch.micro", "leave batch.micro out: a batch that grows has the same passes on any number "
-                    "of ranks; or norm.kind=batch or ghost"),
+     "batch.micro=64 divides a step into micro-batches that depend on the number of ranks, and "
+     "norm.kind=sync normalizes over each of them",
+     "batch.micro", "leave batch.micro out: a growing batch then has the same micro-batches on "
+     "any number of ranks; or norm.kind=batch or ghost"),
     ("comm.local_from=3", "comm.local_from=3 has no effect without comm.local_steps",
      "comm.local_from", "comm.local_steps=4, or leave comm.local_from out"),
     ("comm.local_steps=2 comm.local_from=50% stop.time=1h",
@@ -94,31 +94,32 @@ OF_ONE_PROCESS = [
      "comm.reduce=ddp", "comm.reduce=ddp does not support "
                         "comm.compression=fp16", "comm.reduce", "comm.reduce=auto"),
     ("guard.lost=shrink "
-     "shard.stage=3", "guard.lost=shrink does not go on with shard.stage=3 on fewer "
-                      "ranks", "guard.lost",
+     "shard.stage=3", "guard.lost=shrink cannot continue on fewer ranks with shard.stage=3",
+     "guard.lost",
      "guard.lost=restart, or shard.stage=2"),
-    ("comm.op=adasum", "comm.op=adasum needs the horovod engine; this is "
-                       "single", "comm.op", "comm.engine=horovod, or comm.op=mean"),
+    ("comm.op=adasum", "comm.op=adasum needs the horovod engine, but the engine is single",
+     "comm.op", "comm.engine=horovod, or comm.op=mean"),
     ("comm.reduce=distributed_optimizer", "comm.reduce=distributed_optimizer needs the horovod "
-                                          "engine; this is single", "comm.reduce",
+    "engine, but the engine is single", "comm.reduce",
      "comm.engine=horovod, or comm.reduce=auto"),
-    ("comm.reduce=ddp", "comm.reduce=ddp needs the torchdist engine; this is single", "comm.reduce",
+    ("comm.reduce=ddp", "comm.reduce=ddp needs the torchdist engine, but the engine is single",
+     "comm.reduce",
      "comm.engine=torchdist, or comm.reduce=auto"),
-    ("comm.cycle_ms=1", "comm.cycle_ms is a setting of Horovod; this is the single "
-                        "engine", "comm.cycle_ms",
+    ("comm.cycle_ms=1", "comm.cycle_ms is a Horovod setting, but the engine is single",
+     "comm.cycle_ms",
      "leave comm.cycle_ms out, or comm.engine=horovod"),
-    ("comm.fusion_mb=1", "comm.fusion_mb is a setting of Horovod; this is the single "
-                         "engine", "comm.fusion_mb",
+    ("comm.fusion_mb=1", "comm.fusion_mb is a Horovod setting, but the engine is single",
+     "comm.fusion_mb",
      "leave comm.fusion_mb out, or comm.engine=horovod"),
-    ("comm.hierarchical=true", "comm.hierarchical is a setting of Horovod; this is the single "
-                               "engine", "comm.hierarchical",
+    ("comm.hierarchical=true",
+     "comm.hierarchical is a Horovod setting, but the engine is single", "comm.hierarchical",
      "leave comm.hierarchical out, or comm.engine=horovod"),
-    ("comm.device_memory=device", "comm.device_memory=device is of the mpi engine; this is the "
-                                  "single engine", "comm.device_memory",
+    ("comm.device_memory=device", "comm.device_memory=device is an mpi setting, but the engine is "
+    "single", "comm.device_memory",
      "leave comm.device_memory out, or comm.engine=mpi"),
     ("comm.address=n1", "'n1' is not HOST:PORT", "comm.address", "comm.address=n1:29500"),
-    ("log.samples=8", "log.samples=8 draws tokens; the job has "
-                      "task.name=classification", "log.samples",
+    ("log.samples=8", "log.samples=8 generates tokens, but the job has task.name=classification",
+     "log.samples",
      "task.name=language or segmentation, or leave it out"),
     ("log.noise_scale=true", "log.noise_scale compares each rank's gradient with their mean; the "
                              "job has 1 rank", "log.noise_scale",
@@ -141,7 +142,7 @@ OF_ONE_PROCESS = [
      "augment.magnitude",
      "augment.rand_augment=2, or leave augment.magnitude out"),
     ("augment.color_jitter=[0,0,0,0.6]", "augment.color_jitter turns hues by up to 0.6 of the "
-                                         "colour circle; 0.5 is all of it",
+                                         "colour circle, but 0.5 already covers all hues",
      "augment.color_jitter", "brightness, contrast, saturation, hue: [0.4,0.4,0.4,0.1]"),
     ("framework=numpy "
      "model.name=mlp", "framework=numpy does not support model.name=mlp", "model.name",
@@ -178,7 +179,7 @@ OF_SEVERAL_RANKS = [
      "batch 3 does not split over 4 ranks: some would have no "
      "sample", "recipe.grow_to", "4 or more, or fewer ranks"),
     ("parallel.sequence=true", "mpi", 2,
-     "parallel.sequence=true divides positions over the ranks of a tensor group; this is "
+     "parallel.sequence=true divides positions over the ranks of a tensor group, but this is "
      "parallel.tensor=1", "parallel.sequence",
      "parallel.tensor=2, or parallel.sequence=false"),
     ("parallel.tensor=2", "mpi", 3, "parallel.tensor=2 does not divide the 3 ranks of the "
@@ -196,47 +197,47 @@ OF_SEVERAL_RANKS = [
      "parallel.tensor=2", "mpi", 6, "parallel.pipeline=2 x parallel.tensor=2 does not divide the "
                                     "6 ranks of the job",
      "parallel.tensor", "a multiple of 4 ranks, or another parallel.tensor"),
-    ("parallel.pipeline=2", "horovod", 2, "parallel.pipeline=2 sends from one rank to another, "
-                                          "which the horovod engine does not",
+    ("parallel.pipeline=2", "horovod", 2, "parallel.pipeline=2 needs sends between ranks, which "
+    "the horovod engine does not support",
      "comm.engine", "comm.engine=mpi with the same mpirun, or comm.engine=torchdist"),
     ("parallel.pipeline=2 "
-     "parallel.balance=3", "mpi", 2, "parallel.balance=[3] has 1 stage, the pipeline has "
-                                     "2", "parallel.balance",
+     "parallel.balance=3", "mpi", 2, "parallel.balance=[3] has 1 stage, but the "
+     "pipeline has 2", "parallel.balance",
      "2 numbers of units: hvdtrain plan --pipeline shows them"),
     ("parallel.pipeline=2 "
-     "parallel.balance=3,2,1", "mpi", 2, "parallel.balance=[3, 2, 1] has 3 stages, the pipeline "
-                                         "has 2",
+     "parallel.balance=3,2,1", "mpi", 2, "parallel.balance=[3, 2, 1] has 3 stages, but the "
+     "pipeline has 2",
      "parallel.balance", "2 numbers of units: hvdtrain plan --pipeline shows them"),
     ("parallel.pipeline=2 parallel.virtual=2", "mpi", 2,
-     "parallel.schedule=1f1b has one stage on each rank, parallel.virtual=2 wants "
-     "more", "parallel.virtual",
+     "parallel.schedule=1f1b has one stage on each rank, but parallel.virtual=2 asks for more",
+     "parallel.virtual",
      "parallel.schedule=interleaved, or leave parallel.virtual out"),
     ("parallel.pipeline=2 parallel.schedule=interleaved parallel.virtual=1", "mpi", 2,
      "parallel.schedule=interleaved with parallel.virtual=1 has one stage on each rank, which is "
      "1f1b", "parallel.virtual",
      "parallel.virtual=2, or parallel.schedule=1f1b"),
     ("parallel.pipeline=2 parallel.micro_batches=4 batch.micro=8", "mpi", 2,
-     "parallel.micro_batches=4 and batch.micro=8 both say how many micro-batches a step "
-     "has", "batch.micro", "leave one of them out"),
-    ("comm.engine=single", "single", 2, "comm.engine=single is for one process; the job has 2 "
-                                        "ranks", "comm.engine", "comm.engine=auto"),
-    ("shard.stage=3", "horovod", 2, "shard.stage=3 runs on torch's process groups, which the "
-                                    "horovod engine does not make", "comm.engine",
+     "parallel.micro_batches=4 and batch.micro=8 both set how many micro-batches a step has",
+     "batch.micro", "leave one of them out"),
+    ("comm.engine=single", "single", 2, "comm.engine=single runs one process, but the job has 2 "
+    "ranks", "comm.engine", "comm.engine=auto"),
+    ("shard.stage=3", "horovod", 2, "shard.stage=3 needs torch's process groups, which the "
+    "horovod engine does not create", "comm.engine",
      "comm.engine=mpi with the same mpirun, or shard.stage=2"),
-    ("speed.devices=2", "mpi", 2, "framework=torch has one device on each rank, not "
-                                  "speed.devices=2", "speed.devices",
+    ("speed.devices=2", "mpi", 2, "framework=torch uses one device on each rank, but the job has "
+    "speed.devices=2", "speed.devices",
      "as many ranks as there are devices; or framework=jax"),
     ("framework=jax model.name=mlp speed.devices=2 shard.stage=3", "mpi", 2,
-     "speed.devices=2 and shard.stage=3 do not go together: a unit is gathered on one "
-     "device", "speed.devices", "shard.stage=2"),
+     "speed.devices=2 does not support shard.stage=3: a unit is gathered on one device",
+     "speed.devices", "shard.stage=2"),
     ("framework=jax model.name=mlp model.recompute=2 shard.stage=3", "mpi", 2,
-     "shard.stage=3 in JAX computes every block again, so model.recompute=2 has no "
-     "effect", "model.recompute",
+     "shard.stage=3 in JAX recomputes every block, so model.recompute=2 has no effect",
+     "model.recompute",
      "model.recompute=all or none"),
     ("framework=jax speed.devices=2 norm.kind=sync", "mpi", 2,
-     "speed.devices=2 and norm.kind=sync do not go together: ranks exchange statistics of one "
+     "speed.devices=2 does not support norm.kind=sync: ranks exchange the statistics of one "
      "device", "speed.devices",
-     "norm.kind=batch, whose statistics are of all devices of a rank"),
+     "norm.kind=batch, which computes statistics over all devices of a rank"),
     ("shard.stage=3 "
      "log.noise_scale=true", "mpi", 2, "log.noise_scale reads each rank's own gradients, which "
                                        "shard.stage=3 does not keep",
@@ -245,10 +246,11 @@ OF_SEVERAL_RANKS = [
      "log.noise_scale reads each rank's own gradients of several micro-batches, which "
      "shard.stage=2 does not keep", "log.noise_scale",
      "shard.stage=1, or log.noise_scale=false"),
-    ("comm.op=adasum", "mpi", 2, "comm.op=adasum needs the horovod engine; this is mpi", "comm.op",
+    ("comm.op=adasum", "mpi",
+     2, "comm.op=adasum needs the horovod engine, but the engine is mpi", "comm.op",
      "comm.engine=horovod, or comm.op=mean"),
-    ("comm.op=adasum", "horovod", 3, "comm.op=adasum needs 2, 4, 8, ... ranks; the job has "
-                                     "3", "comm.op",
+    ("comm.op=adasum", "horovod",
+     3, "comm.op=adasum needs 2, 4, 8, ... ranks, but the job has 3", "comm.op",
      "another number of ranks, or comm.op=mean"),
     ("comm.op=adasum "
      "comm.reduce=distributed_optimizer", "horovod", 2, "comm.reduce=distributed_optimizer does "
@@ -474,9 +476,11 @@ def test_a_plan_of_auto_is_refused_where_every_engine_refuses() -> None:
     assert possible_engines("auto", 2) == ["horovod", "mpi", "torchdist"]
     for words in ("comm.op=adasum", "comm.reduce=ddp", "comm.compression=bf16", "comm.cycle_ms=1"):
         refuse_on_every_engine(configure(None, [words]), 2)
-    with pytest.raises(UserError, match="comm.op=adasum needs 2, 4, 8, ... ranks; the job has 3"):
+    with pytest.raises(UserError, match="adasum needs 2, 4, 8, ... ranks, but the job has 3"):
         refuse_on_every_engine(configure(None, ["comm.op=adasum"]), 3)
-    with pytest.raises(UserError, match="comm.reduce=ddp needs the torchdist engine; this is mpi"):
+    with pytest.raises(
+        UserError, match="comm.reduce=ddp needs the torchdist engine, but the engine is mpi"
+    ):
         refuse_on_every_engine(configure(None, ["comm.reduce=ddp", "comm.engine=mpi"]), 2)
     with pytest.raises(UserError, match="comm.compression=bf16 needs sums of bfloat16"):
         refuse_on_every_engine(configure(None, ["comm.compression=bf16", "comm.cycle_ms=1"]), 2)

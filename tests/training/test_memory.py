@@ -162,7 +162,7 @@ def test_auto_needs_a_framework_that_predicts(capsys: pytest.CaptureFixture[str]
     assert (
         main(["data.name=digits", "framework=numpy", "model.name=linear", "batch.micro=auto"]) == 2
     )
-    assert "batch.micro=auto needs a prediction of the memory" in capsys.readouterr().err
+    assert "batch.micro=auto needs a memory prediction" in capsys.readouterr().err
 
 
 def test_a_job_with_lengths_in_tokens_is_forecast() -> None:

@@ -45,6 +45,7 @@ def test_tokens_that_show_nothing() -> None:
     )
     with pytest.raises(
         UserError,
-        match="draws images or text; what tokens of data.name=own_data:tokens show is not known",
+        match="displays images or text, but how to display tokens of "
+        "data.name=own_data:tokens is unknown",
     ):
         refuse_conflicts(config, "single", 1)

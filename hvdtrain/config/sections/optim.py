@@ -121,7 +121,7 @@ class OptimConfig(OpenSection):
     @model_validator(mode="before")
     @classmethod
     def _default_decay(cls, tree: Any) -> Any:
-        """None where a class of the user's may have its own."""
+        """None if a class of the user's may have its own."""
         if (
             not isinstance(tree, dict)
             or tree.get("weight_decay") is not None

@@ -121,7 +121,7 @@ class ParallelConfig(Section):
 
     @property
     def cut_by(self) -> str:
-        """The key by which ranks have parts of layers; empty where each has whole ones."""
+        """The key by which ranks have parts of layers; empty if each has whole ones."""
         return next((key for key in ("tensor", "pipeline") if getattr(self, key) > 1), "")
 
     @property

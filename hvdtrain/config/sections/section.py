@@ -30,7 +30,7 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
-        # "3" is no number, and 1 is not true: a file is judged as an editor judges it by the JSON
+        # "3" is not a number, and 1 is not true: a file is judged as by an editor with the JSON
         # Schema
         strict=True,
         allow_inf_nan=False,
@@ -99,8 +99,8 @@ class Section(BaseModel):
         return frozenset()
 
     def why_over(self, lost: Sequence[int], left: int) -> str:
-        """Why a job cannot go on without the ranks that are lost, with so many that are left; empty
-        where it can."""
+        """Returns why a job cannot continue without dead ranks, with so many that are left; empty
+        if it can."""
         return ""
 
     def replace(self, **changes: Any) -> Self:

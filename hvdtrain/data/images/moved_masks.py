@@ -54,19 +54,19 @@ class MovedMasks(AroundSource):
 def with_moved_masks(
     source: Source, masks: Mapping[str, int | None], augment: AugmentConfig
 ) -> Source:
-    """The source, whose masks move where augmentation moves pixels. Raises UserError where pixels
+    """The source, whose masks move where augmentation moves pixels. Raises UserError if pixels
     from outside would have no class."""
     if not masks or not (moves_pixels(augment) or augment.cutmix):
         return source
     key = "crop" if augment.crop and augment.pad == "zeros" else "rand_augment"
     if getattr(augment, key) and None in masks.values():
         what = (
-            f"augment.{key}={getattr(augment, key)} shows black pixels from outside of the image, "
+            f"augment.{key}={getattr(augment, key)} fills in black pixels from outside the image, "
             "which have no class"
         )
         instead = "augment.pad=reflect" if key == "crop" else "augment.rand_augment=0"
         raise UserError(
-            what, augment.where(key), f"task.ignore_label=255 leaves them out; or {instead}"
+            what, augment.where(key), f"task.ignore_label=255 ignores them; or {instead}"
         )
     return MovedMasks(source, {name: outside or 0 for name, outside in masks.items()}, augment)
 

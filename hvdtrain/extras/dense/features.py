@@ -48,24 +48,24 @@ DENSE = JobFeature(
         Exclusion("comm.local_steps", above(1)),
         Exclusion("comm.compression", other_than("none", "fp16")),
         Exclusion("comm.reduce", among("ddp", "distributed_optimizer", "bucket")),
-        Exclusion("comm.tune", among(True), why="not made yet"),
+        Exclusion("comm.tune", among(True), why="not implemented yet"),
         Exclusion("shard.group", other_than("all", "node"), words="shard.stage=1"),
         Exclusion(
             "shard.offload",
             other_than("none", "optimizer"),
             words="shard.stage=1",
-            why="not made yet",
+            why="not implemented yet",
         ),
         Exclusion("norm.kind", among("sync")),
-        Exclusion("model.recompute", other_than("none", "all"), why="not made yet"),
+        Exclusion("model.recompute", other_than("none", "all"), why="not implemented yet"),
         Exclusion("log.noise_scale", among(True)),
-        Exclusion("speed.compile", other_than("none", "default"), why="not made yet"),
+        Exclusion("speed.compile", other_than("none", "default"), why="not implemented yet"),
     ),
 )
 
 
-# parallel.dense_updates: several updates of the dense part in a step, so that each sample is in one
-# turn, which its place says.
+# parallel.dense_updates: several updates of the dense part in a step. Each sample belongs to one
+# turn, which its position determines.
 DENSE_UPDATES = JobFeature(
     key="parallel.dense_updates",
     on=lambda config: (
@@ -86,7 +86,7 @@ DENSE_UPDATES = JobFeature(
         Exclusion(
             "parallel.dense",
             among("a"),
-            what="{chosen} needs turns; {set} has all samples in one",
+            what="{chosen} needs turns, but {set} puts all samples into one",
             fix="parallel.dense=c or b",
             where="parallel.dense_updates",
         ),
@@ -139,7 +139,7 @@ ROWS = (
     AddedRows((data.PAD,), (Exclusion(_KEY, _ANY),), behind="parallel.sequence"),
     AddedRows(
         (data.PACK,),
-        (data.of_rows(_KEY, _ANY, "models of tokens alone are cut"),),
+        (data.of_rows(_KEY, _ANY, "only models with plain tokens as input can be divided"),),
         behind="parallel.pipeline",
     ),
     AddedRows((lost.SHRINK,), (lost.fewer_ranks(_KEY, _ANY),), behind="parallel.pipeline"),
@@ -149,8 +149,8 @@ ROWS = (
             Exclusion(
                 "parallel.dense_updates",
                 above(1),
-                what="{set} needs the weight of each turn, and with task.ignore_label samples do "
-                "not all weigh the same",
+                what="{set} needs the weight of each turn, but with task.ignore_label samples do "
+                "not all have the same weight",
                 fix="parallel.dense_updates=1, or leave task.ignore_label out",
                 words="parallel.dense=c",
                 why="the weight of a turn is not known",

@@ -1,4 +1,4 @@
-"""servers.count: some ranks have the weights and update them, the others have the samples."""
+"""servers.count: some ranks hold and update the weights, the others read the samples."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _is_new_without(config: Config) -> bool:
 
 
 def _is_synchronous(config: Config) -> bool:
-    """Whether no gradient is older than the weights, and the order of updates is that of the
+    """Whether no gradient is older than the weights, so that updates have the order of the
     steps."""
     return not ServersConfig.of(config).is_asynchronous
 
@@ -47,7 +47,7 @@ def _of_asynchronous(key: str, values: Values) -> Exclusion:
     return Exclusion(
         key,
         values,
-        what="{set} is of asynchronous updates; with servers.bound=0 there are none",
+        what="{set} needs asynchronous updates, which servers.bound=0 disables",
         fix="servers.bound=4 or none, or leave {key} out",
         when=_is_synchronous,
         words="servers.bound=0",
@@ -90,7 +90,7 @@ SERVERS = JobFeature(
         "servers.count=1 servers.bound=1 servers.log=true",
     ),
     off="servers.count=0",
-    why="servers have the weights, workers the samples",
+    why="servers hold the weights, and workers read the samples",
     without=options(
         "servers.count",
         {
@@ -114,12 +114,12 @@ SERVERS = JobFeature(
         Exclusion(
             "shard.stage",
             above(0),
-            why="the weights and the optimizer's state are divided over servers already",
+            why="servers already shard the weights and the optimizer's state",
         ),
         Exclusion("parallel.tensor", above(1)),
         Exclusion("parallel.pipeline", above(1)),
         Exclusion("parallel.dense", other_than("none", "a")),
-        Exclusion("comm.local_steps", above(1), why="servers have the only weights"),
+        Exclusion("comm.local_steps", above(1), why="only servers have weights"),
         Exclusion("comm.op", among("adasum"), why="gradients are not reduced over ranks"),
         Exclusion(
             "comm.reduce", other_than("auto", "bucket"), why="gradients are not reduced over ranks"
@@ -132,19 +132,19 @@ SERVERS = JobFeature(
         Exclusion("comm.tune", among(True), why="gradients are not reduced over ranks"),
         Exclusion("norm.kind", among("sync"), why="workers do not wait for each other"),
         Exclusion(
-            "speed.precision", among("fp16"), why="each worker would have a loss scale of its own"
+            "speed.precision", among("fp16"), why="each worker would have its own loss scale"
         ),
         Exclusion(
             "batch.micro", among("auto"), why="the memory of servers and workers is not predicted"
         ),
         Exclusion("log.noise_scale", among(True), why="there is no mean of the ranks' gradients"),
-        Exclusion("log.step_times", among(True), why="a step is not of all ranks"),
+        Exclusion("log.step_times", among(True), why="ranks do not take a step together"),
         _of_asynchronous("servers.correct", other_than("none", "scale")),
         _of_asynchronous("servers.log", among(True)),
         Exclusion(
             "log.every_steps",
             above(MOST_STALE),
-            what=f"servers.log needs a sync point every {MOST_STALE} steps or less, this is "
+            what=f"servers.log needs a sync point every {MOST_STALE} steps or less, but this is "
             f"{{set}}",
             fix=f"log.every_steps={MOST_STALE}",
             when=_has_log,
@@ -154,22 +154,22 @@ SERVERS = JobFeature(
         Exclusion(
             "guard.nonfinite",
             among("rollback"),
-            what="servers.log has updates alone, and {set} puts older weights in their place",
+            what="servers.log records only updates, but {set} restores older weights",
             fix="guard.nonfinite=skip or stop, or servers.log=false",
             when=_has_log,
             words="servers.log=true servers.bound=4",
-            why="the log has updates alone, and no older weights in their place",
+            why="the log records only updates, not the return to older weights",
         ),
         Exclusion(
             "recipe.schedule",
             among("plateau"),
-            what="servers.log replays steps from their positions in the job, and with "
+            what="servers.log replays steps from their positions in the job, but with "
             "recipe.schedule=plateau evaluations change the rate",
             fix="servers.log=false, or another recipe.schedule",
             where="servers.log",
             when=_has_log,
             words="servers.log=true servers.bound=4",
-            why="the log has no evaluations, which change the rate",
+            why="evaluations change the rate, but the log does not record them",
         ),
         *not_on_horovod(),
     ),
@@ -182,7 +182,7 @@ SERVERS = JobFeature(
         ),
         needs_engine(
             "p2p",
-            what="{chosen} sends from one rank to another, which the {engine} engine does not",
+            what="{chosen} needs sends between ranks, which the {engine} engine does not support",
             fix="comm.engine=mpi with the same mpirun, or comm.engine=torchdist",
             key="comm.engine",
             when=lambda job: "several_ranks" in job.features,
@@ -205,5 +205,5 @@ ROWS = (
     AddedRows((optim.MUON,), (Exclusion(*_ANY),), behind="parallel.dense"),
     AddedRows((optim.EMA,), (Exclusion(*_ANY, where="optim.ema"),), behind="shard.stage"),
     AddedRows((optim.THAW,), (Exclusion(*_ANY, where="model.thaw"),), behind="optim.ema"),
-    AddedRows((optim.LORA,), (Exclusion(*_ANY, where="model.lora", why="not made yet"),)),
+    AddedRows((optim.LORA,), (Exclusion(*_ANY, where="model.lora", why="not implemented yet"),)),
 )
