@@ -604,7 +604,7 @@ def test_a_mistake_in_the_command_is_explained(scripts: dict[str, Any], tmp_path
         ("--silence=inf", "inf is no number above 0"),
         ("--target=nan", "nan is no share of the samples: above 0, at most 1"),
         ("--secret=-1", "-1 is no secret: a whole number from 0"),
-        ("--ranks=0", "0 is no whole number above 0"),
+        ("--ranks=0", "0 is not a whole number above 0"),
     ],
 )
 def test_an_option_without_sense_is_named(

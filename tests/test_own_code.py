@@ -168,7 +168,7 @@ def test_objects_resume_exactly_and_their_names_are_in_the_configuration(
         arguments = [command, "half"] if command else ["resume=half", *words]
         assert main(arguments) == 2
         said = capsys.readouterr().err
-        assert "is an object of a script, and only that script has it\n" in said
+        assert "is an object that only its script defines\n" in said
         assert (
             "start that script again, with resume=RUN in its hvdtrain.train(); hvdtrain export "
             "RUN has the weights" in said

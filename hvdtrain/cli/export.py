@@ -1,5 +1,5 @@
-"""hvdtrain export --to model.safetensors or model.pt: the weights of a checkpoint in a file of
-their own, for other software."""
+"""hvdtrain export --to model.safetensors or model.pt: writes the weights of a checkpoint to a
+separate file, for other software."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def export(arguments: Sequence[str]) -> int:
 
 
 def _without_adapters(weights: Arrays, run: Path, is_asked: bool) -> Arrays:
-    """With the adapters of model.lora merged into the weights of their layers.
+    """Returns the weights with the adapters of model.lora merged into their layers.
 
-    Raises UserError where there are some and is_asked is false, or the other way round.
+    Raises UserError if there are some and is_asked is false, or the other way round.
     """
     scale = scale_of(_run_config(run))
     if scale is None and is_asked:
@@ -88,14 +88,14 @@ def _without_adapters(weights: Arrays, run: Path, is_asked: bool) -> Arrays:
 
 
 def _run_config(run: Path) -> dict[str, Any]:
-    """Values by key; nothing where config.yaml cannot be read, as _model() tells."""
+    """Returns values by key; nothing if config.yaml cannot be read, which _model() reports."""
     with contextlib.suppress(UserError):
         return {one.key: one.value for one in read_run_config(run)}
     return {}
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Raises UserError where the command line is not as USAGE says."""
+    """Raises UserError if the command line does not match USAGE."""
     parser = CommandParser("export", _SYNTAX)
     parser.add_argument("run", nargs="?")
     parser.add_argument("--to")
@@ -121,14 +121,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def check_target(to: Path, force: bool) -> None:
-    """Raises UserError where the file cannot be written; called before the checkpoint is read."""
+    """Raises UserError if the file cannot be written; called before the checkpoint is read."""
     if to.suffix not in (".safetensors", ".pt", ".keras"):
         raise UserError(
             f"{to} ends neither in .safetensors nor in .pt or .keras",
             "--to",
             "as in --to model.safetensors",
         )
-    if not os.path.isdir(to.parent):  # unlike Path.is_dir, False where permission is lacking
+    if not os.path.isdir(to.parent):  # unlike Path.is_dir, False if permission is lacking
         raise UserError(f"there is no folder {to.parent}", "--to", f"mkdir -p {to.parent}")
     if os.path.isdir(to):
         raise UserError(f"{to} is a folder", "--to", "give the name of a file")
@@ -161,7 +161,7 @@ def _write(to: Path, weights: Arrays, fields: dict[str, str]) -> int:
 
 
 def _progress(train_state: TrainState) -> str:
-    """epoch 15.00, validation accuracy 0.7500 of step 20"""
+    """Formats a checkpoint: epoch 15.00, validation accuracy 0.7500 of step 20."""
     epochs = f"epoch {train_state.progress.epochs:.2f}"
     if math.isnan(train_state.last):
         return f"{epochs}, not evaluated yet"
@@ -174,7 +174,7 @@ def _progress(train_state: TrainState) -> str:
 
 
 def _input(fields: dict[str, str]) -> str:
-    """What the model is called with."""
+    """Formats the inputs of the model."""
     if fields.get("inputs", "").startswith("{"):  # of several inputs
         return "; ".join(
             _input_of_field(name, of) for name, of in json.loads(fields["inputs"]).items()
@@ -206,7 +206,7 @@ def _input_of_field(name: str, field: dict[str, Any]) -> str:
 
 
 def _cut(numbers: str) -> str:
-    """The first of many; the file has all."""
+    """Shortens a long list to its first entries; the file has all."""
     return numbers if len(numbers) <= _WIDTH else f"{numbers[:_WIDTH]} ..."
 
 

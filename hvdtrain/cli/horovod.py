@@ -1,4 +1,4 @@
-"""python -m hvdtrain.cli.horovod: what `hvdtrain horovod` does, before the packages of a job are
+"""python -m hvdtrain.cli.horovod: runs `hvdtrain horovod` before the packages of a job are
 installed.
 
 In a copy without the extra that builds Horovod, what `make` runs ends with 0.

@@ -1,4 +1,4 @@
-"""The options of a command, whose mistakes are UserErrors, and the types of their values."""
+"""Options of a command and the types of their values; mistakes are UserErrors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hvdtrain.errors import UserError
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Raises UserError for a command line that it cannot read. A name has to be whole, and --help
-    belongs to the command."""
+    """A parser that raises UserError for an invalid command line. Names must be complete, and
+    --help belongs to the command."""
 
     def __init__(self, command: str, fix: str = "", **more: Any) -> None:
         """command: its words after hvdtrain; fix: what to do after a mistake; more: of
@@ -25,5 +25,5 @@ class CommandParser(argparse.ArgumentParser):
         raise UserError(message, self.where, self._fix)
 
     def names(self) -> list[str]:
-        """All options, as they are written."""
+        """Returns all options, as they are written."""
         return [name for action in self._actions for name in action.option_strings]

@@ -1,5 +1,5 @@
-"""What commands print: numbers and tables as people read them, --json, and a standard output whose
-reader may go away."""
+"""Output of commands: numbers and tables for people, --json, and a standard output whose reader may
+exit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvdtrain.errors import UserError, short
 
 
 def plural(count: int, noun: str) -> str:
-    """1 rank, 2 ranks"""
+    """Formats a count: 1 rank, 2 ranks."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
@@ -26,7 +26,7 @@ def align(
     gap: str = "  ",
     least: Sequence[int] = (),
 ) -> list[str]:
-    """One line for each row, whose cells are as wide as their column.
+    """Aligns rows: one line for each row, whose cells are as wide as their column.
 
     left: the columns that are aligned to the left, all others to the right; least: the smallest
     widths of the first columns.
@@ -49,7 +49,7 @@ def with_json_value(arguments: Sequence[str]) -> list[str]:
     """The arguments, with `-` behind a --json that has no value: where the next argument is an
     option or key=value, or is missing.
 
-    Raises UserError where its value is a folder: that would be noticed when all work is done, or is
+    Raises UserError if its value is a folder: that would be noticed when all work is done, or is
     the RUN of another argument.
     """
     completed: list[str] = []
@@ -73,7 +73,7 @@ def print_result(json_path: str | None, lines: Sequence[str], result: Mapping[st
     """On rank 0: prints the text and writes the JSON file; with "-" as the path, prints the JSON
     instead of the text.
 
-    Raises UserError where the file cannot be written.
+    Raises UserError if the file cannot be written.
     """
     as_json = json.dumps(result)
     print(as_json if json_path == STANDARD_OUTPUT else "\n".join(lines), flush=True)
@@ -89,8 +89,8 @@ def print_result(json_path: str | None, lines: Sequence[str], result: Mapping[st
 
 
 class StandardOutput(io.FileIO):
-    """What is written after an error is dropped: to a closed pipe (`| head -3`) without a word,
-    else after a UserError.
+    """Drops output after an error: without a word for a closed pipe (`| head -3`), otherwise after
+    a UserError.
 
     is_job: the output is not what the program was started for, so there is no UserError either.
     """
@@ -118,7 +118,7 @@ class StandardOutput(io.FileIO):
 
 
 def open_standard_output() -> StandardOutput | None:
-    """Replaces sys.stdout, where it is a file; None where it is not.
+    """Replaces sys.stdout if it is a file; otherwise returns None.
 
     Letters that its encoding does not have are written as \\u65e5, as on the standard error. A line
     is written when it is complete, so that what a model prints comes in its place among the lines

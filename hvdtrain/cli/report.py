@@ -78,7 +78,7 @@ class ProgressPrinter:
 
 
 def _parse(arguments: Sequence[str]) -> _Options:
-    """Raises UserError where the command line is not as USAGE says."""
+    """Raises UserError if the command line does not match USAGE."""
     parser = CommandParser("report", _SYNTAX)
     parser.add_argument("runs", nargs="*")
     parser.add_argument("--to")
@@ -103,7 +103,7 @@ def _parse(arguments: Sequence[str]) -> _Options:
 
 
 def _make_folder(folder: Path) -> None:
-    """Raises UserError where it cannot be made or written."""
+    """Raises UserError if it cannot be created or written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -117,7 +117,8 @@ def _picture_name(kind: draw.FigureKind) -> str:
 
 
 def _remove_old_pictures(folder: Path, keep: set[str]) -> None:
-    """Pictures of an earlier report that are not part of this one; the user's own files stay."""
+    """Deletes pictures of an earlier report that are not part of this one; the user's own files
+    stay."""
     for name in {_picture_name(kind) for kind in draw.KINDS} - keep:
         try:
             with Folder.open(folder) as opened, contextlib.suppress(FileNotFoundError):

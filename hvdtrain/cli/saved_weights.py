@@ -54,7 +54,7 @@ def read_checkpoint(
     For newest and best damaged ones are skipped.
 
     mapped: its weights alone, where they lie on the disk: then the checkpoint may have more bytes
-    than this machine has memory. on_piece: as files.read_arrays(). Raises UserError where there is
+    than this machine has memory. on_piece: as files.read_arrays(). Raises UserError if there is
     none, Damaged where the one that is named is damaged.
     """
     folders = files.finished(run)
@@ -199,7 +199,7 @@ def _is_set(run: Path, key: str) -> bool:
 
 
 def with_averages(arrays: Arrays) -> Arrays:
-    """The averages in the place of the weights that they are of."""
+    """The averages instead of the weights that they are of."""
     averaged = averages(arrays)
     return arrays | {
         name: array
@@ -250,7 +250,7 @@ def metadata(run: Path, checkpoint: Checkpoint) -> Metadata:
 
 
 def _inputs(data: dict[str, Any]) -> dict[str, str]:
-    """The formula of what the model gets, and its numbers; nothing where the task is not
+    """The formula of what the model gets, and its numbers; nothing if the task is not
     hvdtrain's, or the checkpoint does not say it."""
     task = data.get("task", "classification")
     if task not in ("classification", "multilabel", "segmentation", "regression") and not (

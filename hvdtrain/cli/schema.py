@@ -21,7 +21,7 @@ hvdtrain schema > schema.json
 
 
 def schema(arguments: Sequence[str]) -> int:
-    """Prints the schema; the exit code. Raises UserError where it is given an argument."""
+    """Prints the schema; returns the exit code. Raises UserError for an argument."""
     if {"-h", "--help"} & set(arguments):
         print(USAGE)
         return DONE
@@ -51,7 +51,7 @@ IMPORT_PATH: Schema = {
 
 
 def json_schema() -> Schema:
-    """The schema, draft 2020-12, ready for json.dumps().
+    """Returns the schema, draft 2020-12, ready for json.dumps().
 
     It accepts what read_file() accepts: nested and dotted keys, empty sections, `${key}` for a
     value. Options of plugins:
@@ -90,7 +90,7 @@ def json_schema() -> Schema:
 
 
 def _without_titles(tree: Any) -> Any:
-    """Without the titles that pydantic makes of names: an editor would show `Max Steps` for
+    """Removes the titles that pydantic derives from names: an editor would show `Max Steps` for
     max_steps."""
     if isinstance(tree, list):
         return [_without_titles(inner) for inner in tree]
@@ -104,7 +104,7 @@ def _without_titles(tree: Any) -> Any:
 
 
 def _add_names(properties: Schema, definitions: Mapping[str, Schema]) -> None:
-    """The names of plugins, in place of `a text`."""
+    """Lists the names of plugins instead of `a text`."""
     properties["framework"] |= {"enum": sorted(plugins.files("frameworks"))}
     definitions["CommConfig"]["properties"]["engine"] |= {
         "enum": ["auto", *sorted(plugins.files("comm"))]
@@ -115,7 +115,7 @@ def _add_names(properties: Schema, definitions: Mapping[str, Schema]) -> None:
 
 
 def _add_other_names(schema: Schema) -> None:
-    """The names that the reader takes for a key beside its own."""
+    """Returns the names that the reader accepts for a key, besides its own."""
 
     def place(key: str) -> tuple[Schema, str, str]:
         """The properties that hold a key, its name there, and how a $ref points to them."""
@@ -132,8 +132,8 @@ def _add_other_names(schema: Schema) -> None:
 
 
 def _options_by_name(section: str) -> dict[str, dict[str, Schema]]:
-    """name -> the options of the plugins of that name, by option: a model may have one for torch
-    and one for jax."""
+    """Returns name -> the options of the plugins of that name, by option: a model may have one for
+    torch and one for jax."""
     folders = [OPEN_SECTIONS[section]] + (
         [plugins.folder_of("model", "jax")] if section == "model" else []
     )
@@ -152,7 +152,7 @@ def _properties(path: Path) -> dict[str, Schema]:
 
 
 def _add_options(definition: Schema, options: Mapping[str, Mapping[str, Schema]]) -> None:
-    """Adds the names of the plugins of a section, their options, and the rules which of them go
+    """Adds the names of the plugins of a section, their options, and rules for which of them belong
     together."""
     keys = list(definition["properties"])
     names = {"enum": sorted(options)}
@@ -177,7 +177,7 @@ def _add_options(definition: Schema, options: Mapping[str, Mapping[str, Schema]]
 
 
 def _alike(options: Mapping[str, Mapping[str, Schema]]) -> list[list[str]]:
-    """The names whose plugins have the same options, together."""
+    """Groups the names whose plugins have the same options."""
     groups: list[list[str]] = []
     for name, plugin in options.items():
         same = next((group for group in groups if options[group[0]] == plugin), None)
@@ -186,7 +186,8 @@ def _alike(options: Mapping[str, Mapping[str, Schema]]) -> list[list[str]]:
 
 
 def _of_any(by_name: Mapping[str, Schema]) -> Schema:
-    """An option that several plugins have, each with a type, default and description of its own."""
+    """Merges an option that several plugins define, each with its own type, default and
+    description."""
     first = next(iter(by_name.values()))
     if all(schema == first for schema in by_name.values()):
         return first | {"description": f"{', '.join(by_name)}: {first['description']}"}
@@ -214,8 +215,7 @@ def _only(keys: Iterable[str]) -> Schema:
 
 
 def _dotted_options_rule(section: str, properties: Mapping[str, Schema]) -> Schema:
-    """An unknown dotted key, `model.widhts`, is wrong unless the file names a class of the user's
-    own."""
+    """Rejects an unknown dotted key, `model.widhts`, unless the file names a class of the user."""
     nested = {
         "required": [section],
         "properties": {

@@ -25,8 +25,8 @@ under mpirun, srun, torchrun or launch it is one rank of several"""  # noqa: E50
 
 
 def train(arguments: list[str]) -> int:
-    """Returns the exit code. Raises UserError for a mistake in the configuration alone; other
-    errors are reported and end every rank."""
+    """Returns the exit code. Raises UserError only for a mistake in the configuration; other errors
+    are reported and end every rank."""
     if {"-h", "--help"} & set(arguments):
         print(USAGE)
         return DONE
@@ -60,7 +60,7 @@ def _print_config(config_file: str | None, arguments: list[str]) -> int:
 
 
 def _take_option(arguments: list[str], option: str, example: str) -> tuple[str | None, list[str]]:
-    """The value of `--option VALUE` or `--option=VALUE`, None where it is not given; and the other
+    """Returns the value of `--option VALUE` or `--option=VALUE`, None without it, and the other
     arguments."""
     for index, argument in enumerate(arguments):
         if argument.startswith(f"{option}="):
@@ -74,8 +74,8 @@ def _take_option(arguments: list[str], option: str, example: str) -> tuple[str |
 
 @contextlib.contextmanager
 def lasting_imports() -> Iterator[Callable[[], None]]:
-    """No search for garbage until the function that it yields is called, and none ever in what was
-    made until then.
+    """Turns off garbage collection until the yielded function is called; what exists by then
+    is never collected.
 
     They took a third of the processor time of a job of one step, most of it at the end of the
     interpreter (docs/performance.md, Start). For a process of our own: objects of a script's could

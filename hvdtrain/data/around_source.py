@@ -11,7 +11,7 @@ from hvdtrain.data.source import Foresight, Pictures, Source
 
 
 class AroundSource(Source):
-    """What a source that wraps another one takes from it: all but reading and labels."""
+    """Delegates to the wrapped source everything except reading and labels."""
 
     source: Source
 
@@ -81,6 +81,6 @@ def inner_source(source: Source) -> Source | None:
 
 
 def where_of(source: Source) -> str:
-    """What messages call a source: its path or name."""
+    """Returns the path or name of a source, for messages."""
     inner = inner_source(source)
     return source.where or ("data.name" if inner is None else where_of(inner))

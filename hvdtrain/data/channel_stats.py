@@ -1,5 +1,5 @@
-"""Mean and standard deviation of each channel of a data set or of a fixed part: the same bits on
-every rank, in every order of samples."""
+"""Mean and standard deviation of each channel of a data set, or of a fixed part: the same bits on
+every rank, in any order of samples."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def channel_stats(x: np.ndarray) -> ChannelStats:
 
 
 def channel_counts(x: np.ndarray) -> np.ndarray:
-    """How often each channel of x, uint8 (n, H, W, C), has each value: int64 (C, 256). Counts of
-    parts of a data set add up."""
+    """Counts how often each channel of x, uint8 (n, H, W, C), has each value: int64 (C, 256).
+    Counts of parts of a data set add up."""
     channels = x.shape[3]
     counts = np.zeros((channels, 256), np.int64)
     samples = max(1, _BLOCK_BYTES // math.prod(x.shape[1:]))
@@ -48,8 +48,8 @@ def stats_of_counts(counts: np.ndarray) -> ChannelStats:
 
 
 def _mean_and_std(counts: list[int]) -> tuple[float, float]:
-    """Mean and deviation of x / 255, from a histogram of 0..255: in integers until the last
-    division, so in any order of sums."""
+    """Computes mean and deviation of x / 255 from a histogram of 0..255: in integers until the last
+    division, so the order of sums does not matter."""
     pixels = sum(counts)
     total = sum(value * count for value, count in enumerate(counts))
     squares = sum(value * value * count for value, count in enumerate(counts))
@@ -73,7 +73,8 @@ class Images(Protocol):
 
 
 def sampled_stats(source: Images) -> ChannelStats:
-    """Over a fixed part of the images of a source: exact over that part, and equal on all ranks.
+    """Computes statistics over a fixed part of a source's images: exact over that part, and equal
+    on all ranks.
 
     At most 2,000 images, drawn by counters; fewer of large ones, so that at most 2**28 values are
     read.

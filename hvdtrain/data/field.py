@@ -1,4 +1,4 @@
-"""What each sample has under one name, and the check of its numbers."""
+"""One named field of each sample, and the check of its numbers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from hvdtrain.errors import UserError
 
 
 class Padding(NamedTuple):
-    """What stands behind the rows of a sample that is shorter than another one that is read with
-    it."""
+    """The padding behind the rows of a sample that is read together with a longer one."""
 
     value: float
     mask: str  # the field, bool (T,), that says which rows are real; empty: this is a mask itself
@@ -62,7 +61,7 @@ class Field(NamedTuple):
         return self.shape[1:] == other.shape[1:] and self.shape[0] >= other.shape[0]
 
     def facts(self) -> list[Any]:
-        """Plain values of JSON, of which field_of_facts() makes it again."""
+        """Returns plain JSON values, from which field_of_facts() recreates it."""
         return [
             self.dtype,
             list(self.shape),
@@ -72,7 +71,7 @@ class Field(NamedTuple):
 
 
 def field_of_facts(facts: Sequence[Any]) -> Field:
-    """The field of Field.facts(). Raises TypeError or ValueError where they are none."""
+    """The field of Field.facts(). Raises TypeError or ValueError if they are none."""
     dtype, shape, values, *padding = facts
     field = Field(np.dtype(dtype).name, tuple(shape), values)
     if not padding:
@@ -90,7 +89,7 @@ def field_of_facts(facts: Sequence[Any]) -> Field:
 def check_numbers(
     name: str, array: np.ndarray, field: Field, where: str, samples: np.ndarray | None = None
 ) -> None:
-    """Raises UserError where one is not finite, or is no integer that the field may have; reads
+    """Raises UserError if a number is not finite, or is an integer outside the field's range; reads
     about 16 MB at once.
 
     samples: the numbers of the rows, for the message; None: from 0 on.

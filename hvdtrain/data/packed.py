@@ -1,4 +1,4 @@
-"""Sequences of different lengths, several of them in one row of tokens: data.pack."""
+"""Several variable-length sequences in one row of tokens: data.pack."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def segment_fields(tokens: Field) -> dict[str, Field]:
 
 
 def first_fit(lengths: np.ndarray, length: int) -> Ragged:
-    """The sequences of each row, int64, of which none has more than `length` tokens in all.
+    """Returns the sequences of each row, int64; a row has at most `length` tokens in all.
 
     In their order each goes into the first of the 64 newest rows with room for it, else into a new
     one (first-fit, Johnson et al. 1974, but for the bound on the rows that are looked at).
@@ -89,7 +89,7 @@ class PackedRows(AroundSource):
         return len(self.rows)
 
     def read(self, indices: np.ndarray) -> Batch:
-        """Raises UserError where a sequence has another length than at the start of the job."""
+        """Raises UserError if a sequence has another length than at the start of the job."""
         sequences, row, segment = self._members(indices)
         return self._packed(self.source.read(sequences), len(indices), sequences, row, segment)
 
@@ -104,7 +104,7 @@ class PackedRows(AroundSource):
         )
 
     def _members(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The sequences of these rows, int64 (m,), in which of them each lies, and its number there
+        """Returns the sequences of these rows, int64 (m,), the row of each, and its number there,
         from 1 on."""
         check_indices(indices, len(self))
         counts = self.rows.lengths[indices]
@@ -174,7 +174,7 @@ class PackedRows(AroundSource):
 def packed(source: Source, length: int, name: str, where: str) -> PackedRows:
     """The sequences of a source in rows of `length` tokens; name: of the set, for the header.
 
-    Raises UserError where one is longer, none has two tokens, or their lengths are not known.
+    Raises UserError if one is longer, none has two tokens, or their lengths are not known.
     """
     if SEGMENTS in source.fields:
         what = (
@@ -201,8 +201,8 @@ def packed(source: Source, length: int, name: str, where: str) -> PackedRows:
 
 
 def each_alone(source: Source, length: int, where: str) -> PackedRows:
-    """The source with one sequence in each row: what a trained model is asked of. Raises UserError
-    where one is longer."""
+    """Returns the source with one sequence in each row, as a trained model is evaluated. Raises
+    UserError if a sequence is longer."""
     lengths = _lengths(source, length, where, f"sequences of at most {length} tokens")
     return PackedRows(
         source, Ragged(np.arange(len(source)), np.arange(len(source) + 1)), lengths, length

@@ -1,5 +1,5 @@
-"""Samples of different lengths: their rows one after the other, padded to the longest of those that
-are read together."""
+"""Variable-length samples, stored one after the other, and padded to the longest of those that are
+read together."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ LEAST = 2  # rows that a sample is padded to: of a language one token is read, a
 
 
 def padded_length(lengths: np.ndarray, longest: int) -> int:
-    """To how many rows samples of these lengths are padded: those of the longest of them, or of no
-    samples `longest`."""
+    """Returns the number of rows that samples of these lengths are padded to: the longest length,
+    or `longest` without samples."""
     return max(min(LEAST, longest), int(lengths.max())) if len(lengths) else longest
 
 
@@ -50,8 +50,8 @@ class Ragged:
         return np.diff(self.edges)
 
     def padded(self, indices: np.ndarray, rows: int, value: float) -> np.ndarray:
-        """(n, rows, ...): the samples at `indices`, none of which is longer, and `value` behind
-        each."""
+        """Returns (n, rows, ...): the samples at `indices`, each padded with `value`; none is
+        longer than `rows`."""
         mask = mask_of(self.lengths[indices], rows)
         filled = np.full((*mask.shape, *self.values.shape[1:]), value, self.values.dtype)
         filled[mask] = self.values[(self.edges[indices][:, None] + np.arange(rows))[mask]]
@@ -59,7 +59,7 @@ class Ragged:
 
 
 def ragged(samples: Sequence[np.ndarray], what: str, where: str) -> Ragged:
-    """The arrays as one. Raises UserError where they are not alike but for their first axis."""
+    """Concatenates the arrays. Raises UserError if they differ in more than their first axis."""
     first = next((sample for sample in samples if len(sample)), samples[0])
     for number, sample in enumerate(samples):
         alike = sample.shape[1:] == first.shape[1:] and (
@@ -79,10 +79,10 @@ def ragged(samples: Sequence[np.ndarray], what: str, where: str) -> Ragged:
 
 @dataclass(frozen=True, eq=False)
 class PaddedArrays(Source):
-    """A source of arrays in memory, of which some have samples of different lengths.
+    """A source of arrays in memory, some of which have variable-length samples.
 
     A read pads these to the longest sample that it reads, and tells by the mask of each which rows
-    are real. Raises UserError where the arrays do not have the same samples, or a number is not
+    are real. Raises UserError if the arrays do not have the same samples, or a number is not
     finite.
     """
 
@@ -153,7 +153,7 @@ class PaddedArrays(Source):
         return batch
 
     def with_bounds(self, longest: Mapping[str, int], values: Mapping[str, int]) -> PaddedArrays:
-        """The source with the longest samples and the numbers of values of another one too."""
+        """Returns the source with the longest samples and the largest values of both sources."""
         return replace(self, longest=dict(longest), values=dict(values))
 
     def known_labels(self) -> np.ndarray | None:
@@ -194,7 +194,7 @@ def padded_fields(name: str, kind: Field, padding: Padding) -> dict[str, Field]:
 
 
 def check_padding(padding: Mapping[str, Padding], dtypes: Mapping[str, str], where: str) -> None:
-    """Raises UserError where there is no such field, a mask has the name of another field, or a
+    """Raises UserError if there is no such field, a mask has the name of another field, or a
     field cannot have the value."""
     for name, pad in padding.items():
         if name not in dtypes:
@@ -211,7 +211,7 @@ def check_padding(padding: Mapping[str, Padding], dtypes: Mapping[str, str], whe
         ):
             fix = f"another name: data.mask={{{name}: real}}"
             raise UserError(
-                f"the mask of {name} is called {pad.mask!r}, which is no name or another field's",
+                f"the mask of {name} cannot be called {pad.mask!r}: not a name, or another field's",
                 where,
                 fix,
             )

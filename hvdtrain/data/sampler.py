@@ -55,7 +55,7 @@ class _EpochRange(NamedTuple):
 
 
 class BlockShuffle(NamedTuple):
-    """A shuffle for data of which neighbouring samples are read together: blocks in a random order,
+    """A shuffle for data whose neighbouring samples are read together: blocks in a random order,
     samples shuffled within a window."""
 
     block: int  # samples, neighbours in the data set; the last block may have fewer

@@ -27,8 +27,8 @@ LARGE_BYTES = 2**30  # of arrays that are not read whole at the start of a job
 
 
 class Foresight(NamedTuple):
-    """What a source can make of it that it knows which samples are read next: of neighbours that
-    are decoded together it keeps some."""
+    """How a source can use advance knowledge of the samples that are read next: it keeps some
+    neighbours that are decoded together."""
 
     samples: int  # of the set
     rows: int  # neighbours that are decoded together
@@ -51,7 +51,7 @@ class Foresight(NamedTuple):
 
     @property
     def decoded(self) -> float:
-        """Blocks that are decoded for one sample, with what is kept."""
+        """Returns the number of blocks that are decoded per sample, with what is kept."""
         return 1 / (1 + (self.rows - 1) * self.ahead / self.samples)
 
     def divided(self, ranks: int) -> Foresight:
@@ -60,7 +60,7 @@ class Foresight(NamedTuple):
 
 
 class Pictures(Protocol):
-    """What tokens show that are the pixels of images."""
+    """How to display tokens that are the pixels of images."""
 
     @property
     def values(self) -> int:
@@ -95,25 +95,26 @@ class Source(ABC):
 
     @abstractmethod
     def digests(self, seed: int) -> dict[str, str]:
-        """64 bits over the samples in their order, as 16 hex digits, by what they are of: "labels",
-        "images".
+        """Returns 64 bits over the samples in their order, as 16 hex digits, by what they cover:
+        "labels", "images".
 
         Of all samples, or where that takes long of some that the seed draws.
         """
 
     @abstractmethod
     def identity(self) -> dict[str, str]:
-        """Digests that do not depend on a seed: what a checkpoint keeps, to know the data again."""
+        """Returns digests that do not depend on a seed; a checkpoint keeps them to recognize the
+        data."""
 
     if TYPE_CHECKING:  # of dataclasses a field, of which a property would become the default
 
         @property
         def where(self) -> str:
-            """Its path or name, for messages; empty where it has none."""
+            """Its path or name, for messages; empty if it has none."""
 
         @property
         def class_names(self) -> tuple[str, ...]:
-            """The name of each class y; empty where the data have none."""
+            """The name of each class y; empty if the data have none."""
 
         @property
         def columns(self) -> Mapping[str, Sequence[str]]:
@@ -125,8 +126,8 @@ class Source(ABC):
         columns = MappingProxyType({})
 
     def read_in_epochs(self, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
-        """The samples as they are trained on in these epochs, int64 (n,), where they change from
-        epoch to epoch; read() is then of evaluations."""
+        """Reads samples as they are trained on in these epochs, int64 (n,), if they change from
+        epoch to epoch; read() then returns those of evaluations."""
         return self.read(indices)
 
     @property
@@ -136,7 +137,8 @@ class Source(ABC):
         return False
 
     def known_labels(self) -> np.ndarray | None:
-        """Integers (n,), the field y of every sample, where no sample has to be read for them."""
+        """Returns integers (n,), the field y of every sample, if no sample has to be read for
+        them."""
         return None
 
     def known_lengths(self, name: str) -> np.ndarray | None:
@@ -151,16 +153,16 @@ class Source(ABC):
 
     @property
     def foresight(self) -> Foresight | None:
-        """What the source makes of samples that it knows of in advance, by expect(); None where it
-        reads no faster with them."""
+        """Returns how the source uses samples that expect() announced; None if it does not read
+        faster with them."""
         return None
 
     def expect(self, indices: np.ndarray, anew: bool) -> None:
-        """Tells a source with foresight that these samples, int64 (n,), will be read after all that
-        were told; anew: no others will be.
+        """Announces to a source with foresight that these samples, int64 (n,), will be read after
+        all announced before. anew: these replace all announced before.
 
-        What is read does not depend on it, only how fast. A sample is told as often as it will be
-        read.
+        What is read does not depend on it, only how fast. A sample is announced as often as it
+        will be read.
         """
         raise NotImplementedError(f"{type(self).__name__} has a foresight and no expect()")
 
@@ -263,7 +265,7 @@ class NamedArrays(Source):
     """A source of arrays (n, ...) of any type and shape, in memory or memory-mapped: one for each
     field.
 
-    Raises UserError where they do not have the same samples, an integer is outside of 0 ... values
+    Raises UserError if they do not have the same samples, an integer is outside of 0 ... values
     - 1, or a number is not finite: of more than LARGE_BYTES when a sample is read.
     """
 
@@ -342,7 +344,7 @@ def _rows_of_digest(samples: int) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class ArraySource(LabelledImages):
-    """A source in memory, or in a memory-mapped file. Raises UserError where the arrays are not as
+    """A source in memory, or in a memory-mapped file. Raises UserError if the arrays are not as
     described."""
 
     x: np.ndarray  # uint8 (n, H, W, C)
@@ -404,6 +406,6 @@ def arrays_in_memory(source: Source) -> Mapping[str, np.ndarray] | None:
 
 
 def check_indices(indices: np.ndarray, samples: int) -> None:
-    """Raises IndexError where an index is not in 0 ... samples - 1."""
+    """Raises IndexError if an index is not in 0 ... samples - 1."""
     if len(indices) and not 0 <= indices.min() <= indices.max() < samples:
         raise IndexError(f"samples {indices.min()}..{indices.max()} of {samples}")

@@ -1,5 +1,5 @@
-"""Data sets made of another one: part of it, some of its fields, the two parts of a training set,
-images under other label numbers."""
+"""Data sets derived from another one: a part of it, some of its fields, the two parts of a training
+set, images with other label numbers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def divide(source: Source, val_share: float, labels: np.ndarray | None = None) -
     labels: integers (n,) of the classes of other samples.
 
     A class with at least two samples has one in each part; the only sample of a class is trained
-    on. Raises UserError where nothing is left to validate with.
+    on. Raises UserError if nothing is left to validate with.
     """
     if isinstance(source, LabelledImages):
         labels = source.labels()
@@ -130,7 +130,7 @@ class Subset(AroundSource):
 
 
 def without_fields(source: Source, names: Sequence[str]) -> Source:
-    """The source without some of its fields."""
+    """Returns the source without some of its fields."""
     if isinstance(source, Subset):
         return replace(source, source=without_fields(source.source, names))
     if isinstance(source, NamedArrays):
@@ -143,7 +143,7 @@ def without_fields(source: Source, names: Sequence[str]) -> Source:
 
 @dataclass(frozen=True, eq=False)
 class _WithoutFields(AroundSource):
-    """What without_fields() makes of a source that is read sample by sample."""
+    """Removes fields from a source that is read sample by sample."""
 
     source: Source
     names: frozenset[str]
@@ -167,8 +167,8 @@ class _WithoutFields(AroundSource):
 
 @dataclass(frozen=True, eq=False)
 class SubsetOfImages(LabelledImages):
-    """A subset of labelled images; without indices all of them, of which at most 2,000 are read for
-    mean and deviation."""
+    """A subset of labelled images, by default all; at most 2,000 of them are read for mean and
+    deviation."""
 
     source: LabelledImages
     indices: np.ndarray | None
@@ -230,7 +230,7 @@ def relabelled_rows(source: Source, class_names: Sequence[str]) -> Source:
 
 @dataclass(frozen=True, eq=False)
 class _RelabelledRows(AroundSource):
-    """A table whose labels are numbered anew."""
+    """A table whose labels are renumbered."""
 
     source: Source
     numbers: np.ndarray  # int64 (classes of the source,): the new label of each
@@ -265,7 +265,7 @@ def relabelled(source: LabelledImages, class_names: Sequence[str]) -> LabelledIm
 
 @dataclass(frozen=True, eq=False)
 class Relabelled(LabelledImages):
-    """A source whose labels are numbered anew."""
+    """A source whose labels are renumbered."""
 
     source: LabelledImages
     numbers: np.ndarray  # int64 (classes of the source,): the new label of each

@@ -1,5 +1,5 @@
-"""A tokenizer.json of the package tokenizers: its largest number, and every mistake in it as an
-error of the user's."""
+"""A tokenizer.json of the package tokenizers: its largest number; every mistake in it is a
+UserError."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvdtrain.core.folder import check_regular
 from hvdtrain.errors import BUG, UserError, exit_code_of, first_line, short
 
 _MOST_BYTES = 2**28  # of the file
-_MOST_VOCABULARY = 2**24  # tokens, for each of which a model has a row
+_MOST_VOCABULARY = 2**24  # tokens; a model has a row for each
 _MOST_GROWTH = 2**12  # of a text by the file's replacements
 _FIX = "restore the file from a copy"
 # how the library says that a word has no token, and no other one stands for it
@@ -37,13 +37,13 @@ class Tokenizer:
 
     @property
     def digest(self) -> str:
-        """The digest of all tokens with their numbers; a file that was only written anew has the
-        same."""
+        """The digest of all tokens with their numbers; a file that was merely rewritten has the
+        same one."""
         tokens = json.dumps(sorted(self.of_library.get_vocab(True).items()))
         return digest({"tokens": np.frombuffer(tokens.encode(), np.uint8)})
 
     def encode(self, text: str) -> list[int]:
-        """Raises UserError where the tokenizer fails, as for a word that it does not have."""
+        """Raises UserError if the tokenizer fails, as for a word that it does not have."""
         try:
             tokens: list[int] = _called(
                 lambda: self.of_library.encode(text, add_special_tokens=False).ids,
@@ -144,7 +144,7 @@ class Tokenizer:
         return True
 
     def decode(self, numbers: Sequence[int]) -> str:
-        """Raises UserError where the tokenizer fails."""
+        """Raises UserError if the tokenizer fails."""
         return str(
             _called(
                 lambda: self.of_library.decode(numbers), "makes no text of its numbers", self.path
@@ -186,8 +186,8 @@ def _pattern(content: str, token: Any) -> str:
 
 
 def _letters(word: str, first: str, last: str) -> set[str]:
-    """The tokens that BPE begins with: letters, of which those behind the first have a prefix, and
-    the last one a suffix."""
+    """Returns the tokens that BPE begins with: letters; all but the first have a prefix, and the
+    last one a suffix."""
     ends = {word[:1], first + word[-1:] + last} if len(word) > 1 else {word + last}
     return ends | {first + letter for letter in set(word[1:-1])}
 
@@ -205,7 +205,7 @@ def read_tokenizer(path: Path, notes: list[str] | None = None) -> Tokenizer:
     """It neither truncates nor pads; `notes` gets lines where the file says so, and where its
     numbers have gaps.
 
-    Raises UserError where the package is missing, or the file is absent, damaged, or would make a
+    Raises UserError if the package is missing, or the file is absent, damaged, or would make a
     text far longer.
     """
     try:
@@ -257,7 +257,7 @@ def read_tokenizer(path: Path, notes: list[str] | None = None) -> Tokenizer:
 
 
 def _check_added_tokens(of_library: Any, path: Path) -> None:
-    """Raises UserError for an added token of which the normalizer leaves nothing: the library
+    """Raises UserError for an added token that the normalizer removes completely: the library
     (0.23) finds it everywhere and takes all memory."""
     if of_library.normalizer is None:
         return
@@ -309,8 +309,8 @@ def _growths(tree: Any) -> list[int]:
 
 
 def _called(work: Callable[[], T], what: str, path: Path) -> T:
-    """Raises UserError where the library fails; it raises plain Exception, and of its own mistakes
-    what is no Exception."""
+    """Raises UserError if the library fails; it raises plain Exception, or, for its own bugs,
+    something that is not an Exception."""
     try:
         return work()
     except BaseException as error:

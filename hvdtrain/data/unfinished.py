@@ -1,4 +1,4 @@
-"""A data set that waits for what is computed of its training samples, the same on all ranks."""
+"""A data set that needs an array computed from its training samples, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hvdtrain.data.source import Source
 
 
 class Unfinished(ABC):
-    """What build() of a data set gives where its samples depend on an array that is computed of the
-    training samples, as tokens do on a codebook.
+    """Returned by build() of a data set whose samples depend on an array computed from the training
+    samples, as tokens depend on a codebook.
 
     Rank 0 computes it once (training/common_array.py), and Source.run_files keeps it.
     """
@@ -22,11 +22,11 @@ class Unfinished(ABC):
 
     @abstractmethod
     def compute(self) -> np.ndarray:
-        """The array, computed of these samples. Raises UserError."""
+        """Completes the data set with the array, computed from these samples. Raises UserError."""
 
     @abstractmethod
     def read(self, run: Path) -> np.ndarray:
-        """The array that a run folder has kept. Raises UserError where it is absent or damaged."""
+        """The array that a run folder has kept. Raises UserError if it is absent or damaged."""
 
     @abstractmethod
     def finish(self, array: np.ndarray) -> Source: ...

@@ -1,4 +1,4 @@
-"""What a source with foresight is told: which samples this rank reads in the steps that come."""
+"""Announces to a source with foresight which samples this rank reads in the next steps."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hvdtrain.data.source import Source
 
 
 class _Told(NamedTuple):
-    """A step that the source knows of."""
+    """A step that has been announced to the source."""
 
     progress: Progress
     samples: int
 
 
 class Upcoming:
-    """Tells the source of samples in the order of steps, as far ahead as its foresight goes.
+    """Announces samples to the source in the order of steps, as far ahead as its foresight goes.
 
     samples_of: the samples that this rank reads in the step that follows some progress, int64 (n,).
     following: the progress after each step from a progress on, up to the end of the job.
@@ -44,8 +44,7 @@ class Upcoming:
         self._steps: Iterator[Progress] = iter(())
 
     def reads(self, progress: Progress) -> None:
-        """Called before the step that follows `progress` is read: the source knows of it and of
-        those behind it."""
+        """Called before the step after `progress` is read: announces it and the steps after it."""
         if not self._ahead:
             return
         # the first step, or another one than was expected
@@ -58,7 +57,7 @@ class Upcoming:
         self._samples -= self._told.popleft().samples
 
     def forget(self) -> None:
-        """The steps that come may be others: the next one is told anew."""
+        """The next steps may change: the next one is announced again."""
         self._told.clear()
 
     def _tell(self, anew: bool) -> None:

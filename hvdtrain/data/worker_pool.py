@@ -41,7 +41,7 @@ _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from hvdtrain.data.worker_pool "
     "import work; work()"
 )
-# a worker is no rank, whatever MPI the user's code imports
+# a worker is not a rank, whatever MPI the user's code imports
 _LAUNCHERS = (
     "OMPI_COMM_",
     "OMPI_UNIVERSE_",
@@ -77,7 +77,7 @@ class Readable(Protocol):
 
 
 class WorkerPool:
-    """Workers that are started by the first read(). Raises UserError where they cannot have the
+    """Workers that are started by the first read(). Raises UserError if they cannot have the
     samples.
 
     of: what set their number, for messages.
@@ -147,7 +147,7 @@ class WorkerPool:
             return self._threads
 
     def _start_workers(self, packed: bytes) -> None:
-        """All at once, since each takes a while. Raises UserError where one cannot be started, or
+        """All at once, since each takes a while. Raises UserError if one cannot be started, or
         cannot have the samples."""
         for _ in range(self._count):
             try:
@@ -289,7 +289,7 @@ def _padded(field: Field) -> int:
 
 
 def _pack(samples: Readable) -> bytes:
-    """What a worker unpacks: the rank's program, where the samples' code is of it, and the
+    """What a worker unpickles: the rank's program, if it defines the samples' code, and the
     samples."""
     fix = (
         "define class, transforms and collate function at the top of a module, no lambda; open "

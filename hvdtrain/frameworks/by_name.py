@@ -28,7 +28,7 @@ def build_model(
     options of `model`.
 
     Both get those of Task.sizes that their parameters have the names of, the user's own those of
-    `more` too. Raises UserError where a plugin needs another one, or options do not fit.
+    `more` too. Raises UserError if a plugin needs another one, or options do not fit.
     """
     name = config.model.name
     where = config.where("model.name")
@@ -54,7 +54,7 @@ def build_model(
 
 
 def _check_images(config: Config, task: Task, signature: inspect.Signature) -> None:
-    """Raises UserError where a plugin whose shape is (H, W, C) gets other data than images."""
+    """Raises UserError if a plugin whose shape is (H, W, C) gets other data than images."""
     shape = signature.parameters.get("shape")
     if (
         shape is not None
@@ -146,7 +146,7 @@ def check_patterns(
     """Lines of the header on patterns of optim.groups and of muon's optim.rest that fit one name of
     a parameter with several.
 
-    shapes: of the trained parameters; frozen: gives the names of the others. Raises UserError where
+    shapes: of the trained parameters; frozen: gives the names of the others. Raises UserError if
     a pattern would change nothing of a model with these parameters, or fits only a name that does
     not count.
     """
@@ -169,7 +169,7 @@ def check_patterns(
 
 
 def _lines_of_ties(key: str, patterns: Sequence[str], ties: Ties, where: str) -> list[str]:
-    """Raises UserError where a pattern fits a name of a parameter whose first name is of another
+    """Raises UserError if a pattern fits a name of a parameter whose first name is of another
     entry, or of none."""
     lines = []
     for own, *others in ties.groups():
@@ -202,7 +202,7 @@ def _check_fits(
     shapes: Mapping[str, tuple[int, ...]],
     frozen: Callable[[], Iterable[str]],
 ) -> None:
-    """Raises UserError where the pattern of an entry fits no trained parameter."""
+    """Raises UserError if the pattern of an entry fits no trained parameter."""
     if _fitting(pattern, shapes):
         return
     fitting = _fitting(pattern, frozen())
@@ -252,7 +252,7 @@ def _check_groups(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> None
 
 
 def _check_layers(group: GroupConfig, entry: str, own: Sequence[str], where: str) -> None:
-    """Raises UserError where #, layer_rate and layers of an entry do not belong together."""
+    """Raises UserError if #, layer_rate and layers of an entry do not belong together."""
     has = ("#" in group.names, group.layer_rate is not None, group.layers is not None)
     if group.names.count("#") > 1 or len(set(has[1:])) > 1 or (has[1] and not has[0]):
         raise UserError(
@@ -327,7 +327,7 @@ def momentum(config: Config) -> float:
 
 
 def decay(config: Config) -> float | None:
-    """optim.weight_decay, or where it is not set the default of a class of torch.optim; None where
+    """optim.weight_decay, or where it is not set the default of a class of torch.optim; None if
     it has none, or makes groups."""
     if config.optim.weight_decay is not None:
         return config.optim.weight_decay

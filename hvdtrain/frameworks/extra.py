@@ -61,7 +61,7 @@ def to_arrays(extra: Mapping[str, Any], tensors: Tensors) -> Arrays:
 
 
 def from_arrays(arrays: Arrays, tensors: Tensors) -> dict[str, Any]:
-    """The values of to_arrays(). Raises ValueError where they cannot be such."""
+    """The values of to_arrays(). Raises ValueError if they cannot be such."""
     try:
         values = _decoded(json.loads(arrays[_TREE].tobytes()), arrays, tensors)
     except (LookupError, TypeError, RecursionError, RuntimeError, AttributeError) as error:

@@ -32,7 +32,7 @@ class HostModel(Protocol):
     title: str  # for people: what it is, and with what it computes
     notes: list[str]  # lines for the header
     weights: Mapping[str, np.ndarray]  # at first: what training begins with
-    module: Any  # as its framework knows it; None where it has no such object
+    module: Any  # as its framework knows it; None if it has no such object
 
     def inputs(self, batch: Mapping[str, Any]) -> np.ndarray:
         """What it is called with, (n, ...), of the fields of a batch."""

@@ -46,7 +46,7 @@ _MEANS = ("moving_mean", "moving_variance")  # running statistics of norms
 def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     """The learner of framework=keras. Every rank calls it.
 
-    Raises UserError where Keras is missing, or the model is none, or does not fit the task.
+    Raises UserError if Keras is missing, or the model is none, or does not fit the task.
     """
     _share_cores(communicator)
     dtype = np.dtype("float64" if config.speed.precision == "fp64" else "float32")
@@ -136,7 +136,7 @@ def _keep_float64() -> None:
 
 
 def _make(keras: Any, config: Config, task: Task) -> Any:
-    """The keras.Model that model.name means. Raises UserError where it is none."""
+    """The keras.Model that model.name means. Raises UserError if it is none."""
     where = config.where("model.name")
     if not is_dotted(config.model.name):
         what = (
@@ -223,7 +223,7 @@ class Backend(Protocol):
         """The gradient of each trainable variable, in order, of the sum of `error` times the
         outputs and of `share` times the added loss.
 
-        None where neither depends on a variable.
+        None if neither depends on a variable.
         """
 
 
@@ -388,7 +388,7 @@ class KerasModel(HostModel):
     def __init__(
         self, keras: Any, model: Any, config: Config, task: Task, dtype: np.dtype[Any]
     ) -> None:
-        """Raises UserError where the model fails for inputs of the task, or gives something else
+        """Raises UserError if the model fails for inputs of the task, or gives something else
         than the task needs."""
         self.model = model
         self._dtype = dtype

@@ -119,7 +119,7 @@ class GivenKerasModel:
         }
 
     def __call__(self) -> Any:
-        """Raises UserError where the model cannot be copied."""
+        """Raises UserError if the model cannot be copied."""
         try:
             model = importlib.import_module("keras").models.clone_model(self.model)
             model.set_weights(self.model.get_weights())
@@ -155,7 +155,7 @@ def build_variables(model: Any, config: Config, x: np.ndarray) -> None:
     """Makes the variables of a model, and of the script's object that it is a copy of, by a call
     with x; each has what the other one has.
 
-    Raises UserError where they have different variables.
+    Raises UserError if they have different variables.
     """
     original = users_object(model, config)
     for one in (model, original):

@@ -66,7 +66,7 @@ class Sampler(Protocol):
 
         Each is drawn from softmax(logits / temperature). The random numbers of sequence i are those
         of seed and first + i. before_each() is called before each position. Nothing that training
-        uses changes. Raises UserError where the model cannot be read token by token.
+        uses changes. Raises UserError if the model cannot be read token by token.
         """
 
 
@@ -133,7 +133,7 @@ class HasState(Protocol):
         array has two names."""
 
     def load(self, state: Arrays | ArrayStream) -> None:
-        """Copies a state into the live arrays, of each what this rank has. Raises UserError where a
+        """Copies a state into the live arrays, of each what this rank has. Raises UserError if a
         name or a shape does not fit."""
 
 
@@ -163,9 +163,9 @@ class Learner(HasState, Protocol):
 
     def own_names(self, found: Arrays) -> Arrays | None:
         """The arrays of a file by the names of the model's state dict, as the model's own library
-        changes them; None where none does that.
+        changes them; None if none does that.
 
-        What it leaves over has another name. Raises UserError where it cannot.
+        What it leaves over has another name. Raises UserError if it cannot.
         """
         return None
 
@@ -174,7 +174,7 @@ class Learner(HasState, Protocol):
         whether. Once, before the first step.
 
         to_device() then takes "indices" and "partner_indices" in place of the samples' fields.
-        Raises UserError where data.resident=true asks for a set that does not fit.
+        Raises UserError if data.resident=true asks for a set that does not fit.
         """
 
     def to_device(self, batch: Batch) -> Any:
@@ -219,7 +219,7 @@ class Learner(HasState, Protocol):
         reduced."""
 
     def gpu(self) -> Gpu | None:
-        """The rank's GPU; None where it computes on a CPU."""
+        """The rank's GPU; None if it computes on a CPU."""
 
     def profile(self, path: Path) -> AbstractContextManager[None]:
         """Writes a trace of the work inside, with the phases of each step, into the folder `path`.
@@ -232,7 +232,7 @@ class Learner(HasState, Protocol):
 
     @property
     def module(self) -> Any:
-        """The object that is trained, as its framework knows it: a torch.nn.Module; None where
+        """The object that is trained, as its framework knows it: a torch.nn.Module; None if
         models are functions."""
         return None
 
@@ -256,7 +256,7 @@ class Learner(HasState, Protocol):
         """Inside of it the weights are their averages (optim.ema), for evaluate() and for drawing;
         nothing else is called.
 
-        Does nothing where there are none. To enter it is a collective.
+        Does nothing if there are none. To enter it is a collective.
         """
         return nullcontext()
 
@@ -274,11 +274,11 @@ class Learner(HasState, Protocol):
         return []
 
     def read_waited(self) -> Waited | None:
-        """In a pipeline, since it was last called; None where every rank has all layers."""
+        """In a pipeline, since it was last called; None if every rank has all layers."""
         return None
 
     def last_passes(self) -> list[TimedPass]:
-        """Passes of this rank in the last step of a pipeline, in order; none where every rank has
+        """Passes of this rank in the last step of a pipeline, in order; none if every rank has
         all layers."""
         return []
 
@@ -293,7 +293,7 @@ class Learner(HasState, Protocol):
         raise TypeError(f"the parts of {type(self).__name__} cannot become those of other ranks")
 
     def how_to_go_on(self, former_rank: int, kept: int) -> GoOn | None:
-        """After ranks were lost: None where all go back to a sync point. A collective; it may be
+        """After ranks were lost: None if all go back to a sync point. A collective; it may be
         called again after another loss.
 
         former_rank: of this one, before. kept: the steps at the sync point that this rank would go
@@ -382,7 +382,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def check_fit(model: Shapes, state: Shapes, is_partial: bool = False) -> None:
-    """Raises UserError where `state` lacks an array of the model (a partial one may), has one more,
+    """Raises UserError if `state` lacks an array of the model (a partial one may), has one more,
     or has one in another shape."""
     where = "state of the model"
     fix = (
@@ -401,7 +401,7 @@ def check_fit(model: Shapes, state: Shapes, is_partial: bool = False) -> None:
 
 
 def check_maker(maker: str, names: Iterable[str]) -> None:
-    """Raises UserError where the optimizer state among the names of a state was made by another
+    """Raises UserError if the optimizer state among the names of a state was made by another
     function of the user's than `maker`.
 
     A state without any fits every optimizer; of a rule `maker` is empty.

@@ -118,7 +118,7 @@ class UserLoop:
         return arrays
 
     def from_arrays(self, arrays: Arrays) -> dict[str, Any]:
-        """The values of to_arrays(). Raises ValueError where they cannot be such."""
+        """The values of to_arrays(). Raises ValueError if they cannot be such."""
         values: dict[str, Any] = self.extra().from_arrays(arrays)
         return values
 
@@ -150,7 +150,7 @@ class Divisor:
         return self.items is None and (self._padded is not None or self._is_counted is True)
 
     def need_count(self, where: str, fix: str) -> None:
-        """Called for a loss without a count. Raises UserError where data.pad needs one."""
+        """Called for a loss without a count. Raises UserError if data.pad needs one."""
         if self._padded is not None:
             what = (
                 f"data.pad gives {self._padded} samples of different lengths, and the call does "
@@ -159,7 +159,7 @@ class Divisor:
             raise UserError(what, where, f"{fix}; of a mean over samples N is batch.count")
 
     def agree(self, where: str, *, is_counted: bool) -> None:
-        """Raises UserError where other ranks or steps count and this one does not, or the other
+        """Raises UserError if other ranks or steps count and this one does not, or the other
         way. A collective in the first step."""
         if self._is_counted is None:
             ranks = allreduce_sums(self._data, {"counted": float(is_counted)}, "context.counted")[
@@ -234,7 +234,7 @@ class LoopLearner:
         return self
 
     def check_prepared(self, model: Any, optimizer: Any, where: str) -> None:
-        """Raises UserError where they are not what prepare() returned, or what they have become
+        """Raises UserError if they are not what prepare() returned, or what they have become
         since."""
         raise NotImplementedError
 

@@ -1,5 +1,5 @@
-"""Tasks around another one: DelegatingTask and AroundTask, by what they take from it; UserTask, an
-object of the user's."""
+"""Tasks that wrap another one: DelegatingTask and AroundTask, by what they delegate; UserTask, an
+object of the user."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class AroundTask(DelegatingTask):
 
 
 def as_task(found: Any) -> Task:
-    """What the user's code gives for a task."""
+    """What the user's code provides for a task."""
     return found if isinstance(found, Task) else UserTask(found)
 
 

@@ -1,5 +1,5 @@
-"""Images or other numbers, each sample of one of several classes: cross-entropy or squared error,
-accuracy; labels of two sets."""
+"""Classification of images or other numbers: cross-entropy or squared error, accuracy; labels of
+two sets."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def build(
     class_weights: what the loss of a sample is multiplied by, for each class; balanced: samples /
         (classes x samples of the class)
 
-    Raises UserError where the data have no x with labels y, their number of classes is not known,
+    Raises UserError if the data have no x with labels y, their number of classes is not known,
     or the sets do not fit each other.
     """
     if ignore_label is not None and abs(ignore_label) >= _MOST_LABEL:
@@ -291,7 +291,7 @@ def _weights_of_classes(
     classes: int,
     ignored: int | None,
 ) -> tuple[float, ...] | None:
-    """One for each class; balanced: their mean over the training set is 1. Raises UserError where
+    """One for each class; balanced: their mean over the training set is 1. Raises UserError if
     they are not known, or impossible."""
     where = "task.class_weights"
     if asked == "balanced":
@@ -330,7 +330,7 @@ def _of_kind(ignored: int | None) -> type[Classification]:
 
 def restore(facts: dict[str, Any]) -> Classification:
     """The task of Classification.facts(). Raises KeyError, TypeError, ValueError or OverflowError
-    where they are missing or impossible."""
+    if they are missing or impossible."""
     shape = tuple(facts["shape"])
     classes = facts["classes"]
     dtype = np.dtype(facts.get("dtype", "uint8")).name
@@ -437,7 +437,7 @@ class NumpyClassification:
 
 
 def check_fields(source: Source, where: str) -> None:
-    """Raises UserError where a sample is not x with its label y, a whole number."""
+    """Raises UserError if a sample is not x with its label y, a whole number."""
     y = source.fields.get("y")
     if "x" in source.fields and y is not None and not y.shape and np.dtype(y.dtype).kind in "iub":
         refuse_nothing("x", source.fields["x"], where)

@@ -1,5 +1,5 @@
-"""What is counted of labels and classes, in any framework: rightly said, wrongly said and missed,
-among the first, in bins; and losses."""
+"""Counts of labels and classes, in any framework: right, wrong and missed predictions, top-k,
+histograms of probabilities, and losses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvdtrain.tasks.transform import without_stats
 
 
 def edges_of_bins(bins: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where bins of probabilities begin and end, float64 (bins,) each; the last one has 1 in it."""
+    """Bounds of the bins of probabilities, float64 (bins,) each; the last bin includes 1."""
     lower = np.arange(bins) / max(bins, 1)
     return lower, np.append(lower[1:], np.inf)[:bins]
 
@@ -40,7 +40,7 @@ def terms(logits: Any, probabilities: Any, y: Any, edges: tuple[Any, Any]) -> di
 
 
 class LossForm(NamedTuple):
-    """How the loss of a sample with a class is made, and which metrics are beside it."""
+    """How the loss of a sample with a class is computed, and which metrics go with it."""
 
     squared_error: bool  # else cross-entropy
     # share of the label that is spread over all classes in training (Szegedy et al. 2015,
@@ -103,7 +103,7 @@ def notes_on_gaps(train: Source, name: str, classes: int, ignored: int | None) -
 
 
 def _labels_in_memory(source: Source) -> tuple[np.ndarray, bool] | None:
-    """Labels y (n, ...), all or evenly spread ones of many; None where samples would have to be
+    """Labels y (n, ...), all or evenly spread ones of many; None if samples would have to be
     read for them."""
     labels = source.known_labels()
     if labels is not None:

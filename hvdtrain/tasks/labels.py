@@ -12,7 +12,7 @@ _MOST_CLASSES = 2**20  # by the largest label
 
 def number_of_classes(train: Source, val: Source, ignored: int | None, where: str) -> int:
     """What the data declare, else one more than the largest label of both sets. Raises UserError
-    where neither is known."""
+    if neither is known."""
     of_train = classes_of(train, ignored)
     of_val = classes_of(val, ignored)
     for source in (train, val):
@@ -52,7 +52,7 @@ def classes_of(source: Source, ignored: int | None) -> int:
 
 
 def _refuse_too_many(source: Source, ignored: int | None, where: str) -> None:
-    """Raises UserError where labels without a declaration are numbers of something else."""
+    """Raises UserError if labels without a declaration are numbers of something else."""
     labels = source.known_labels()
     if labels is None or classes_of(source, ignored) <= _MOST_CLASSES:
         return

@@ -1,4 +1,4 @@
-"""The next token of each position of a window of tokens: nats per token, perplexity, bits per
+"""Prediction of the next token at each position of a window: nats per token, perplexity, bits per
 token."""
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def _perplexity(sums: Sums) -> float:
 
 @dataclass(frozen=True)
 class Language(Task):
-    """Prediction of tokens: of a window of T + 1 the first T are read, and the last T predicted,
-    but for those that are `ignore`."""
+    """Prediction of tokens: of a window of T + 1 tokens the first T are inputs and the last T
+    targets, except those that are `ignore`."""
 
     tokens: Field  # (T + 1,), values: the vocabulary; with padding sequences of at most so many
     ignore: int | None = None
@@ -157,7 +157,7 @@ def build(
 
     ignore: token that is not predicted, as that of padding
 
-    Raises UserError where the data have no tokens, or the sets do not fit each other.
+    Raises UserError if the data have no tokens, or the sets do not fit each other.
     """
     fields = [
         find_field(source, "tokens", name, where, "integers (T + 1,) below a vocabulary")
@@ -202,7 +202,7 @@ def build(
 
 
 def restore(facts: dict[str, Any]) -> Language:
-    """The task of Language.facts(). Raises KeyError, TypeError, ValueError or OverflowError where
+    """The task of Language.facts(). Raises KeyError, TypeError, ValueError or OverflowError if
     they are missing or impossible."""
     tokens = field_of_facts(facts["tokens"])
     ignore = facts["ignore"]

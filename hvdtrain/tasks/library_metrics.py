@@ -1,5 +1,5 @@
 """Metrics of torchmetrics: states that are sums are added up over steps and ranks, in float64;
-those of others are gathered as they are."""
+other states are gathered."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class _Library:
         self._metric.reset()
 
     def refuse_padding(self, padding: Padding) -> None:
-        """Raises UserError where it would compare outputs with targets that are padding."""
+        """Raises UserError if it would compare outputs with targets that are padding."""
         if self._inputs is None and getattr(self._metric, "ignore_index", None) != padding.value:
             what = (
                 f"metric {self.name}: {self.kind} would take the padding of y, {padding.value:g}, "
@@ -90,7 +90,7 @@ class _Library:
 
     def states_after(self, outputs: Any, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         """The states after an update of these samples alone, and the targets. Raises UserError
-        where it fails."""
+        if it fails."""
         if self._inputs is None and "y" not in batch:
             what = f"metric {self.name} compares outputs with y; the batch has {', '.join(batch)}"
             raise UserError(what, self.where, _FIX)
@@ -112,7 +112,7 @@ class _Library:
             }, target
 
     def _compared(self, outputs: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
-        """(preds, target). Raises UserError where a function of the user's fails, or gives anything
+        """(preds, target). Raises UserError if a function of the user's fails, or gives anything
         else."""
         if self._inputs is None:
             return _same_shape(outputs, batch["y"])
@@ -146,7 +146,7 @@ class _Library:
             raise UserError(found, f"{self.where}; {own_line(error)}", fix) from error
 
     def value_of(self, states: Mapping[str, Any]) -> float:
-        """The metric of states on the host. Raises UserError where it fails, or is several
+        """The metric of states on the host. Raises UserError if it fails, or is several
         numbers."""
         with self._lock:
             metric = copy.deepcopy(self._metric).cpu()
@@ -199,7 +199,7 @@ class SumsOfMetric:
         return rows
 
     def compute(self, total: np.ndarray) -> float:
-        """The metric of the sum of the rows, float64 (length,). Raises UserError where it is
+        """The metric of the sum of the rows, float64 (length,). Raises UserError if it is
         several numbers."""
         states = {}
         start = 0

@@ -1,4 +1,5 @@
-"""A loss module of torch.nn as a loss of each sample, or an error where its mean is another one."""
+"""A loss module of torch.nn as a loss of each sample, or an error if its mean differs from
+theirs."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def of_torch_module(
     is called with outputs and batch.
 
     never: whether it is known that no target is that integer. sample_of: what messages call the
-    first sample with a target. Raises UserError where its mean over a batch is not the mean over
+    first sample with a target. Raises UserError if its mean over a batch is not the mean over
     samples, or not of one number for each.
     """
     name = type(loss).__name__
@@ -99,7 +100,7 @@ def of_torch_module(
 
 
 def _refuse_padded_targets(loss: nn.Module, name: str, y: Field, where: str) -> None:
-    """Raises UserError where a loss would take padding for targets: all but those that leave out an
+    """Raises UserError if a loss would take padding for targets: all but those that leave out an
     integer, which is the padding."""
     if y.padding is None:
         return

@@ -1,5 +1,5 @@
-"""Several labels of a sample, each there or not: binary cross-entropy, F1, and average precision of
-probabilities in bins."""
+"""Several labels per sample, each present or not: binary cross-entropy, F1, and average precision
+of probabilities in bins."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MOST = 2**20  # labels, and bins of all labels together: a row of bytes for eac
 
 @dataclass(frozen=True)
 class Multilabel(Task):
-    """A field x in, and of each of `labels` labels a logit out: whether the sample has it."""
+    """A field x in, a logit for each of `labels` labels out: whether the sample has it."""
 
     x: Field
     labels: int
@@ -155,7 +155,7 @@ def build(
     standardize: true: (x - mean) / std of the training set, by the last axis; false: x as it is;
         default: docs/tasks.md
 
-    Raises UserError where the data lack these fields, y is not of 0 and 1, or the sets do not fit
+    Raises UserError if the data lack these fields, y is not of 0 and 1, or the sets do not fit
     each other.
     """
     x, y = (
@@ -195,7 +195,7 @@ def build(
 
 
 def restore(facts: dict[str, Any]) -> Multilabel:
-    """The task of Multilabel.facts(). Raises KeyError, TypeError, ValueError or OverflowError where
+    """The task of Multilabel.facts(). Raises KeyError, TypeError, ValueError or OverflowError if
     they are missing or impossible."""
     dtype, shape = facts["x"]
     x = Field(np.dtype(dtype).name, tuple(shape))
@@ -219,15 +219,16 @@ def restore(facts: dict[str, Any]) -> Multilabel:
 
 
 def micro_f1(sums: Sums) -> float:
-    """2 TP / (2 TP + FP + FN) of all labels together; 0 where no label is there or said."""
+    """Computes 2 TP / (2 TP + FP + FN) of all labels together; 0 if no label is present or
+    predicted."""
     true = np.sum(sums["true_positives"])
     wrong = np.sum(sums["false_positives"]) + np.sum(sums["false_negatives"])
     return float(2.0 * true / max(2.0 * true + wrong, 1.0)) if sums["count"] else math.nan
 
 
 def macro_f1(sums: Sums) -> float:
-    """The mean over labels of each one's F1, which is 0 of a label that no sample has and the model
-    never says."""
+    """Computes the mean F1 over labels; a label that no sample has and the model never predicts has
+    F1 0."""
     names = ("true_positives", "false_positives", "false_negatives")
     true, false, missed = (np.asarray(sums[name], np.float64) for name in names)
     return (
@@ -241,7 +242,7 @@ def mean_average_precision(bins: int) -> Callable[[Sums], float]:
     """The mean over the labels that any sample has of the sum over bins, from the highest, of (step
     of recall) x precision.
 
-    It is the average precision of scores that are the number of their bin; NaN where no sample has
+    It is the average precision of scores that are the number of their bin; NaN if no sample has
     a label.
     """
 

@@ -138,7 +138,7 @@ class Regression(Task):
 
 def r2(sums: Sums) -> float:
     """1 - squared errors / squared distances of the targets from their mean, the mean over the
-    outputs; NaN where targets are constant."""
+    outputs; NaN if targets are constant."""
     residual, target, square = (
         np.asarray(sums[name], np.float64) for name in ("residual", "target", "target_square")
     )
@@ -169,7 +169,7 @@ def build(
     standardize: true: (x - mean) / std of the training set, by the last axis; false: x as it is;
         default: docs/tasks.md
 
-    Raises UserError where the data lack these fields, or the sets do not fit each other.
+    Raises UserError if the data lack these fields, or the sets do not fit each other.
     """
     x = find_field(train, "x", name, where, "numbers of any shape")
     y = find_field(train, "y", name, where, "the numbers to predict")
@@ -201,7 +201,7 @@ def build(
 
 
 def restore(facts: dict[str, Any]) -> Regression:
-    """The task of Regression.facts(). Raises KeyError, TypeError, ValueError or OverflowError where
+    """The task of Regression.facts(). Raises KeyError, TypeError, ValueError or OverflowError if
     they are missing or impossible."""
     x, y = (Field(np.dtype(dtype).name, tuple(shape)) for dtype, shape in (facts["x"], facts["y"]))
     if any(

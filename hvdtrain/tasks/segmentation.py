@@ -241,7 +241,7 @@ def build(
 
 
 def _check_weights(weights: Sequence[float] | None, classes: int) -> None:
-    """Raises UserError where they are not one for each class, or impossible."""
+    """Raises UserError if they are not one for each class, or impossible."""
     if weights is None or (_are_weights(weights) and len(weights) == classes):
         return
     what = f"task.class_weights has {len(weights)} weights, for {classes} classes of pixels"
@@ -278,7 +278,7 @@ def _check_shapes(x: Field, y: Field, where: str) -> None:
 
 
 def _classes(sources: tuple[Source, Source], ignored: int | None, where: str) -> int:
-    """One more than the largest number of the masks. Raises UserError where they are not in
+    """One more than the largest number of the masks. Raises UserError if they are not in
     memory."""
     declared = max(source.fields["y"].values for source in sources)
     if declared:
@@ -300,7 +300,7 @@ def _classes(sources: tuple[Source, Source], ignored: int | None, where: str) ->
 
 def restore(facts: dict[str, Any]) -> Segmentation:
     """The task of Segmentation.facts(). Raises KeyError, TypeError, ValueError or OverflowError
-    where they are missing or impossible."""
+    if they are missing or impossible."""
     dtype, shape = facts["x"]
     x = Field(np.dtype(dtype).name, tuple(shape))
     ignored = facts["ignore_label"]

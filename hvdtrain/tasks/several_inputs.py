@@ -146,7 +146,7 @@ def several_inputs(
     sources with one x, which it leaves as it is.
 
     standardize: task.standardize, which holds for each field as for a single x. Raises UserError
-    where the sets do not fit each other.
+    if the sets do not fit each other.
     """
     if standardize not in (None, True, False):
         raise UserError(

@@ -86,7 +86,7 @@ def _not_of_each(loss: Any, samples: int) -> tuple[str, str, str]:
 
 
 def check_alone(part: TaskPart, outputs: Any, batch: Tensors) -> None:
-    """Raises UserError where what a function gives for a sample depends on the others of its batch:
+    """Raises UserError if what a function gives for a sample depends on the others of its batch:
     (n, 1) less (n,) is (n, n)."""
     if not isinstance(part, (TorchFunctions, TorchMeasured)):
         return

@@ -83,7 +83,7 @@ def without_stats(source: Source) -> Source:
 
 def with_stats(source: Source, config: DataConfig, standardize: Any) -> Source:
     """The source with data.mean and data.std, where they are set; standardize: task.standardize.
-    Raises UserError where they do not fit."""
+    Raises UserError if they do not fit."""
     mean = config.mean
     std = config.std
     if not mean and not std:
@@ -290,7 +290,7 @@ class Transforms:
         return Transforms({name: change(transform) for name, transform in self.each.items()})
 
     def __call__(self, fields: Any) -> dict[str, Any]:
-        """Raises UserError where a field is missing or has another shape."""
+        """Raises UserError if a field is missing or has another shape."""
         missing = [
             name for name in self.each if not isinstance(fields, Mapping) or name not in fields
         ]
@@ -345,7 +345,7 @@ def input_stats(
 
 
 def check_stats(x: Field, mean: np.ndarray, std: np.ndarray) -> None:
-    """Raises ValueError where these cannot be the mean and deviation of x, read from a
+    """Raises ValueError if these cannot be the mean and deviation of x, read from a
     checkpoint."""
     if mean.shape != std.shape or mean.shape not in {x.shape[-1:] or (1,), (1,)}:
         raise ValueError("impossible mean or deviation")
@@ -354,7 +354,7 @@ def check_stats(x: Field, mean: np.ndarray, std: np.ndarray) -> None:
 
 
 def transform_of_facts(facts: Mapping[str, Any]) -> Transform:
-    """That of the Task.facts() of a checkpoint. Raises KeyError, TypeError or ValueError where they
+    """That of the Task.facts() of a checkpoint. Raises KeyError, TypeError or ValueError if they
     say nothing of x."""
     if "x" in facts:  # regression
         dtype, shape = facts["x"]

@@ -177,7 +177,7 @@ def terms_of(
     """The terms of the sums of Measured. rows(value, samples, whole): it as an array of the
     framework.
 
-    Raises UserError where a function fails, or gives another shape than its metric declares.
+    Raises UserError if a function fails, or gives another shape than its metric declares.
     """
     terms: dict[str, Any] = {}
     for name, metric in summed(metrics).items():

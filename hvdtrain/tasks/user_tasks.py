@@ -136,7 +136,7 @@ def own_loss(
 ) -> OwnLoss:
     """The task of a loss; standardize, users_model: as input_stats().
 
-    Raises UserError where the data have no x, the sets do not fit each other, or a batch's loss is
+    Raises UserError if the data have no x, the sets do not fit each other, or a batch's loss is
     no mean."""
     find_field(train, "x", name, where, "which the model is called with")
     for field, kind in train.fields.items():

@@ -685,8 +685,8 @@ def test_arguments_to_container(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["-np", "0"], ["-np 0 is no number of ranks", "fix: 1 or more, as in -np 8"]),
-        (["-np", "many"], ["-np many is no number of ranks"]),
+        (["-np", "0"], ["-np 0 is not a number of ranks", "fix: 1 or more, as in -np 8"]),
+        (["-np", "many"], ["-np many is not a number of ranks"]),
         (["-np"], ["argument -np/-n: expected one argument", "launch --help"]),
         (
             ["-np", "12", "-H", "n1:4,n2:4"],

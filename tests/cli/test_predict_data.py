@@ -178,13 +178,13 @@ def test_what_is_wrong_with_the_command_or_the_file(capsys: pytest.CaptureFixtur
         val_data=(COLUMNS, LABELS),
     )
     assert main(["predict", "object", "--data", "x.npy", "--to", "said.csv"]) == 2
-    assert "is an object of a script, and only that script has it" in capsys.readouterr().err
+    assert "is an object that only its script defines" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("name", "content", "what"),
     [
-        ("x.txt", b"1", "x.txt is no file of numbers"),
+        ("x.txt", b"1", "x.txt is not a file of numbers"),
         ("x.csv", b"", "x.csv has no rows"),
         ("x.csv", b"a,b\n1,2\n3,cat\n", "row 1, column b of x.csv is 'cat', expected a number"),
         ("x.csv", b"1,\xff\n", "x.csv cannot be read"),

@@ -58,11 +58,11 @@ def test_text(text_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        (["--count", "0"], "0 is no value of --count"),
-        (["--temperature", "-1"], "-1 is no value of --temperature"),
-        (["--temperature", "nan"], "nan is no value of --temperature"),
+        (["--count", "0"], "0 is not a value of --count"),
+        (["--temperature", "-1"], "-1 is not a value of --temperature"),
+        (["--temperature", "nan"], "nan is not a value of --temperature"),
         (["--png", "grid.jpg"], "grid.jpg does not end in .png"),
-        (["--seed", "x"], "x is no value of --seed"),
+        (["--seed", "x"], "x is not a value of --seed"),
         (["--pgn", "x.png"], "unknown argument '--pgn'"),
     ],
 )

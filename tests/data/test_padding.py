@@ -323,7 +323,7 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
         _train("data.pad={token: 0}", data=ROWS | {"x": np.ones((50, 3))}),
         "the data have x, y, and no 'token' for data.pad",
     ),
-    (_train(PAD_TOKENS, "data.mask={tokens: y}"), "the mask of tokens is called 'y'"),
+    (_train(PAD_TOKENS, "data.mask={tokens: y}"), "the mask of tokens cannot be called 'y'"),
     (
         lambda: hvdtrain.train({"data.name": "digits"}, "data.mask={x: real}"),
         "data.mask is of data of your own",

@@ -1,4 +1,4 @@
-"""Files of science: CSV, npz and Parquet give the samples, and train the weights, that arrays in
+"""Scientific data files: CSV, npz and Parquet give the samples and train the weights that arrays in
 memory do; each block is decoded once."""
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def test_columns_of_parquet_and_what_is_damaged(tmp_path: Path) -> None:
     raw[1000:1400] = bytes(400)
     path.write_bytes(raw)
     assert "cut off or damaged: row group 0" in error_of(lambda: read("u"))
-    assert "it is no Parquet file" in error_of(
+    assert "it is not a Parquet file" in error_of(
         lambda: read("u", rows=truncated(path, 0.9) and DRAWN)
     )
 

@@ -1,4 +1,4 @@
-"""Files of science that lead elsewhere, run code, or claim more than they have: one message, before
+"""Scientific data files that lead elsewhere, run code, or claim too much: one message, before
 anything is opened or allocated."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Files of science and their keys, where a mistake would have given wrong numbers, fewer samples or
-a traceback."""
+"""Scientific data files and their keys: mistakes that would have given wrong numbers, fewer
+samples or a traceback."""
 
 from __future__ import annotations
 

@@ -61,9 +61,9 @@ def test_bytes_become_text_again() -> None:
 @pytest.mark.parametrize(
     ("content", "more", "what"),
     [
-        (b"fine\nline \xff two", [], "byte 10 is no UTF-8"),
-        (b"short", ["data.context=5"], "5 tokens are no window of data.context=5 and one more"),
-        (b"", [], "0 tokens are no window"),
+        (b"fine\nline \xff two", [], "byte 10 is not UTF-8"),
+        (b"short", ["data.context=5"], "5 tokens are fewer than data.context=5 and one more"),
+        (b"", [], "0 tokens are fewer than"),
         (b"some text", ["data.context=0"], "a context of 0 tokens is impossible"),
     ],
 )

@@ -498,7 +498,7 @@ def test_a_run_with_an_object_goes_on_in_its_script_alone(tmp_path: Path) -> Non
     for words, what, fix in [
         (
             [f"resume={run.folder}"],
-            "is an object of a script, and only that script has it",
+            "is an object that only its script defines",
             "optim.name=package.module:function",
         ),
         (

@@ -84,7 +84,7 @@ def test_a_run_with_a_schedule_of_a_script_goes_on_with_it(tmp_path: Path) -> No
     run = hvdtrain.train(
         {"run": str(tmp_path / "run"), "stop.steps": 20}, *JOB.split(), schedule=falls
     )
-    with pytest.raises(UserError, match="is an object of a script, and only that script has it"):
+    with pytest.raises(UserError, match="is an object that only its script defines"):
         hvdtrain.train(f"resume={run.folder}", "stop.steps=30")
     more = hvdtrain.train(f"resume={run.folder}", "stop.steps=30", schedule=falls)
     assert more.steps == 30

@@ -1,4 +1,4 @@
-"""Files of science for tests: the same samples in each format, and a job on them on one or more
+"""Scientific data for tests: the same samples in each format, and a job on them on one or more
 ranks beside the job on arrays."""
 
 from __future__ import annotations

@@ -126,10 +126,10 @@ OF_ONE_PROCESS = [
      "two ranks or more, or log.noise_scale=false"),
     ("shard.group=node", "shard.group=node has no effect without shard.stage", "shard.group",
      "shard.stage=1, or leave shard.group out"),
-    ("stop.target=85", "stop.target is 85: accuracy is 0 to "
-                       "1", "stop.target", "stop.target=0.9 for 90 %"),
-    ("log.targets=[0.5,95]", "log.targets=[0.5, 95.0] names accuracies, which are 0 to "
-                             "1", "log.targets", "log.targets=[0.9] for 90 %"),
+    ("stop.target=85", "stop.target=85 is outside 0 to 1, the range of accuracies",
+     "stop.target", "stop.target=0.9 for 90 %"),
+    ("log.targets=[0.5,95]", "log.targets=[0.5, 95.0] contains values outside 0 to 1, the range of "
+     "accuracies", "log.targets", "log.targets=[0.9] for 90 %"),
     ("profile.steps=banana", "profile.steps=banana is not a range of steps", "profile.steps",
      "profile.steps=10:15 traces the five steps that follow step 10"),
     ("guard.max_time=soon", "'soon' is not a length of time", "guard.max_time",
@@ -459,9 +459,9 @@ def test_a_launcher_is_judged_before_the_ranks_connect() -> None:
     """Without one the number of ranks is known once they are connected; with resume=RUN rank 0
     alone has the whole configuration."""
     mpirun = Placement(1, 3, 1, 3, "Open MPI's mpirun")
-    with pytest.raises(UserError, match="needs 2, 4, 8, ... ranks; the job has 3"):
+    with pytest.raises(UserError, match="needs 2, 4, 8, ... ranks, but the job has 3"):
         refuse_before_connecting(configure(None, ["comm.op=adasum", "comm.engine=horovod"]), mpirun)
-    with pytest.raises(UserError, match="this is mpi"):
+    with pytest.raises(UserError, match="but the engine is mpi"):
         refuse_before_connecting(
             configure(None, ["comm.op=adasum", "comm.engine=mpi", "batch.per_rank=2"]), mpirun
         )

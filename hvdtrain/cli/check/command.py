@@ -1,4 +1,4 @@
-"""hvdtrain check: what would go wrong with a job, found by its ranks under its launcher; nothing is
+"""hvdtrain check: the ranks look for problems of a job under its launcher; nothing is
 trained.
 
 --json FILE (- or nothing: the standard output instead of the text) writes one object: CheckReport,
@@ -134,8 +134,8 @@ def check(arguments: Sequence[str]) -> int:
 
 
 def _let_go(time_limit: TimeLimit, size: int) -> None:
-    """One process, which may be a script's own, waits for nobody after an error; several ranks may,
-    until the limit."""
+    """One process, which may be a script's own, waits for nobody after an error; several ranks may
+    wait, until the limit."""
     if size == 1:
         time_limit.cancel()
 
@@ -143,8 +143,8 @@ def _let_go(time_limit: TimeLimit, size: int) -> None:
 def _resolve_on_all_ranks(
     options: CheckOptions, rank: RankInspection, communicator: Communicator
 ) -> Config | None:
-    """The configuration of the job on this number of ranks; None where it is wrong, which is then a
-    finding. A collective.
+    """Returns the configuration of the job on this number of ranks; None if it is wrong, which is
+    then a finding. A collective.
 
     The configuration of a run to resume is read by rank 0, which alone may see the run folder.
     """
@@ -179,8 +179,8 @@ def _report_unconnected(options: CheckOptions, place: Placement, error: Exceptio
 
 
 def _assumed_placement() -> Placement:
-    """Where the launcher's variables contradict each other: one of several ranks, numbered by the
-    first variable that has a number."""
+    """A finding if the launcher's variables contradict each other: one of several ranks, numbered
+    by the first variable that has a number."""
     numbers = (os.environ.get(launcher.rank, "") for launcher in (*LAUNCHERS, SRUN, SUBMITIT))
     rank = next((int(number) for number in numbers if number.isdecimal()), 0)
     return Placement(rank, rank + 2, 0, 1, "not known")
@@ -219,7 +219,7 @@ _NETWORK_FIX = (
 
 
 class TimeLimit:
-    """A limit for each phase of a check; the next phase ends the one before it."""
+    """Limits the time of each phase of a check; the next phase ends the one before it."""
 
     def __init__(self, rank: int, limit_s: float) -> None:
         self._rank = rank
@@ -227,19 +227,19 @@ class TimeLimit:
         self._phase_over = threading.Event()
 
     def start_waiting(self, purpose: str) -> None:
-        """This rank waits for others, as in `purpose="to connect"`. Rank 0 reports for all ranks
-        that wait."""
+        """Starts a phase in which this rank waits for others, as in `purpose="to connect"`. Rank 0
+        reports for all ranks that wait."""
         message = f"rank {self._rank} waited {self._limit_s:g} s for other ranks {purpose}"
         self._start_phase(message if self._rank == 0 else None, _NETWORK_FIX)
 
     def start_work(self, activity: str) -> None:
-        """This rank works alone, as in `activity="reading the data"`. Where it does not end, the
-        others wait for this rank."""
+        """Starts a phase in which this rank works alone, as in `activity="reading the data"`. If it
+        does not end, the others wait for this rank."""
         message = f"rank {self._rank} is still {activity} after {self._limit_s:g} s"
         self._start_phase(message, "look at this host, or give a longer --limit SECONDS")
 
     def cancel(self) -> None:
-        """The check is over."""
+        """Ends the last phase."""
         self._phase_over.set()
 
     def _start_phase(self, message: str | None, fix: str) -> None:
@@ -266,13 +266,14 @@ T = TypeVar("T")
 
 @dataclass
 class RankInspection:
-    """What a rank finds out about itself."""
+    """The facts and findings of one rank about itself."""
 
     facts: RankFacts
     findings: list[Finding] = field(default_factory=list)
 
     def attempt(self, action: Callable[[], T]) -> T | None:
-        """The action's result; where it raises, the error becomes a finding and the result is None.
+        """Returns the action's result; if it raises, the error becomes a finding and the result is
+        None.
 
         The action must call no collective: where it raised on one rank only, the other ranks would
         wait.
@@ -299,8 +300,8 @@ def connected_facts(place: Placement, communicator: Communicator) -> RankFacts:
 def inspect_job(
     rank: RankInspection, config: Config, communicator: Communicator
 ) -> RunFolderFacts | None:
-    """Tries this rank's part of the job. Returns the run folder on rank 0, None on the others. No
-    collective is inside."""
+    """Tries this rank's part of the job. Returns the run folder on rank 0, None on the others.
+    Calls no collective."""
     from hvdtrain.training.conflicts import refuse_conflicts
 
     if communicator.rank == 0:
@@ -363,8 +364,8 @@ def compare_ranks(
 def _compare_code_and_configuration(
     communicator: Communicator, config: Config, ranks: Sequence[RankFacts]
 ) -> list[Finding]:
-    """File by file and key by key, but only where the digests differ. Every rank calls it, with the
-    same `ranks`."""
+    """Compares file by file and key by key, but only if the digests differ. Every rank calls it,
+    with the same `ranks`."""
     findings: list[Finding] = []
     if len({facts["code"] for facts in ranks}) > 1:
         digests = [facts["code"] for facts in ranks]
@@ -380,8 +381,8 @@ def _compare_code_and_configuration(
 def _of_each_kind(
     communicator: Communicator, digests: Sequence[str], own: dict[str, str]
 ) -> list[dict[str, str]]:
-    """What each rank has, of which the first rank with each digest alone sends: 27 kB of the code
-    of each rank are 221 MB of 8,192."""
+    """Gathers what each rank has; only the first rank with each digest sends it, because 27 kB of
+    code from each rank are 221 MB for 8,192."""
     firsts = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
     sent = communicator.allgather_object(
         own if firsts[digests[communicator.rank]] == communicator.rank else None
@@ -392,8 +393,8 @@ def _of_each_kind(
 def _compare_outputs(
     communicator: Communicator, config: Config, ranks: Sequence[RankFacts]
 ) -> list[Finding]:
-    """The model of each rank, with the same weights, for one fixed batch: the same findings on all
-    ranks. Every rank calls it."""
+    """Runs the model of each rank, with the same weights, on one fixed batch: the same findings on
+    all ranks. Every rank calls it."""
     from hvdtrain.frameworks.learner import Learner
     from hvdtrain.training.build import build_learner, restore_task
     from hvdtrain.training.data_facts import facts_of_task

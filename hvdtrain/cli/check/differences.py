@@ -16,7 +16,7 @@ from hvdtrain.errors import short
 from hvdtrain.training.replicas.software import FIXES
 
 Value = TypeVar("Value")
-# largest difference that is no finding: lines of logs and time limits of hosts are then still in
+# largest difference that is not a finding: lines of logs and time limits of hosts are then still in
 # order
 CLOCKS_S = 2.0
 MOST_DIFFERENCES = 4  # files or keys named in one finding
@@ -31,7 +31,8 @@ class DifferingRanks(NamedTuple, Generic[Value]):
 
 
 def find_differences(ranks: Sequence[RankFacts]) -> list[Finding]:
-    """Every finding from comparing ranks, apart from what they share (shared_resources.py)."""
+    """Returns every finding from comparing ranks, except about what they share
+    (shared_resources.py)."""
     return [
         *_versions(ranks),
         *_modules(ranks),
@@ -48,7 +49,7 @@ def find_differences(ranks: Sequence[RankFacts]) -> list[Finding]:
 def differing_code(
     ranks: Sequence[RankFacts], digests: Sequence[Mapping[str, str]]
 ) -> list[Finding]:
-    """Which files of hvdtrain differ; `digests` are those of each rank, in rank order."""
+    """Compares the files of hvdtrain; `digests` are in rank order."""
     return list(
         _differing_items(ranks, digests, _differing_file, "hvdtrain's code differs", FIXES["code"])
     )
@@ -57,7 +58,7 @@ def differing_code(
 def differing_configuration(
     ranks: Sequence[RankFacts], values: Sequence[Mapping[str, str]]
 ) -> list[Finding]:
-    """Which keys of the configuration differ; `values` are those of each rank, in rank order."""
+    """Compares the keys of the configuration; `values` are in rank order."""
     return list(
         _differing_items(
             ranks, values, _differing_key, "the configuration differs", FIXES["configuration"]
@@ -72,7 +73,7 @@ def _differing_items(
     title: str,
     fix: str,
 ) -> Iterator[Finding]:
-    """A finding for each group of ranks that differs from the largest group."""
+    """Returns a finding for each group of ranks that differs from the largest group."""
     groups = list(
         group_ranks(ranks, lambda facts: tuple(sorted(items[facts["rank"]].items()))).items()
     )
@@ -118,8 +119,8 @@ def _differing(
     describe: Callable[[str, str, str], str],
     fix: str,
 ) -> Iterator[Finding]:
-    """A finding for each name and each group of ranks whose item of this name is not the most
-    frequent one. describe(name, item there, most frequent item)."""
+    """Returns a finding for each name and each group of ranks whose item of this name is not the
+    most frequent one. describe(name, item there, most frequent item)."""
     items = {facts["rank"]: items_of(facts) for facts in ranks}
     for name in dict.fromkeys(name for of_rank in items.values() for name in of_rank):
 
@@ -193,7 +194,7 @@ def _data(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def _host_names(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """Machines that share a host name, and host names that share a machine."""
+    """Finds machines that share a host name, and host names that share a machine."""
     for host, on_host in group_ranks(ranks, lambda facts: facts["host"]).items():
         machines = group_ranks(on_host, lambda facts: facts["machine"])
         if len(machines) > 1:
@@ -223,7 +224,7 @@ def _host_names(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def _number_list(ranks: Sequence[RankFacts]) -> str:
-    """0, 1, 5"""
+    """Formats ranks: 0, 1, 5."""
     return ", ".join(str(facts["rank"]) for facts in ranks)
 
 
@@ -245,7 +246,7 @@ def _local_ranks(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 class _MpiPair(NamedTuple):
-    """The MPI that started a rank, and the one that the rank uses."""
+    """Compares the MPI that started a rank with the MPI that the rank uses."""
 
     launcher: str
     library: str
@@ -253,8 +254,8 @@ class _MpiPair(NamedTuple):
 
 
 def _launchers(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """Open MPI that started the ranks has another major version than Open MPI in them. With two
-    makes of MPI no engine starts."""
+    """Reports an Open MPI launcher with another major version than the ranks' Open MPI. No engine
+    starts if the two are different MPI implementations."""
     for pair, group in group_ranks(ranks, _mpi_pair).items():
         launcher_version = _open_mpi_major(pair.launcher)
         library_version = _open_mpi_major(pair.library)
@@ -287,7 +288,7 @@ def _mpi_pair(facts: RankFacts) -> _MpiPair:
 
 
 def _open_mpi_major(name: str) -> int | None:
-    """ "Open MPI v5.0.11" -> 5"""
+    """Returns the major version: "Open MPI v5.0.11" -> 5."""
     found = re.search(r"Open MPI v?(\d+)", name)
     return int(found[1]) if found else None
 

@@ -1,5 +1,5 @@
 """The ranks try a job without training: its data, device, libraries and folders, the speed of an
-allreduce, how far clocks are apart."""
+allreduce, and the offsets of clocks."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ FREE_BYTES = (
 
 
 class RunFolderFacts(TypedDict):
-    """The run folder, as rank 0 sees it; in `--json` too."""
+    """The run folder as rank 0 sees it; also in `--json`."""
 
     folder: str
     bytes_free: int
-    locks: bool | None  # whether file locks work there; None where no file can be written
+    locks: bool | None  # whether file locks work there; None if no file can be written
 
 
 class RunFolder(NamedTuple):
@@ -47,7 +47,7 @@ def read_data(config: Config) -> dict[str, Any]:
     """The data sets, read as the job reads them. All values but the seconds must be equal on all
     ranks.
 
-    Raises UserError where data are missing or broken.
+    Raises UserError if data are missing or broken.
     """
     from hvdtrain.data.configured.unwritten import unstaged
     from hvdtrain.training.data_facts import data_facts
@@ -61,7 +61,7 @@ def read_data(config: Config) -> dict[str, Any]:
 def pick_device(config: Config, communicator: Communicator) -> DeviceFacts:
     """The device that this rank would train on; a GPU is identified by its UUID.
 
-    Raises UserError where speed.device asks for a GPU that is not there.
+    Raises UserError if speed.device asks for a GPU that is not there.
     """
     if config.framework != "torch":
         name = {"numpy": "cpu", "jax": "as JAX chooses"}.get(config.framework, "as Keras chooses")
@@ -139,7 +139,7 @@ def try_run_folder(config: Config) -> RunFolder:
 
 
 def _find_other_job(config: Config) -> list[Finding]:
-    """Who has the run folder now."""
+    """Finds another job that holds the lock of the run folder."""
     run = config.run if config.run is not None else config.resume
     try:
         sign = find_holder(Path(run).expanduser(), 1.5 * BEAT_S)
@@ -175,8 +175,8 @@ def _find_other_job(config: Config) -> list[Finding]:
 
 
 def try_cache_folder(host: str) -> list[Finding]:
-    """Whether the folder for downloaded data and built wheels can be written and locked; one rank
-    of each host calls it."""
+    """Checks that the folder for downloaded data and built wheels can be written and locked; one
+    rank of each host calls it."""
     from hvdtrain.data.files.folders import cache_root
 
     folder = cache_root()
@@ -194,7 +194,7 @@ def try_cache_folder(host: str) -> list[Finding]:
 
 
 def _nearest_existing(folder: Path) -> Path:
-    """The folder, or its nearest parent that exists."""
+    """Returns the folder, or its nearest existing parent."""
     folder = folder.absolute()
     while not (os.path.lexists(folder) or folder == folder.parent):
         folder = folder.parent
@@ -202,7 +202,7 @@ def _nearest_existing(folder: Path) -> Path:
 
 
 def _locks_work(folder: Path) -> bool:
-    """Whether a second lock of a new file there is refused. Raises OSError where no file can be
+    """Whether a second lock of a new file there is rejected. Raises OSError if no file can be
     written."""
     from hvdtrain.data.files.folders import NO_LOCKS
 
@@ -233,7 +233,7 @@ SLOW = 0.5  # of plain MPI's bytes a second: a slower engine is a finding
 
 
 class AllreduceSpeed(TypedDict):
-    """Medians of the slowest rank; in `--json` too."""
+    """Medians of the slowest rank; also in `--json`."""
 
     latency_s: float  # of SMALL_BYTES
     seconds: float  # of LARGE_BYTES
@@ -241,8 +241,7 @@ class AllreduceSpeed(TypedDict):
 
 
 class Speeds(TypedDict):
-    """Speed of the engine and of plain MPI beside it; None where it was not measured. In `--json`
-    too."""
+    """Speed of the engine and of plain MPI; None if it was not measured. Also in `--json`."""
 
     engine: AllreduceSpeed | None
     mpi: AllreduceSpeed | None
@@ -253,7 +252,7 @@ def no_speeds() -> Speeds:
 
 
 def measure_speeds(communicator: Communicator, facts: RankFacts, place: Placement) -> Speeds:
-    """The speed of the engine and of plain MPI. A collective: every rank calls it."""
+    """Measures the engine and plain MPI. A collective: every rank calls it."""
     device = _common_device(communicator, facts)
     if communicator.size == 1:
         return no_speeds()
@@ -269,8 +268,8 @@ class _RankDevice(NamedTuple):
 
 
 def _common_device(communicator: Communicator, facts: RankFacts) -> str:
-    """This rank's GPU where every rank has its own and the engine takes GPU memory; else the CPU. A
-    collective."""
+    """Returns this rank's GPU if every rank has its own and the engine accepts GPU memory;
+    otherwise the CPU. A collective."""
     device = facts["device"]
     name = device["name"] if device else "cpu"
     everyone = communicator.allgather_object(
@@ -284,7 +283,8 @@ def _common_device(communicator: Communicator, facts: RankFacts) -> str:
 
 
 def measure(communicator: Communicator, device: str) -> AllreduceSpeed:
-    """Seconds of an allreduce of 8 bytes and of 16 MiB. A collective: every rank calls it."""
+    """Measures an allreduce of 8 bytes and of 16 MiB, in seconds. A collective: every rank calls
+    it."""
     latency_s = _median_s(communicator, device, SMALL_BYTES, _SMALL_REPEATS)
     first_s = _median_s(communicator, device, LARGE_BYTES, 1)
     # equal on all ranks, as first_s is
@@ -294,7 +294,7 @@ def measure(communicator: Communicator, device: str) -> AllreduceSpeed:
 
 
 def _median_s(communicator: Communicator, device: str, size_bytes: int, repeats: int) -> float:
-    """The slowest rank's median, on every rank."""
+    """Returns the slowest rank's median, on every rank."""
     buffer = _ones(device, size_bytes // 4)
     times = []
     for repeat in range(repeats + 1):
@@ -317,7 +317,8 @@ def _ones(device: str, count: int) -> Any:
 
 
 def plain_mpi(communicator: Communicator, place: Placement) -> Communicator | None:
-    """MPI beside an engine that is not MPI: on every rank, or None on every rank. A collective."""
+    """Returns MPI beside an engine that is not MPI: on every rank, or None on every rank. A
+    collective."""
     if "several_ranks" not in communicator.features or "plain_mpi" in communicator.features:
         return None
     return (
@@ -328,8 +329,8 @@ def plain_mpi(communicator: Communicator, place: Placement) -> Communicator | No
 
 
 def _mpi_is_usable() -> bool:
-    """Whether MPI runs in this process with MPI_THREAD_MULTIPLE: Horovod calls it from a thread of
-    its own."""
+    """Whether MPI runs in this process with MPI_THREAD_MULTIPLE, because Horovod calls it from its
+    own thread."""
     from hvdtrain.comm import mpi
 
     try:
@@ -351,7 +352,7 @@ def _connect_mpi(communicator: Communicator, place: Placement) -> Communicator |
 
 
 def slow_engine(engine: str, speeds: Speeds) -> list[Finding]:
-    """A finding where the engine reduces much fewer bytes a second than plain MPI."""
+    """A finding if the engine reduces far fewer bytes per second than plain MPI."""
     ours = speeds["engine"]
     mpi = speeds["mpi"]
     if ours is None or mpi is None or ours["bytes_per_s"] >= SLOW * mpi["bytes_per_s"]:
@@ -370,7 +371,7 @@ def slow_engine(engine: str, speeds: Speeds) -> list[Finding]:
 
 
 def read_clocks(communicator: Communicator) -> list[float]:
-    """The time of day on every rank, read right after a synchronization: comparable to about a
-    millisecond. A collective."""
+    """Returns the time of day on every rank, read right after a synchronization: comparable to
+    about a millisecond. A collective."""
     communicator.allreduce(np.ones(1, np.float32), "check.clocks")
     return [float(seconds) for seconds in communicator.allgather_object(time.time())]

@@ -1,5 +1,5 @@
-"""What one rank knows without asking the others; and a finding, with what, where and fix, and how
-it names ranks by their facts."""
+"""Facts that a rank knows without asking the others, and findings (what, where, fix) that name
+ranks by their facts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class DeviceFacts(TypedDict):
 
 
 class LibraryFacts(TypedDict):
-    """The MPI libraries in this process; None where there is none, or it is not known."""
+    """The MPI libraries in this process; None if there is none or it is unknown."""
 
     mpi4py: str | None
     horovod: str | None
@@ -92,7 +92,7 @@ class RankFacts(TypedDict):
 
 
 def local_facts(place: Placement, environ: Mapping[str, str]) -> RankFacts:
-    """All facts that need neither an engine nor a configuration; the others are unknown."""
+    """Returns all facts that need neither an engine nor a configuration; the others are unknown."""
     return {
         "rank": place.rank,
         "size": place.size,
@@ -129,8 +129,8 @@ def local_facts(place: Placement, environ: Mapping[str, str]) -> RankFacts:
 
 
 def apart_from(first: Any, own: Any) -> Any:
-    """What a rank sends of its facts, which have these of rank 0 for the most part: completed()
-    makes all of them of it again.
+    """Returns the facts of a rank that differ from these of rank 0, as a message; completed()
+    restores all of them.
 
     Of objects {name: value} with all of the names in `first` a dict of what differs, of anything
     else a list of the whole.
@@ -151,7 +151,7 @@ def completed(first: Any, sent: Any) -> Any:
 
 
 def launcher_mpi(environ: Mapping[str, str]) -> str:
-    """The MPI that started this process, by the variables it sets; empty where no MPI did."""
+    """Returns the MPI that started this process, by the variables it sets; empty if none did."""
     if "OMPI_COMM_WORLD_RANK" in environ:
         version = environ.get("OMPI_VERSION")  # since Open MPI 5
         if version:
@@ -175,12 +175,12 @@ def launcher_mpi(environ: Mapping[str, str]) -> str:
 
 
 def network_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that choose among network interfaces."""
+    """Returns the variables that select network interfaces."""
     return {name: environ[name] for name in NETWORK_VARIABLES if name in environ}
 
 
 def container(environ: Mapping[str, str], root: Path = Path("/")) -> str:
-    """The kind of container this process runs in; empty on a host."""
+    """Returns the kind of container this process runs in; empty on a host."""
     if "APPTAINER_CONTAINER" in environ:
         return "apptainer"
     if "SINGULARITY_CONTAINER" in environ:
@@ -202,7 +202,7 @@ def _read(path: str) -> str:
 
 
 def _file_system_bytes(path: str) -> list[int] | None:
-    """[total, free]; None where the path does not exist."""
+    """Returns [total, free]; None if the path does not exist."""
     try:
         statistics = os.statvfs(path)
     except OSError:
@@ -255,12 +255,12 @@ def finding_of_error(error: Exception, rank_name: str) -> Finding:
 
 
 def describe_rank(facts: RankFacts) -> str:
-    """rank 3 on n2"""
+    """Formats a rank: rank 3 on n2."""
     return f"rank {facts['rank']} on {facts['host']}"
 
 
 def describe_ranks(group: Iterable[RankFacts]) -> str:
-    """ranks 0-2 on n1, 4 on n2"""
+    """Formats ranks: ranks 0-2 on n1, 4 on n2."""
     ranks_of_host: dict[str, list[int]] = {}
     for facts in group:
         ranks_of_host.setdefault(facts["host"], []).append(facts["rank"])
@@ -291,8 +291,8 @@ def number_ranges(numbers: Iterable[int]) -> str:
 def group_ranks(
     ranks: Iterable[RankFacts], key: Callable[[RankFacts], Key]
 ) -> dict[Key, list[RankFacts]]:
-    """The ranks by a value that each has: the largest group first, and of equally large ones that
-    of the lowest rank."""
+    """Groups ranks by a value: the largest group first; of equally large ones, the group with the
+    lowest rank."""
     groups: dict[Key, list[RankFacts]] = {}
     for facts in ranks:
         groups.setdefault(key(facts), []).append(facts)
@@ -300,7 +300,7 @@ def group_ranks(
 
 
 def most_severe_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Errors, then warnings, then notes; each finding once."""
+    """Sorts findings: errors, then warnings, then notes; each finding once."""
     return sorted(dict.fromkeys(findings), key=lambda finding: LEVELS.index(finding.level))
 
 

@@ -1,5 +1,5 @@
-"""The result of a check, as text and as JSON: a row for each rank, what they have in common, and
-the findings."""
+"""The result of a check as text and as JSON: a row for each rank, what the ranks have in common,
+and the findings."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def _row(facts: RankFacts, threads: int) -> tuple[str, ...]:
 
 
 def _threads(facts: RankFacts, ranks: Sequence[RankFacts]) -> int:
-    """The threads that a rank would compute with, as fair_threads() of frameworks/learner.py
-    chooses them."""
+    """Returns the number of threads that a rank would use, as fair_threads() of
+    frameworks/learner.py chooses it."""
     if (facts["omp_num_threads"] or "").isdecimal():
         return int(facts["omp_num_threads"] or 1)
     sharing = sum(
@@ -140,7 +140,7 @@ def _in_common(report: CheckReport) -> Iterator[str]:
 
 
 def _mpi_line(ranks: Sequence[RankFacts]) -> Iterator[str]:
-    """The MPI that started the ranks, and those that they use."""
+    """Yields the MPI that started the ranks, and the MPI libraries they use."""
     parts = []
     launchers = group_ranks(
         (facts for facts in ranks if facts["launcher_mpi"]), lambda facts: facts["launcher_mpi"]
@@ -160,8 +160,8 @@ def _mpi_line(ranks: Sequence[RankFacts]) -> Iterator[str]:
 
 
 def network_lines(ranks: Sequence[RankFacts]) -> Iterator[str]:
-    """The interfaces of each host, and the variables that choose among them; hosts where these are
-    alike have one line."""
+    """Yields the interfaces of each host, and the variables that select them; hosts with the same
+    interfaces share a line."""
     hosts = list({facts["host"]: facts for facts in ranks}.values())
     names = group_ranks(
         hosts, lambda facts: (tuple(facts["networks"]), tuple(facts["network_variables"].items()))
@@ -185,8 +185,8 @@ def _speed_line(name: str, speed: AllreduceSpeed) -> str:
 
 
 def _findings(findings: Sequence[Finding]) -> Iterator[str]:
-    """Each finding, of those with one fix, as of many hosts, the first ones; and a line that counts
-    them."""
+    """Yields the findings. Of findings with the same fix, as on many hosts, only the first are
+    shown, with a line that counts the others."""
     with_fix: Counter[tuple[Level, str]] = Counter()
     for finding in findings:
         kind = finding.level, finding.fix

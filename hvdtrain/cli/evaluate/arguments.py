@@ -62,7 +62,7 @@ def parse(
     options: Mapping[str, str | None],
     flags: Sequence[str] = (),
 ) -> Arguments:
-    """options: {"--name": its default}; flags have no value. Raises UserError where the command
+    """options: {"--name": its default}; flags have no value. Raises UserError if the command
     line is not as `usage` says."""
     parser = CommandParser(command, usage.partition("\n")[0])
     for name, default in options.items():
@@ -111,7 +111,7 @@ def parse(
 
 
 def read_former_run(assigned: Sequence[Assignment]) -> list[Assignment]:
-    """What the configuration of the run says about its model and its data. Raises UserError where
+    """What the configuration of the run says about its model and its data. Raises UserError if
     it cannot be read.
 
     Where the command names other data, only the names of the run's classes and the form of its

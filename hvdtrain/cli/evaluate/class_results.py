@@ -37,13 +37,13 @@ def evaluation_fields(evaluation: Evaluation, class_names: Sequence[str] | None)
 
 
 def class_accuracies(counts: ClassCounts) -> list[float]:
-    """Accuracy of each class; NaN where it has no samples."""
+    """Accuracy of each class; NaN if it has no samples."""
     pairs = zip(counts.right.tolist(), counts.samples.tolist(), strict=True)
     return [right / samples if samples else math.nan for right, samples in pairs]
 
 
 def class_precisions(confusion: np.ndarray | None) -> list[float] | None:
-    """How many of the samples that the model says are of a class are so; NaN where it says none,
+    """How many of the samples that the model says are of a class are so; NaN if it says none,
     None without a confusion matrix."""
     if confusion is None:
         return None

@@ -1,5 +1,5 @@
-"""hvdtrain evaluate: loss and accuracy of a checkpoint on a data set, of each class too, on any
-number of ranks."""
+"""hvdtrain evaluate: loss and accuracy of a checkpoint on a data set, overall and for each class,
+on any number of ranks."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ shard.stage=0 gives each rank the whole model, as one process has it."""  # noqa
 
 
 def evaluate(arguments: Sequence[str]) -> int:
-    """Runs `evaluate` on this rank; returns the exit code. Raises UserError for a mistake in the
-    command line alone."""
+    """Runs `evaluate` on this rank; returns the exit code. Raises UserError only for a mistake in
+    the command line."""
     if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE)
         return DONE
@@ -136,7 +136,7 @@ def load_checkpoint(
     which: str,
     restore: Callable[[Config, dict[str, Any]], Task] = restore_task,
 ) -> TrainedModel:
-    """The model of a run with the weights of checkpoint `which`; restore: as
+    """Builds the model of a run with the weights of checkpoint `which`; restore as in
     load_trained_model()."""
     run = run_folder(rank)
     return load_trained_model(
@@ -153,8 +153,8 @@ def run_folder(rank: ConnectedRank) -> Path:
 
 
 def fit(source: Source, task: Task, config: Config) -> Source:
-    """The source with the labels that the model knows its classes by. Raises UserError where the
-    model cannot take its samples."""
+    """Returns the source with labels numbered as the model's classes. Raises UserError if the model
+    cannot take its samples."""
     where = config.where("data.root")
     names = config.data.class_names
     has_one_input = task.transforms is None
@@ -188,8 +188,8 @@ def fit(source: Source, task: Task, config: Config) -> Source:
 
 
 def _with_classes_of(source: Source, task: Task, names: Sequence[str] | None, where: str) -> Source:
-    """The source with the labels of the run's classes. Raises UserError where its names are not
-    those of the run, or cannot be compared with them."""
+    """Returns the source with labels numbered as the run's classes. Raises UserError if its class
+    names differ from the run's, or cannot be compared with them."""
     own = source.class_names
     if names and own:
         _refuse_unknown(own, names, where)
@@ -209,14 +209,14 @@ def _with_classes_of(source: Source, task: Task, names: Sequence[str] | None, wh
 
 
 def _refuse_unknown(own: Sequence[str], names: Sequence[str], where: str) -> None:
-    """Raises UserError where the data have classes that the model does not know."""
+    """Raises UserError if the data have classes that the model does not know."""
     if unknown := [name for name in own if name not in names]:
         what = f"the model does not know {', '.join(unknown[:5])}{', ...' if unknown[5:] else ''}"
         raise UserError(what, where, f"data of its classes: {short(', '.join(names))}")
 
 
 def _with_fields_of(source: Source, task: Task, where: str) -> Source:
-    """The source with integers as the task has them. Raises UserError where it lacks a field, or
+    """Returns the source with integers of the task's type. Raises UserError if it lacks a field, or
     has it in another form."""
     for name, field in task.fields.items():
         found = source.fields.get(name)
@@ -270,7 +270,7 @@ def _header(
 
 
 def _in_order_of_the_file(source: Source) -> list[str]:
-    """A line where the columns of a table are not those that the run has recorded by name."""
+    """Returns a line if the columns of a table differ from those the run has recorded by name."""
     columns = short(", ".join(source.columns.get("x", ())), 200)
     return (
         [f"         the run records no columns; x has them in this order: {columns}"]
@@ -280,7 +280,7 @@ def _in_order_of_the_file(source: Source) -> list[str]:
 
 
 def _record(run: Path, step: int, found: dict[str, Any]) -> list[str]:
-    """Adds the event "evaluation" to the run; a line for people where it cannot."""
+    """Adds the event "evaluation" to the run; prints a line for people if it cannot."""
     try:
         append_event(run, Event(time.time(), "evaluation", step, found))
     except OSError as error:

@@ -34,7 +34,7 @@ def export(arguments: Sequence[str]) -> int:
 
 def _export_keras(run: Path, to: Path, which: str, words: Sequence[str]) -> int:
     """Writes the file; returns the exit code. words: model.name=package.module:function, which
-    makes the model.
+    builds the model.
 
     Raises UserError for a run of another framework, and where the file cannot be written.
     """

@@ -1,5 +1,5 @@
-"""What a model of task.name=segmentation says about image files: a PNG for each, whose pixels are
-the numbers of classes."""
+"""Predicts masks of image files with a model of task.name=segmentation: one PNG per image, whose
+pixels are class numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WHERE = "--to"
 
 
 def check_folder_of_masks(to: str, force: bool) -> None:
-    """Raises UserError where no folder of this name can be made, or it has files already."""
+    """Raises UserError if a folder of this name cannot be created, or already has files."""
     path = Path(os.path.expanduser(to))
     if path.suffix or to == "-":
         what = f"masks are PNG files in a folder, and {to} is none"
@@ -44,7 +44,8 @@ def check_folder_of_masks(to: str, force: bool) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _WithoutMasks(AroundSource):
-    """Images whose masks are not known: the loss of a prediction is of class 0, and is not used."""
+    """Images without known masks: the loss of a prediction is computed for class 0, and not
+    used."""
 
     source: Source
     y: Field
@@ -64,10 +65,10 @@ def write_masks(
     to: str,
     force: bool,
 ) -> int:
-    """Every rank writes those of its images, below the names of these; returns how many there are.
+    """Writes the masks of this rank's images under the images' names; returns how many there are.
     Every rank calls it.
 
-    Raises UserError where two images would have one mask, and where a file cannot be written.
+    Raises UserError if two images would have one mask, and where a file cannot be written.
     """
     files = [str(PurePosixPath(name).with_suffix(".png")) for name in names]
     if len(set(files)) < len(files):

@@ -1,5 +1,4 @@
-"""What the model of a run says about data that a script or a command gives, and how well it does on
-them."""
+"""Predictions and metrics of a run's model on data that a script or a command gives."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from hvdtrain.training.replicas.same_job import check_same_facts, facts
 from hvdtrain.training.run_rank import ConnectedRank
 from hvdtrain.training.trained_model import TrainedModel, asked_source
 
-# a task: a prediction has that of the checkpoint
+# a task: a prediction uses the checkpoint's
 WITHOUT_TARGETS = Given("<object of hvdtrain:predict>", lambda: None, {})
 
 
@@ -50,12 +49,12 @@ def predict_data(
         [np.ndarray, TrainedModel, np.ndarray | None], np.ndarray
     ] = lambda outputs, model, lengths: outputs,
 ) -> tuple[TrainedModel, np.ndarray]:
-    """What checkpoint `which` of the run says: of() the outputs of each sample (n, ...), in the
-    order of the data, on every rank.
+    """Predicts with checkpoint `which` of the run: of() returns the outputs of each sample (n,
+    ...), in the order of the data, on every rank.
 
     lengths: how many tokens samples have that are padded, int64 (n,); else None.
 
-    Every rank calls it. Raises UserError where the data do not fit the model.
+    Every rank calls it. Raises UserError if the data do not fit the model.
     """
     config = unstaged(rank.config)
     communicator = rank.communicator
@@ -101,7 +100,7 @@ def _asked(rank: ConnectedRank, data: AskedData, task: Task, with_targets: bool 
 
 
 def _inputs_alone(config: Config, of_checkpoint: dict[str, Any]) -> Task:
-    """The checkpoint's task without its targets. Raises as restore_task()."""
+    """Returns the checkpoint's task without its targets. Raises as restore_task() does."""
     name = of_checkpoint.get("task", "classification")
     if config.task.given is not WITHOUT_TARGETS:
         return OnlyInputs(restore_task(config, of_checkpoint))
@@ -131,8 +130,8 @@ def _without_loss(of_checkpoint: dict[str, Any], outputs: int | None) -> Task:
 def _task_of_script(
     config: Config, of_checkpoint: dict[str, Any], asked: Callable[[Task], Source]
 ) -> Task:
-    """The checkpoint's task, with the loss and the metrics that a script gives. Raises as
-    restore_task()."""
+    """Returns the checkpoint's task with the loss and the metrics of a script. Raises as
+    restore_task() does."""
     given = config.task.given
     if given is None:
         return restore_task(config, of_checkpoint)
@@ -148,7 +147,7 @@ def _task_of_script(
 
 
 def _of_script(config: Config, source: Source) -> Task:
-    """The task of the script's loss and metrics, of these data."""
+    """Returns the task of the script's loss and metrics for these data."""
     known = {
         "name": config.task.name,
         "train": source,

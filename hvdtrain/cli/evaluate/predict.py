@@ -1,4 +1,4 @@
-"""hvdtrain predict: what the model of a run says about image files, tables, arrays and tokens, as a
+"""hvdtrain predict: the outputs of a run's model for image files, tables, arrays and tokens, as a
 table, on any number of ranks."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ USAGE = """\
 hvdtrain predict RUN --images DIR|--data FILE|package.module:function --to FILE.csv [--checkpoint newest] [--force] [key=value ...]
   RUN            the run folder
   --images       the folder of image files, also in folders of its own; they are read as those of the training set were
-  --data         numbers in the place of images: a table .csv with the columns of x in their order (y, label, labels and target are left
+  --data         numbers instead of images: a table .csv with the columns of x in their order (y, label, labels and target are left
                  out), .npy with rows of x or tokens, .npz and .safetensors with arrays by name; or your own function, as of data.name
   --to           the table to write: file or number of the sample, class, and the model's probability of that class (squared_error: its
                  output); of tokens the next one; of regression and losses of your own what the model gives; - for the screen; with
@@ -61,8 +61,8 @@ comm.engine=mpi or torchdist; shard.stage=0: the whole model)."""  # noqa: E501
 
 
 def predict(arguments: Sequence[str]) -> int:
-    """Runs `predict` on this rank; returns the exit code. Raises UserError for a mistake in the
-    command line alone."""
+    """Runs `predict` on this rank; returns the exit code. Raises UserError only for a mistake in
+    the command line."""
     if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE)
         return DONE
@@ -104,7 +104,7 @@ def predict(arguments: Sequence[str]) -> int:
 
 
 def _objects(parsed: Arguments) -> dict[str, Given]:
-    """What stands for sections of the run: a prediction needs neither its data nor its targets."""
+    """Replaces sections of the run: a prediction needs neither its data nor its targets."""
     data = parsed.options["data"]
     objects = (
         {} if ":" in data and not os.path.lexists(os.path.expanduser(data)) else {"data": OF_A_FILE}
@@ -139,7 +139,7 @@ def _predict_data(rank: ConnectedRank, parsed: Arguments) -> int:
 
 
 def _rows(model: TrainedModel, config: Config) -> Rows:
-    """How what the model says becomes rows."""
+    """Converts outputs of the model to rows."""
     return model.task.rows(config.model.loss == "cross_entropy", config.data.class_names)
 
 
@@ -200,8 +200,8 @@ def _predict(rank: ConnectedRank, parsed: Arguments) -> int:
 
 
 def list_images(folder: Path) -> FoundImages:
-    """The image files that training would find in the folder and those in it, sorted by path.
-    Raises UserError without any."""
+    """Returns the image files that training would find, in the folder and its subfolders, sorted by
+    path. Raises UserError if there are none."""
     if not os.path.lexists(folder):
         raise UserError(
             f"there is no folder {folder}", "--images", "--images DIR, a folder with image files"
@@ -242,7 +242,7 @@ def _source(
 
 
 def _check_target(to: str, force: bool) -> None:
-    """Raises UserError where the table cannot be written; called before anything is read."""
+    """Raises UserError if the table cannot be written; called before anything is read."""
     if to == "-":
         return
     path = Path(os.path.expanduser(to))
@@ -268,7 +268,7 @@ def _write(to: str, head: Sequence[str], rows: Sequence[Sequence[str]], unit: st
     path = Path(os.path.expanduser(to))
     try:
         with Folder.open(path.parent) as folder:
-            # a name that is no text keeps its bytes
+            # a name that is not text keeps its bytes
             folder.replace(path.name, out.getvalue().encode("utf-8", "surrogateescape"))
     except OSError as error:
         raise UserError(
@@ -290,7 +290,7 @@ def read_data_file(path: Path, table: TableFormat = NO_TABLE) -> Any:
             f"a file that ends in {', '.join(SUFFIXES)}; or package.module:function of your own, "
             "or --images DIR"
         )
-        raise UserError(f"{short(str(path))} is no file of numbers", "--data", fix)
+        raise UserError(f"{short(str(path))} is not a file of numbers", "--data", fix)
     if not path.is_file():
         raise UserError(
             f"there is no file {path}", "--data", "the path of a file, or package.module:function"

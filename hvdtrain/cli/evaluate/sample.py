@@ -1,4 +1,4 @@
-"""hvdtrain sample: draws images or text from the model of a run, on any number of ranks."""
+"""hvdtrain sample: generates images or text with the model of a run, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class SampleRequest:
 
 
 def sample(arguments: Sequence[str]) -> int:
-    """Runs `sample` on this rank; returns the exit code. Raises UserError for a mistake in the
-    command line alone."""
+    """Runs `sample` on this rank; returns the exit code. Raises UserError only for a mistake in the
+    command line."""
     if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE)
         return DONE
@@ -216,7 +216,7 @@ def _of_all_ranks(
     tokens: int,
     request: SampleRequest,
 ) -> np.ndarray:
-    """int64 (count, length): each rank continues its share of the prompts."""
+    """Generates int64 (count, length): each rank continues its share of the prompts."""
     return draw_on_all_ranks(
         rank.communicator,
         learner,
@@ -266,12 +266,12 @@ def _number(
     except ValueError:
         number = None
     if number is None or not fits(number):
-        raise UserError(f"{short(text)} is no value of {option}", option, fix)
+        raise UserError(f"{short(text)} is not a value of {option}", option, fix)
     return number
 
 
 def _check_target(path: Path, force: bool) -> None:
-    """Raises UserError where the picture cannot be written; called before anything is read."""
+    """Raises UserError if the picture cannot be written; called before anything is read."""
     if not path.parent.is_dir():
         raise UserError(f"there is no folder {path.parent}", "--png", f"mkdir -p {path.parent}")
     if os.path.lexists(path) and not force:

@@ -1,4 +1,4 @@
-"""`predict --data ROWS.csv`: the columns that the model was trained with, by name."""
+"""`predict --data ROWS.csv`: selects the columns that the model was trained with, by name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read_table(path: Path, table: TableFormat = NO_TABLE) -> np.ndarray:
 
     Where the first row names the columns, they are those of the run, by name, and a line on stderr
     names the others; a run whose columns are not known takes all but a target. Raises UserError for
-    a row of another length, for a column that is missing, and for what is no number.
+    a row of another length, for a missing column, and for a cell that is not a number.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -85,7 +85,7 @@ def read_table(path: Path, table: TableFormat = NO_TABLE) -> np.ndarray:
 
 
 def _chosen(names: list[str], width: int, table: TableFormat, path: Path) -> list[int]:
-    """The places of the columns of x. Raises UserError where one is missing or stands twice."""
+    """The places of the columns of x. Raises UserError if one is missing or stands twice."""
     if not names:
         return list(range(width))
     if not table.columns:

@@ -1,5 +1,4 @@
-"""The hosts of a job: -H, a hostfile, or what the batch system has given to the job that this
-process belongs to."""
+"""The hosts of a job: from -H, a hostfile, or the batch job that this process belongs to."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ class Allocation(NamedTuple):
         return sum(host.slots for host in self.hosts)
 
     def with_room_for(self, ranks: int) -> tuple[Host, ...]:
-        """The hosts; one host alone has as many slots as ranks are asked for."""
+        """Returns the hosts; a single host gets as many slots as ranks are requested."""
         return (
             (self.hosts[0]._replace(slots=max(ranks, self.slots)),)
             if len(self.hosts) == 1
@@ -50,8 +49,8 @@ class Allocation(NamedTuple):
 
 
 def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """What the batch system's variables say; None outside of its jobs. Raises UserError where they
-    name no hosts that can be read."""
+    """Reads the batch system's variables; None outside its jobs. Raises UserError if they name no
+    readable hosts."""
     if "SLURM_JOB_ID" in environ:
         return _of_slurm(environ)
     for system, job, file in _HOSTFILES:
@@ -92,8 +91,8 @@ def _of_slurm(environ: Mapping[str, str]) -> Allocation:
 
 
 def _of_lsf_lists(environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """LSF's hosts in variables, where it names no file: LSB_MCPU_HOSTS "n1 4 n2 4", LSB_HOSTS "n1
-    n1 n2"; none of another system."""
+    """Reads LSF's hosts from variables, if it names no file: LSB_MCPU_HOSTS "n1 4 n2 4", LSB_HOSTS
+    "n1 n1 n2"; none for another system."""
     if "LSB_JOBID" not in environ or "LSB_DJOB_HOSTFILE" in environ:
         return ()
     words = environ.get("LSB_MCPU_HOSTS", "").split()
@@ -131,7 +130,7 @@ def read_text(path: Path) -> str:
 
 
 def read_hosts(value: str) -> tuple[Host, ...]:
-    """ "n1:4,n2" -> 4 slots and 1; slots of a host that is named twice are added. Raises
+    """Parses "n1:4,n2" as 4 slots and 1; slots of a host that is named twice are added. Raises
     UserError."""
     return _merged(_read_host(host, f"-H {short(value)}") for host in value.split(","))
 
@@ -171,7 +170,7 @@ def _read_host(value: str, where: str) -> Host:
 
 
 def _merged(hosts: Iterable[Host]) -> tuple[Host, ...]:
-    """Each host once, with the sum of its slots."""
+    """Returns each host once, with the sum of its slots."""
     slots: dict[str, int] = {}
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots

@@ -1,4 +1,4 @@
-"""hvdtrain launch: finds the command that starts ranks with the MPI of this machine; prints it, and
+"""hvdtrain launch: finds the command that starts ranks with the MPI of this machine, prints it and
 runs it."""
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _PORT_ELSEWHERE = 29500  # torchrun's own, where nobody can look which one is fr
 
 
 def launch(arguments: Sequence[str]) -> int:
-    """Runs `launch`; returns the exit code, which is that of the launcher. Raises UserError."""
+    """Runs `launch`; returns the exit code of the launcher. Raises UserError."""
     separator = arguments.index("--") if "--" in arguments else len(arguments)
     own_arguments = arguments[:separator]
     job = arguments[separator + 1 :]
@@ -108,7 +108,7 @@ def _value(options: argparse.Namespace, option: str) -> Any:
 
 
 def _refuse_without(option: str, mode: Mode, options: argparse.Namespace) -> None:
-    """Raises UserError for an option that only a mode has."""
+    """Raises UserError for an option that belongs to another mode."""
     for needs in mode.options:
         if _value(options, needs) is not None:
             fix = f"launch {option} ... -- run=DIR ..."
@@ -140,8 +140,8 @@ def _in_mode(option: str, mode: Mode, options: argparse.Namespace, program: Prog
 
 
 def compose(options: argparse.Namespace, program: Program, environ: Mapping[str, str]) -> list[str]:
-    """The command line for the options on this machine; `program`: what each rank runs. Raises
-    UserError."""
+    """Builds the command line for the options on this machine; `program`: what each rank runs.
+    Raises UserError."""
     if options.mpi is not None:
         return _for_another_machine(options, program)
     if options.container is None:
@@ -194,14 +194,14 @@ def _command_of(
     shares: Sequence[Host],
     port: int | None,
 ) -> tuple[str, ...]:
-    """The command line of a rank. shares: the ranks of each host, where hosts are known; port:
+    """Builds the command line of a rank. shares: the ranks of each host, if hosts are known; port:
     where torch.distributed may meet."""
     hosts = ",".join(f"{host.name}:{host.slots}" for host in shares) if len(shares) > 1 else None
     return program.command(python, plain=options.plain, logs=options.logs, hosts=hosts, port=port)
 
 
 def _for_another_machine(options: argparse.Namespace, program: Program) -> list[str]:
-    """The command line for --mpi. Raises UserError where an option asks for something of this
+    """Builds the command line for --mpi. Raises UserError if an option asks for something of this
     machine."""
     if options.mpi not in MPIS:
         raise UserError(
@@ -255,7 +255,7 @@ def _with_srun(
 def _with_mpirun_of_image(
     request: LaunchRequest, container: Sequence[str], options: argparse.Namespace, program: Program
 ) -> list[str]:
-    """The command line inside the container, on one host."""
+    """Builds the command line inside the container, on one host."""
     kind = identify_mpi(output_of([*container, "mpirun", "--version"]))
     if kind is None:
         fix = (
@@ -278,7 +278,8 @@ def _with_mpirun_of_image(
 
 
 def _container_prefix(options: argparse.Namespace) -> list[str]:
-    """The arguments before a program that runs in the container; none without --container."""
+    """Returns the arguments before a program that runs in the container; none without
+    --container."""
     if options.container is None:
         if options.inside or options.bind:
             option = "--inside" if options.inside else "--bind"
@@ -312,7 +313,7 @@ def _container_prefix(options: argparse.Namespace) -> list[str]:
 
 
 def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:
-    """Hosts of -H or --hostfile; empty without them."""
+    """Returns the hosts of -H or --hostfile; empty without them."""
     if options.hosts and options.hostfile:
         raise UserError("-H and --hostfile both name hosts", _COMMAND_LINE, "one of them")
     if options.hosts is not None:
@@ -332,10 +333,10 @@ def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:
 
 
 def _allocation(options: argparse.Namespace, environ: Mapping[str, str]) -> Allocation | None:
-    """The hosts of the batch job that this process is of, each with a slot for each GPU where the
-    job was submitted without ranks.
+    """Returns the hosts of the batch job of this process, with a slot for each GPU if the job was
+    submitted without ranks.
 
-    Raises UserError where they cannot be read and there is no -np.
+    Raises UserError if they cannot be read and there is no -np.
     """
     if options.ranks is not None and "FLUX_URI" in environ:
         return None
@@ -374,7 +375,7 @@ def _ranks(
     allocation: Allocation | None,
     environ: Mapping[str, str],
 ) -> int:
-    """-np, or its default as USAGE says. Raises UserError where it is more than the hosts have
+    """Returns -np, or its default as in USAGE. Raises UserError if it is more than the hosts have
     slots."""
     if options.ranks is None and allocation is not None:
         return allocation.ranks or allocation.slots
@@ -385,7 +386,7 @@ def _ranks(
         return slots or visible_gpus(environ) or 1
     if not re.fullmatch("[1-9][0-9]{0,6}", options.ranks):
         raise UserError(
-            f"-np {short(options.ranks)} is no number of ranks",
+            f"-np {short(options.ranks)} is not a number of ranks",
             _COMMAND_LINE,
             "1 or more, as in -np 8",
         )

@@ -1,5 +1,5 @@
-"""The command line that starts ranks, for each MPI, srun and machines elsewhere; and what this
-machine has for it: launchers, GPUs."""
+"""The command line that starts ranks, for each MPI, srun and remote machines, and the launchers and
+GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _PMI_PLUGINS: dict[MpiKind, tuple[str, ...]] = {  # of srun; the preferred one f
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """Which program to start on how many ranks, where, and with which launcher."""
+    """The program to start, on how many ranks and hosts, and with which launcher."""
 
     launcher: str  # the path of mpirun or srun
     ranks: int
@@ -64,8 +64,8 @@ class LaunchRequest:
 
 
 def mpirun_command(kind: MpiKind, request: LaunchRequest) -> list[str]:
-    """The command line of an MPI's own launcher. Ranks fill the slots host by host, and are not
-    bound to cores."""
+    """Builds the command line of an MPI's own launcher. Ranks fill the slots host by host, and are
+    not bound to cores."""
     if kind in ("openmpi4", "openmpi5"):
         return _open_mpi(
             replace(request, fault_tolerant=request.fault_tolerant and kind == "openmpi5")
@@ -74,7 +74,7 @@ def mpirun_command(kind: MpiKind, request: LaunchRequest) -> list[str]:
 
 
 def _open_mpi(request: LaunchRequest) -> list[str]:
-    """With options that both Open MPI 4 and 5 have: 5 dropped --oversubscribe, and 4 knows
+    """Uses options that both Open MPI 4 and 5 accept: 5 dropped --oversubscribe, and 4 knows
     :OVERSUBSCRIBE too."""
     command = [request.launcher]
     if request.as_root:
@@ -134,10 +134,10 @@ _SRUN_ENDS = ("--kill-on-bad-exit=0", "--wait=30")
 
 
 def srun_command(request: LaunchRequest, pmi: str, cores_per_rank: int | None) -> list[str]:
-    """srun's command line; srun decides which variables its tasks get. `cores_per_rank`: srun no
-    longer inherits sbatch's value.
+    """Builds srun's command line; srun decides which variables its tasks get. `cores_per_rank`:
+    srun no longer inherits sbatch's value.
 
-    Raises UserError where hosts get different numbers of ranks, which srun cannot do.
+    Raises UserError if hosts get different numbers of ranks, which srun cannot do.
     """
     command = [request.launcher, f"--mpi={pmi}", *_SRUN_ENDS, "-n", str(request.ranks)]
     shares = ranks_per_host(request.hosts, request.ranks)
@@ -164,8 +164,7 @@ def srun_command(request: LaunchRequest, pmi: str, cores_per_rank: int | None) -
 
 
 def ranks_per_host(hosts: Sequence[Host], ranks: int) -> list[Host]:
-    """Hosts with the number of ranks that each gets as its slots; hosts without a rank are left
-    out.
+    """Returns hosts with their number of ranks as slots; hosts without a rank are omitted.
 
     Slots are filled host by host; ranks beyond all slots are added round robin.
     """
@@ -204,8 +203,8 @@ def container_command(
 
 
 def forwarded_variables(environ: Mapping[str, str], requested: Sequence[str]) -> tuple[str, ...]:
-    """Names of the variables that ranks on other hosts need, and of those that the user requests.
-    Raises UserError."""
+    """Returns names of the variables that ranks on other hosts need, and of those that the user
+    requests. Raises UserError."""
     for name in requested:
         if name not in environ:
             what = f"--env {short(name)}: this variable is not set"
@@ -225,8 +224,8 @@ def forwarded_variables(environ: Mapping[str, str], requested: Sequence[str]) ->
 
 
 def identify_mpi(version: str) -> MpiKind | None:
-    """Which MPI, from the --version of its launcher or the version text of its library; None for an
-    unknown one."""
+    """Detects the MPI from the --version of its launcher or the version text of its library; None
+    if unknown."""
     match = re.search(r"\((?:Open ?MPI|Open ?RTE|Open MPI)\) (\d+)|Open MPI v(\d+)", version)
     if match:
         return "openmpi5" if int(match[1] or match[2]) >= 5 else "openmpi4"
@@ -236,16 +235,16 @@ def identify_mpi(version: str) -> MpiKind | None:
 
 
 def is_compatible(launcher: MpiKind, library: MpiKind) -> bool:
-    """Whether a launcher starts ranks of a library: the same Open MPI generation, or both with
+    """Whether a launcher starts ranks of a library: the same Open MPI generation, or both use
     Hydra's interface."""
     return launcher == library or {launcher, library} <= {"mpich", "intel"}
 
 
 def select_pmi(plugins: str, library: MpiKind | None) -> str:
-    """The PMI plugin of srun for an MPI library, from the output of `srun --mpi=list`; "none"
+    """Returns srun's PMI plugin for an MPI library, from the output of `srun --mpi=list`; "none"
     without a library.
 
-    Raises UserError where srun lacks what the library needs: then every rank would train alone.
+    Raises UserError if srun lacks what the library needs: then every rank would train alone.
     """
     if library is None:
         return "none"
@@ -279,7 +278,7 @@ def command_for(
 ) -> list[str]:
     """The command line for `mpi`, one of MPIS; `variables`: further ones for ranks on other hosts.
 
-    Raises UserError where a launcher that gives each host as many ranks cannot distribute them.
+    Raises UserError if a launcher that gives each host as many ranks cannot distribute them.
     """
     request = LaunchRequest(
         launcher="mpirun",
@@ -353,8 +352,8 @@ def _lsf(request: LaunchRequest) -> list[str]:
 
 
 def _even(request: LaunchRequest, mpi: str) -> tuple[list[str], int]:
-    """The names of the hosts that get ranks, and how many each gets. Raises UserError where these
-    numbers differ."""
+    """Returns the names of the hosts that get ranks, and how many each gets. Raises UserError if
+    these numbers differ."""
     shares = ranks_per_host(request.hosts, request.ranks)
     if len({share.slots for share in shares}) > 1:
         uneven = ", ".join(f"{share.slots} to {share.name}" for share in shares)
@@ -392,8 +391,8 @@ class MpiLauncher(NamedTuple):
 
 
 def find_launcher(library_version: str) -> MpiLauncher:
-    """The first launcher, beside this Python and on the PATH, that starts ranks of the MPI library
-    of mpi4py.
+    """Returns the first launcher, beside this Python or on the PATH, that starts ranks of mpi4py's
+    MPI library.
 
     library_version: as mpi_library_version() returns it; empty accepts any launcher. Raises
     UserError where there is none.
@@ -444,8 +443,8 @@ def mpi_library_version(python: Sequence[str]) -> str:
 
 
 def output_of(command: Sequence[str]) -> str:
-    """Standard output and error of a command; empty where it cannot be run, fails, or takes longer
-    than a minute."""
+    """Returns standard output and error of a command; empty if it cannot be run, fails, or takes
+    longer than a minute."""
     try:
         done = subprocess.run(
             command,
@@ -461,20 +460,19 @@ def output_of(command: Sequence[str]) -> str:
 
 
 def visible_gpus(environ: Mapping[str, str]) -> int:
-    """How many GPUs CUDA_VISIBLE_DEVICES lists; without it how many this machine has."""
+    """Returns how many GPUs CUDA_VISIBLE_DEVICES lists, or how many this machine has."""
     listed = listed_devices(environ)
     return nvidia_devices() if listed is None else len(listed)
 
 
 def nvidia_devices(folder: Path = Path("/dev")) -> int:
-    """How many there are: a container may see nvidia4 and nvidia5 alone, which CUDA numbers from
-    0."""
+    """Counts the GPUs: a container may only see nvidia4 and nvidia5, which CUDA numbers from 0."""
     return len(list(folder.glob("nvidia[0-9]*")))
 
 
 def available_cores() -> int:
-    """Physical cores that this process may use, as Open MPI counts slots: hardware threads of one
-    core count once."""
+    """Counts the physical cores that this process may use, as Open MPI counts slots: hardware
+    threads of one core count once."""
     threads = os.sched_getaffinity(0)
     with contextlib.suppress(OSError):
         siblings = {

@@ -1,5 +1,5 @@
-"""What each rank runs, told from the words after --, and which settings a job's words make, as far
-as `launch` has to know."""
+"""The program that each rank runs, from the words after --, and the settings of a job that `launch`
+has to know."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Program(NamedTuple):
 
     @property
     def is_job(self) -> bool:
-        """hvdtrain itself, which tags no lines: rank 0 speaks for all."""
+        """hvdtrain itself, whose lines are not tagged: rank 0 reports for all."""
         return self.kind == "hvdtrain"
 
     def command(
@@ -91,7 +91,7 @@ def read_program(words: Sequence[str], own_options: Sequence[str]) -> Program:
 
 
 def check_exists(program: Program) -> None:
-    """Raises UserError for a script or a program that is not on this machine."""
+    """Raises UserError for a script or a program that does not exist on this machine."""
     name = program.words[0] if program.words else ""
     if program.kind == "script" and not os.path.isfile(name):
         raise UserError(f"there is no script {short(name)}", WHERE, "the path of a Python file")
@@ -134,8 +134,8 @@ _RUN_CONFIG = "config.yaml"
 
 
 def value_of(job: Sequence[str], key: str, default: Any = None) -> Any:
-    """The value of a key: the last argument that sets it, else the last --config file, else the run
-    folder that resume= names.
+    """Returns the value of a key: of the last argument that sets it, otherwise of the last --config
+    file, otherwise of the run folder that resume= names.
 
     Not for a script, which may call hvdtrain.train() with anything. What cannot be read here sets
     nothing: the job says it.
@@ -163,7 +163,7 @@ def _of_arguments(job: Sequence[str], key: str, default: Any) -> Any:
 
 
 def _files(job: Sequence[str]) -> list[str]:
-    """Configuration files of the job, those that count less first."""
+    """Returns the configuration files of the job, those with lower precedence first."""
     resumed = _of_arguments(job, "resume", None)
     files = (
         [str(expand(resumed, "resume") / _RUN_CONFIG)]

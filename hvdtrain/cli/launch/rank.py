@@ -83,10 +83,10 @@ def main() -> int:
 def set_torch_variables(
     place: Placement, environ: MutableMapping[str, str], hosts: str | None, port: str | None
 ) -> None:
-    """Sets what torchrun sets, so that torch.distributed starts; MASTER_ADDR and MASTER_PORT stay
-    as the user has set them.
+    """Sets the variables that torchrun sets, so that torch.distributed starts; MASTER_ADDR and
+    MASTER_PORT keep the user's values.
 
-    Raises UserError where another one is set to something else.
+    Raises UserError if another one is set to something else.
     """
     shares = read_hosts(hosts) if hosts else ()
     names = [host.name for host in shares] or step_nodes(environ)
@@ -112,7 +112,7 @@ def set_torch_variables(
 def _node(
     place: Placement, shares: Sequence[Host], environ: Mapping[str, str]
 ) -> tuple[int, int] | None:
-    """The number of this host and how many there are; None where they are not known, or ranks do
+    """Returns the number of this host and how many there are; None if they are unknown, or ranks do
     not fill the hosts one after the other."""
     if place.local_size == place.size:
         return 0, 1
@@ -127,8 +127,8 @@ def _node(
 
 
 class StopRequest(EarlySignals):
-    """SIGUSR2, which `launch` sends for Ctrl-C: a script without a handler of its own gets the
-    KeyboardInterrupt that is usual."""
+    """Handles SIGUSR2, which `launch` sends for Ctrl-C: a script without its own handler gets the
+    usual KeyboardInterrupt."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         super().__call__(number, frame)
@@ -149,8 +149,8 @@ def run_module(words: Sequence[str], rank: int, tell: Tell) -> int:
 
 
 def run_program(words: Sequence[str], rank: int, tell: Tell) -> int:
-    """Runs the program WORDS. Python in it does not keep lines back, unless the environment says
-    something else."""
+    """Runs the program WORDS. Python in it does not buffer lines, unless the environment asks for
+    it."""
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     try:
         os.execvp(words[0], list(words))
@@ -178,7 +178,7 @@ def _run(code: Callable[[], object], rank: int, tell: Tell) -> int:
         echo_s += CONSEQUENCE_S if exit_code_of(error) == LOST else ECHO_S if rank else 0.0
         if (
             sys.excepthook is not sys.__excepthook__
-        ):  # the script's own, or that of its open hvdtrain.init()
+        ):  # the script's own, or its open hvdtrain.init()'s
             time.sleep(echo_s)
             wait_for_the_report_of_another()
             sys.excepthook(type(error), error, error.__traceback__)
@@ -186,15 +186,15 @@ def _run(code: Callable[[], object], rank: int, tell: Tell) -> int:
             exit_now(exit_code_of(error))
         exit_now(end_every_rank(error, None, "script", echo_s=echo_s))
     finally:
-        # the end of Python does so anyway, before that of MPI, which may wait
+        # Python does so at exit anyway, before MPI does, which may wait
         faulthandler.unregister(CALLS)
         signal.signal(CALLS, signal.SIG_IGN)
     return 0
 
 
 def _leave(code: object, tell: Tell) -> int:
-    """The exit code that the script asked for. Whoever waits for other ranks after that is ended by
-    an alarm."""
+    """Returns the exit code that the script requested. An alarm then ends a process that still
+    waits for other ranks."""
     if code is None or code == 0:
         return 0
     if not isinstance(code, int):
@@ -208,7 +208,7 @@ def _leave(code: object, tell: Tell) -> int:
 
 
 def _own_part(trace: TracebackType | None) -> TracebackType | None:
-    """Without the calls of this folder and of runpy, which are no part of the script."""
+    """Removes the calls of this folder and of runpy, which do not belong to the script."""
     while trace and (trace.tb_frame.f_code.co_filename.startswith((_LAUNCHER, "<frozen runpy>"))):
         trace = trace.tb_next
     return trace
@@ -235,8 +235,7 @@ _STDERR = 2
 
 
 def log_of(folder: str | None, rank: int) -> io.FileIO | None:
-    """The rank's file in the folder, which is made on its host, opened to write at its end. Raises
-    UserError."""
+    """Opens the rank's file in the folder, on its host, to append to it. Raises UserError."""
     if folder is None:
         return None
     name = f"rank-{rank}.log"
@@ -347,14 +346,14 @@ class Watched:
 
 
 class _Streams:
-    """The streams of a child, and where each goes."""
+    """The streams of a child, and their destinations."""
 
     def __init__(self, streams: dict[int, tuple[int, TaggedLines]], log: io.FileIO | None) -> None:
         self._streams = streams
         self._log = log
 
     def pass_on(self, has_ended: Callable[[], bool]) -> None:
-        """Until both streams are at their end, or DRAIN_S after the child has ended."""
+        """Copies until both streams end, or DRAIN_S after the child has ended."""
         quiet_s = 0.0
         while self._streams and quiet_s < DRAIN_S:
             ended = has_ended()
@@ -389,7 +388,7 @@ class _Streams:
 
 
 def _write(target: int, data: bytes) -> None:
-    """What a closed pipe does not take is dropped: the log file goes on."""
+    """Drops what a closed pipe does not accept, so that the log file is still written."""
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(target, data) :]
@@ -412,7 +411,7 @@ class TaggedLines:
         return bool(self._rest)
 
     def take(self, data: bytes) -> bytes:
-        """The lines that are whole with this piece, tagged."""
+        """Returns the lines that this piece completes, tagged."""
         lines = (self._rest + data).splitlines(keepends=True)
         # a carriage return at the end of a piece may be half of \r\n
         self._rest = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
@@ -420,14 +419,14 @@ class TaggedLines:
         return text + self.flush() if len(self._rest) > LONGEST else text
 
     def flush(self) -> bytes:
-        """What has come of a line without its end, as a prompt."""
+        """Returns an incomplete line, such as a prompt."""
         rest = self._rest
         self._rest = b""
         return self._tagged(rest) if rest else b""
 
     def end(self) -> bytes:
-        """The rest, tagged, where nothing follows: it gets the end that it lacks, so that no other
-        rank's line goes on in it."""
+        """Returns the rest, tagged, when nothing follows. Adds the missing line end, so that no
+        other rank's line continues it."""
         rest = self.flush() + b"\n" * self._is_within
         self._is_within = False
         return rest

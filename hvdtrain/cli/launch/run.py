@@ -1,5 +1,5 @@
-"""Ranks as children of this process: a launcher, which the terminal's signals do not reach, and
-spawn(), without MPI or SLURM."""
+"""Ranks as children of this process: a launcher, shielded from the terminal's signals, and spawn(),
+without MPI or SLURM."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ ECHO_S = 1.0  # a repetition within this time is the same signal
 
 
 class LauncherRun:
-    """One launcher, from its start to its end: Ctrl-C stops the job with a checkpoint, again it
-    kills.
+    """One launcher, from its start to its end: Ctrl-C stops the job with a checkpoint, a second one
+    kills it.
 
     is_job: its ranks run hvdtrain, which saves a checkpoint when it is asked to stop; a script may
     do something else.
@@ -58,13 +58,12 @@ class LauncherRun:
         self._send(signal.SIGUSR2)
 
     def kill(self) -> None:
-        """Ends the launcher; called again it does not leave that to the launcher. Its ranks have
-        ended."""
+        """Ends the launcher, whose ranks have ended; a second call kills it."""
         self._send(signal.SIGKILL if self._is_terminated else signal.SIGTERM)
         self._is_terminated = True
 
     def run(self, look: Callable[[], None] | None = None, look_s: float = 1.0) -> int:
-        """Returns the exit code of the launcher; 75 where a job was stopped before its ranks could
+        """Returns the exit code of the launcher; 75 if a job was stopped before its ranks could
         listen.
 
         look: called every look_s seconds while the launcher runs.
@@ -100,7 +99,7 @@ class LauncherRun:
             look()
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        """The handler. To ranks SIGUSR2, which every launcher passes on, is a request to stop."""
+        """Handles a signal. SIGUSR2, which every launcher passes on, asks ranks to stop."""
         if self._stopped_s is None:
             self._stopped_s = time.monotonic()
             if not self._asked:  # a second request would kill the ranks
@@ -115,7 +114,7 @@ class LauncherRun:
 
     def _send(self, number: int) -> None:
         if self._child is not None:
-            self._child.send_signal(number)  # does nothing where the child has ended
+            self._child.send_signal(number)  # does nothing if the child has ended
 
     def _exit_code(self, status: int) -> int:
         if self._killed:
@@ -180,7 +179,7 @@ def spawn(arguments: Sequence[str]) -> int:
 
     def forward(number: int, frame: FrameType | None) -> None:
         for child in children:
-            child.send_signal(number)  # does nothing where the child has ended
+            child.send_signal(number)  # does nothing if the child has ended
 
     for number in STOPPING:
         former = signal.getsignal(number)
@@ -223,8 +222,8 @@ def parse_node_options(arguments: Sequence[str]) -> tuple[NodeOptions, list[str]
 
 
 def _address(options: NodeOptions, job: Sequence[str]) -> str:
-    """comm.address of the job's arguments; on a single node without one a free port of this
-    host."""
+    """Returns comm.address of the job's arguments; on a single node without one, a free port of
+    this host."""
     addresses = [
         argument.partition("=")[2] for argument in job if argument.startswith("comm.address=")
     ]
@@ -237,8 +236,8 @@ def _address(options: NodeOptions, job: Sequence[str]) -> str:
 
 
 def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
-    """The exit code of the first child that fails, 128 + signal where a signal ended it. The others
-    are killed after GRACE_S."""
+    """Returns the exit code of the first child that fails, or 128 + signal if a signal ended it.
+    The others are killed after GRACE_S."""
     failure = 0
     failed_s = 0.0
     while any(child.poll() is None for child in children):
@@ -254,5 +253,5 @@ def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
 
 
 def _first_failure(children: Sequence[subprocess.Popen[bytes]]) -> int:
-    """0 while all run or have succeeded."""
+    """Returns 0 while all run or have succeeded."""
     return next((child.returncode for child in children if child.returncode), 0)

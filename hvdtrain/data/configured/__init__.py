@@ -1,1 +1,1 @@
-"""The data that a configuration means: opened, divided, padded, weighted, with names of classes."""
+"""The data of a configuration: opened, split, padded, weighted, with names of classes."""

@@ -1,4 +1,4 @@
-"""data.class_names: the names of the classes, of the data set or of the user."""
+"""data.class_names: the names of the classes, from the data set or the user."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from hvdtrain.errors import UserError
 
 
 def with_class_names(config: Config, source: Source) -> Config:
-    """The configuration with the names of the classes, where the data set or the user gives them.
+    """Returns the configuration with the names of the classes, if the data set or the user gives
+    them.
 
-    Raises UserError where both do and they differ, and where there are not as many names as
+    Raises UserError if both do and they differ, and where there are not as many names as
     classes.
     """
     where = config.where("data.class_names")
@@ -55,7 +56,7 @@ def with_class_names(config: Config, source: Source) -> Config:
 
 
 def _fit_into_file(names: Sequence[str]) -> bool:
-    """Whether config.yaml can hold them and be read again."""
+    """Whether config.yaml can store the names and be read again."""
     return sum(len(json.dumps(name)) + 8 for name in names) < MOST_BYTES // 2 and not any(
         "${" in name for name in names
     )

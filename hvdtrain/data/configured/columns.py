@@ -1,4 +1,4 @@
-"""data.fields of a table, where its first line alone says which columns are x and y."""
+"""data.fields of a table whose first line is the only record of which columns are x and y."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hvdtrain.errors import UserError, short
 
 
 def with_columns(config: Config, source: Source) -> Config:
-    """The configuration with the columns of the training set's fields, by name: other files of the
-    same table may have them in another order."""
+    """Returns the configuration with the columns of the training set's fields, by name: other files
+    of the same table may order them differently."""
     columns = {name: list(texts) for name, texts in source.columns.items()}
     if plugins.is_users_own(config.data) or config.data.options.get("fields") is not None:
         return config
@@ -23,8 +23,8 @@ def with_columns(config: Config, source: Source) -> Config:
 
 
 def check_columns(config: Config, train: Source, val: Source) -> None:
-    """Raises UserError where both sets are tables with the same columns in another order: what a
-    model gets has no names."""
+    """Raises UserError if both sets are tables with the same columns in different orders, because a
+    model's input has no names."""
     for name in train.columns.keys() & val.columns.keys():
         one = list(train.columns[name])
         other = list(val.columns[name])
@@ -41,6 +41,6 @@ def check_columns(config: Config, train: Source, val: Source) -> None:
 
 
 def _fits(columns: dict[str, list[str]]) -> bool:
-    """Whether config.yaml can hold them and be read again."""
+    """Whether config.yaml can store the columns and be read again."""
     text = json.dumps(columns)
     return len(text) < MOST_BYTES // 4 and "${" not in text and "{split}" not in text

@@ -1,4 +1,4 @@
-"""A set of the data, as the plugin of data.name or the user's own function gives it."""
+"""Opens a set of the data with the plugin of data.name or the user's own function."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Finish = Callable[[Unfinished, Callable[[], Unfinished]], Source]
 
 @contextlib.contextmanager
 def with_keys(config: Config) -> Iterator[None]:
-    """Errors in an option of the data set name its key, and where that was set."""
+    """Makes errors in an option of the data set name its key, and where it was set."""
     try:
         yield
     except OptionError as error:
@@ -35,7 +35,7 @@ def with_keys(config: Config) -> Iterator[None]:
 def open_split(
     config: Config, split: Split, finish: Finish, kept: Callable[[], tuple[str, ...]]
 ) -> Source:
-    """A set as the plugin of data.name, or the user, gives it. Raises UserError.
+    """Opens a set with the plugin of data.name or the user's function. Raises UserError.
 
     finish: as that of CommonArray. kept: as that of as_source(), asked for data of the user's
     alone.
@@ -78,8 +78,8 @@ def open_split(
 def _check_workers(
     config: Config, make: Callable[..., object], options: Mapping[str, object]
 ) -> None:
-    """Raises UserError where there is nothing that worker processes would read. make: build() of
-    the data set."""
+    """Raises UserError if worker processes would have nothing to read. make: build() of the data
+    set."""
     # of a data set of image files, else None
     packed = options.get("packed", _default_of(make, "packed"))
     if config.data.workers is None or packed is False or _default_of(make, "cache_mb"):
@@ -100,16 +100,16 @@ def _check_workers(
 
 
 def _default_of(make: Callable[..., object], option: str) -> object:
-    """Default of a parameter; None where there is none of that name."""
+    """Returns the default of a parameter; None if there is no such parameter."""
     parameter = inspect.signature(make).parameters.get(option)
     return None if parameter is None else parameter.default
 
 
 def _open_own(config: Config, split: Split, kept: Callable[[], tuple[str, ...]]) -> Source:
-    """What the user's own package.module:function gives, which gets split and root where its
-    parameters have these names.
+    """Calls the user's own package.module:function, with split and root if it has parameters of
+    these names.
 
-    Raises UserError where that is nothing that as_source() knows.
+    Raises UserError if that is nothing that as_source() knows.
     """
     where = config.where("data.name")
     if config.data.stage is not None:

@@ -1,4 +1,4 @@
-"""Samples of different lengths: data.pad, data.mask and data.pack."""
+"""Variable-length samples: data.pad, data.mask and data.pack."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hvdtrain.errors import UserError
 
 
 def padding_of(config: Config) -> dict[str, Padding]:
-    """What data.pad and data.mask say; with data.pack that of its tokens. Raises UserError where
-    they do not fit each other."""
+    """Reads data.pad and data.mask; with data.pack the padding of its tokens. Raises UserError if
+    they contradict each other."""
     pad = config.data.pad
     masks = config.data.mask
     if other := next((name for name in masks if name not in pad), None):
@@ -25,8 +25,8 @@ def padding_of(config: Config) -> dict[str, Padding]:
 
 
 def refuse_lengths(config: Config) -> None:
-    """Raises UserError where data of hvdtrain's, whose samples have one length, would be padded or
-    packed."""
+    """Raises UserError if samples of hvdtrain's own data sets, which have one length, would be
+    padded or packed."""
     if config.data.pad:
         key = "data.pad"
     elif config.data.mask:

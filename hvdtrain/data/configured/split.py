@@ -1,4 +1,4 @@
-"""Which samples train and which validate: data.val_share and evaluate.samples."""
+"""Which samples are for training and which for validation: data.val_share and evaluate.samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOSSES_OF_CLASSES = ("CrossEntropyLoss", "NLLLoss")  # of torch, given to hvdtr
 
 
 def divided(config: Config, val_share: float, source: Source) -> Division:
-    """The training set in two parts: by class where its labels are known."""
+    """Splits the training set in two, by class if its labels are known."""
     labels = None if config.task.name == "regression" else source.known_labels()
     are_classes = labels is not None and _are_classes(config, source, labels)
     with with_keys(config):
@@ -24,8 +24,8 @@ def divided(config: Config, val_share: float, source: Source) -> Division:
 
 
 def _are_classes(config: Config, source: Source, labels: np.ndarray) -> bool:
-    """Whether integers y are classes: as the task, the data or the loss say, or since they are no
-    more than the samples that validate."""
+    """Whether integers y are classes, according to the task, the data or the loss, or because they
+    are at most as many as the validation samples."""
     task = config.task.name
     if (
         task == "classification"
@@ -37,10 +37,10 @@ def _are_classes(config: Config, source: Source, labels: np.ndarray) -> bool:
 
 
 def evaluated_part(config: Config, val: Source) -> Source:
-    """What an evaluation reads of the validation set: evaluate.samples of it, drawn by the seed, in
-    the order of the set; or all.
+    """Returns the samples of an evaluation: evaluate.samples of the validation set, drawn by the
+    seed, in the order of the set; or all.
 
-    Raises UserError where there are not so many.
+    Raises UserError if there are not so many.
     """
     count = config.evaluate.samples
     if count is None or count == len(val):

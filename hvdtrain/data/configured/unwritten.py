@@ -1,4 +1,4 @@
-"""The data of commands that train nothing, which write no copy, download or index of them."""
+"""The data of commands that train nothing: they write no copy, download or index."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hvdtrain.data.configured.opened import plugin_of
 
 
 def unstaged(config: Config) -> Config:
-    """For commands that train nothing: data are read where they are, and not copied to
+    """Configures a command that trains nothing: data are read where they are, and not copied to
     data.stage."""
     return config.replace(data=config.data.replace(stage=None))
 
 
 def unwritten(config: Config, scratch: Path) -> Config:
-    """For commands that describe a job: data are read where they are, and not downloaded, staged or
-    packed.
+    """Configures a command that describes a job: data are read where they are, and not downloaded,
+    staged or packed.
 
     An index of archives is made in `scratch`, which the command removes.
     """
@@ -44,8 +44,8 @@ def _unwritten_options(name: str, where: str, scratch: Path) -> dict[str, Any]:
 
 
 def published(config: Config) -> tuple[int, tuple[int, int, int], int] | None:
-    """Samples, shape of an image and classes of the whole training set that data.name names, where
-    they are known without its files."""
+    """Returns samples, image shape and classes of the whole training set of data.name, if they are
+    known without its files."""
     if plugins.is_users_own(config.data) or config.data.val_share is not None:
         return None
     sizes: tuple[int, tuple[int, int, int], int] | None = getattr(

@@ -1,5 +1,5 @@
-"""Weights of samples, by which they are drawn: a field of theirs, the inverse frequency of their
-classes, or an array of a script."""
+"""Sampling weights: a field of the samples, the inverse frequency of their classes, or an array of
+a script."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _GIVE = "hvdtrain.train(sample_weights=array), a number for each training sample
 
 
 def draws_of(config: Config, train: Source) -> WeightedDraws | None:
-    """What data.sample_weights draws; None without it. Raises UserError where there are no such
-    weights."""
+    """Returns what data.sample_weights draws; None without it. Raises UserError if these weights do
+    not exist."""
     asked = config.data.sample_weights
     where = config.where("data.sample_weights")
     if asked is None:
@@ -32,7 +32,7 @@ def draws_of(config: Config, train: Source) -> WeightedDraws | None:
     given = None if config.data.given is None else config.data.given.objects.get("sample_weights")
     if given is None:
         raise UserError(
-            "data.sample_weights is an array of a script, and only that script has it",
+            "data.sample_weights is an array that only its script defines",
             where,
             "hvdtrain.train(sample_weights=)",
         )
@@ -40,8 +40,8 @@ def draws_of(config: Config, train: Source) -> WeightedDraws | None:
 
 
 def _ignored_label(config: Config) -> int | None:
-    """The label of samples without a class: of the task, or of a loss of torch that a script gives;
-    None where there is none."""
+    """Returns the label of samples without a class: of the task, or of a script's torch loss; None
+    if there is none."""
     if not plugins.is_dotted(config.task.name):
         label: int | None = plugins.convert_options(config.task, "tasks").get("ignore_label")
         return label
@@ -50,10 +50,10 @@ def _ignored_label(config: Config) -> int | None:
 
 
 def read_weights(source: Source, asked: str, ignored: int | None, where: str) -> np.ndarray:
-    """float64 (n,): those of the field `asked`, or of "balanced" 1 / how many samples have the
-    class, of label `ignored` 0.
+    """Returns weights, float64 (n,): of the field `asked`, or for "balanced" 1 / the number of
+    samples in the class, and 0 for the label `ignored`.
 
-    Raises UserError where there is no such field, or its values are no weights.
+    Raises UserError if there is no such field, or its values are not weights.
     """
     if asked == BALANCED:
         return _balanced(source, ignored, where)
@@ -67,12 +67,12 @@ def read_weights(source: Source, asked: str, ignored: int | None, where: str) ->
     found = _field(source, asked)
     if found is None:
         what = f"the field {asked} is known only once samples are read"
-        raise UserError(what, where, f"arrays, files of science, or {_GIVE}")
+        raise UserError(what, where, f"arrays, scientific data files, or {_GIVE}")
     return checked_weights(found, len(source), where)
 
 
 def checked_weights(weights: np.ndarray, samples: int, where: str) -> np.ndarray:
-    """float64 (n,). Raises UserError where they are not one number for each sample, finite and not
+    """float64 (n,). Raises UserError if they are not one number for each sample, finite and not
     negative, one of them above 0."""
     if weights.shape != (samples,) or weights.dtype.kind not in "iufb":
         what = (

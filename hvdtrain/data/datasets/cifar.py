@@ -118,7 +118,7 @@ def build(name: str, root: Path | None, split: Split, *, download: bool = True) 
 
 
 def _download(name: str, root: Path, allowed: bool) -> None:
-    """Downloads both splits. Raises UserError where that fails or is not allowed."""
+    """Downloads both splits. Raises UserError if that fails or is not allowed."""
     edition = _EDITIONS[name]
     files = [f"{edition.folder}/{file}" for files in edition.files.values() for file in files]
     required = RequiredFiles(name, root, files, f"unpack {_HOST}{edition.archive} in {root}")
@@ -138,7 +138,7 @@ def _download_archive(edition: _Edition, folder: Path) -> None:
 
 
 def _read_records(path: Path, label_bytes: int, most: int) -> np.ndarray:
-    """uint8 (n, label bytes + 3072), one row for each image. Raises UserError where the length is
+    """uint8 (n, label bytes + 3072), one row for each image. Raises UserError if the length is
     not of whole records, or above `most`."""
     record = label_bytes + _PIXELS
     try:

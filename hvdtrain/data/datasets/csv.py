@@ -83,7 +83,7 @@ def build(
     delimiter: what stands between two columns, as ; or tab or space (default: a comma, of .tsv a
         tab)
 
-    Raises UserError where a line is damaged, with its number, and for columns without numbers.
+    Raises UserError if a line is damaged, with its number, and for columns without numbers.
     """
 
     def opened(path: Path) -> CsvFile:
@@ -109,10 +109,10 @@ class CsvFile(StoredFile):
     @staticmethod
     def open(path: Path, delimiter: str, wanted: Wanted) -> CsvFile:
         """Reads the file once, for the ends of its lines: a second for each GB. Raises UserError
-        where it has no header."""
+        if it has no header."""
         if len(delimiter) != 1:
             raise OptionError(
-                f"data.delimiter={delimiter!r:.40} is no character",
+                f"data.delimiter={delimiter!r:.40} is not a character",
                 "delimiter",
                 "one character, or the word tab or space",
             )
@@ -202,8 +202,8 @@ class CsvFile(StoredFile):
         return decoded(raw, self.file.path, int(self.lines[block]))
 
     def rows(self, block: int) -> list[tuple[int, list[str]]]:
-        """Rows with the line of the file that each begins in. Raises UserError for one that has not
-        as many columns as the first line."""
+        """Yields rows with the line of the file that each begins in. Raises UserError for a row
+        with another number of columns than the first line."""
         first = int(self.lines[block])
         rows = split_rows(self.text(block), self.delimiter, self.file.path, first)
         columns = len(self.header)
@@ -230,7 +230,7 @@ class CsvFile(StoredFile):
         )
 
     def wrong_cell(self, place: int, text: str, line: int, error: str, kind: str) -> UserError:
-        """The error for a cell that is no number."""
+        """The error for a cell that is not a number."""
         texts = [
             name
             for name, one in zip(self.header, self.kinds, strict=True)
@@ -265,7 +265,7 @@ class CsvFile(StoredFile):
 
 
 def delimiter_of(option: str | None) -> str | None:
-    """The character of the option data.delimiter; None where it is not set."""
+    """The character of the option data.delimiter; None if it is not set."""
     return _WORDS.get(option or "", option)
 
 
@@ -295,7 +295,7 @@ class TextColumns:
 
     @staticmethod
     def named(table: CsvFile, names: list[str], is_single: bool) -> TextColumns:
-        """Raises UserError where the first lines have something else than numbers."""
+        """Raises UserError if the first lines have something else than numbers."""
         places = tuple(table.place(name) for name in names)
         samples = int(table.edges[-1])
         shape = (samples,) if is_single else (samples, len(names))
@@ -315,8 +315,8 @@ class TextColumns:
         return numbers[(slice(None), *box.slices)]
 
     def _parsed(self, lines: str, rows: int) -> np.ndarray | None:
-        """Numbers (rows, columns); None where a line is not as it has to be: loadtxt() would take
-        one with more columns."""
+        """Returns numbers (rows, columns); None if a line is malformed: loadtxt() would accept one
+        with more columns."""
         if '"' in lines or any(
             line.count(self.table.delimiter) != len(self.table.header) - 1
             for line in lines.splitlines()

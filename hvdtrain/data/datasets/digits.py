@@ -29,7 +29,7 @@ def build(name: str, root: Path | None, split: Split) -> LabelledImages:
 
     The file's values 0..16 become v * 255 // 16: 0 stays 0, 16 is 255.
 
-    Raises UserError where data.root is set.
+    Raises UserError if data.root is set.
     """
     if root is not None:
         raise OptionError(

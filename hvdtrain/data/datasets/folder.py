@@ -124,7 +124,7 @@ class _SplitFiles(NamedTuple):
 
 
 def check_splits(root: Path | None) -> None:
-    """Raises UserError where train or val is missing, or they have different classes. It reads the
+    """Raises UserError if train or val is missing, or they have different classes. It reads the
     names of folders alone: no image."""
     if root is None:  # build() refuses it
         return
@@ -140,7 +140,7 @@ def check_splits(root: Path | None) -> None:
 
 
 def _find_images(root: Path, split: Split) -> _SplitFiles:
-    """Raises UserError where train and the split have different classes, or a class has no images;
+    """Raises UserError if train and the split have different classes, or a class has no images;
     OSError.
 
     A validation set without train has the classes of its own folders: a model that exists already
@@ -158,14 +158,14 @@ def _find_images(root: Path, split: Split) -> _SplitFiles:
 
 
 def _compare_classes(train: Collection[str], classes: Collection[str], folder: Path) -> None:
-    """Raises UserError where a class is only in one of train and `folder`."""
+    """Raises UserError if a class is only in one of train and `folder`."""
     if different := sorted({*train} ^ {*classes}):
         what = f"only one of train and {folder.name} has class {', '.join(map(short, different))}"
         raise UserError(what, str(folder), "the same class folders in both")
 
 
 def _split_folder(root: Path, split: Split) -> Path:
-    """Raises UserError where there is none; OSError."""
+    """Raises UserError if there is none; OSError."""
     check_folder(root, f"data.root=DIR, with images in DIR/{split}/<class>/")
     for folder in _FOLDERS[split]:
         if (root / folder).is_dir():
@@ -184,7 +184,7 @@ def _class_names(folder: Path) -> list[str]:
 
 
 def _list_classes(folder: Path) -> tuple[ImagesByClass, list[str]]:
-    """The image files of each class, and what else is there. Raises UserError where a class has
+    """The image files of each class, and what else is there. Raises UserError if a class has
     none."""
     by_class = {name: find_images(str(folder / name)) for name in _class_names(folder)}
     classes = {name: images for name, (images, _) in by_class.items()}

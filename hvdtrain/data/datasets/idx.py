@@ -113,7 +113,7 @@ def build(name: str, root: Path | None, split: Split, *, download: bool = True) 
 
 
 def _find_or_download(name: str, root: Path, split: Split, allowed: bool) -> list[Path]:
-    """Paths of the split's images and labels. A download brings both splits. Raises UserError where
+    """Paths of the split's images and labels. A download brings both splits. Raises UserError if
     files are missing."""
     dataset = _FAMILY[name]
     if not all(_find(root, dataset, file) for file in _FILES[split]):

@@ -146,7 +146,7 @@ def _split_folder(root: Path, split: Split) -> Path:
 
 
 def _pairs(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...], list[str]]:
-    """Names of images and of their masks, and what is left out. Raises UserError where one is
+    """Names of images and of their masks, and what is left out. Raises UserError if one is
     without the other."""
     for part in ("images", "masks"):
         if not (folder / part).is_dir():

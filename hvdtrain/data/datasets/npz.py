@@ -71,7 +71,7 @@ def build(
     split_val: values of split_by that validate
     cache_mb: most megabytes of decoded blocks that a rank keeps for each set
 
-    Raises UserError where files are damaged, lack a field, or hold pickled objects, which are never
+    Raises UserError if files are damaged, lack a field, or hold pickled objects, which are never
     loaded.
     """
     wanted = Wanted(fields, dtypes or {}, split_by, split_val, cache_mb)
@@ -85,7 +85,7 @@ class NpzFile(StoredFile):
 
     @staticmethod
     def open(path: Path) -> NpzFile:
-        """Raises UserError where it is no archive of arrays."""
+        """Raises UserError if it is not an archive of arrays."""
         file = FileOnDisk.at(path)
         with file.opened() as opened:
             if opened.read(0, min(len(_NPY), file.size)) == _NPY:
@@ -158,7 +158,7 @@ class NpzFile(StoredFile):
 def _compressed_header(
     file: FileOnDisk, info: zipfile.ZipInfo, name: str
 ) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Type and shape of a member. Raises UserError where it has not as many bytes as they say."""
+    """Reads type and shape of a member. Raises UserError if its number of bytes does not match."""
     try:
         with zipfile.ZipFile(file.path) as archive, archive.open(info) as member:
             dtype, shape, _ = _array_header(member)
@@ -191,7 +191,7 @@ def _array_header(file: IO[bytes]) -> tuple[np.dtype[Any], tuple[int, ...], bool
 
 
 def _load(file: FileOnDisk, name: str) -> np.ndarray:
-    """A whole array. Raises UserError where it is damaged, by its checksum too, or has objects."""
+    """A whole array. Raises UserError if it is damaged, by its checksum too, or has objects."""
     with file.opened():  # that it has not changed
         pass
     try:

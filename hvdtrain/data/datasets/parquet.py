@@ -116,7 +116,7 @@ class ParquetFile(StoredFile):
                 edges = np.cumsum([0, *rows], dtype=np.int64)
                 return ParquetFile(file, names, edges, coordinates, most_bytes, texts)
         except (OSError, ValueError, pyarrow.ArrowException) as error:
-            raise cut_off(path, f"it is no Parquet file ({first_line(error)})") from None
+            raise cut_off(path, f"it is not a Parquet file ({first_line(error)})") from None
 
     @property
     def names(self) -> list[str]:
@@ -159,7 +159,7 @@ class ParquetFile(StoredFile):
         )
 
     def _check_size(self, metadata: Any, group: int, names: Sequence[str]) -> None:
-        """Raises UserError where columns of a row group would take more memory than they may."""
+        """Raises UserError if columns of a row group would take more memory than they may."""
         columns = [metadata.column(place) for place in range(metadata.num_columns)]
         size = sum(
             _bytes_of(column)
@@ -178,7 +178,7 @@ class ParquetFile(StoredFile):
             )
 
     def read(self, group: int, names: Sequence[str]) -> list[Any]:
-        """Columns of a row group, as arrays of pyarrow. Raises UserError where they are damaged."""
+        """Columns of a row group, as arrays of pyarrow. Raises UserError if they are damaged."""
         missing = next((name for name in names if name not in self.columns_in_file), None)
         if missing is not None:
             raise no_such(f"column {missing}", self.columns_in_file, self.file.path)
@@ -234,7 +234,7 @@ class RowGroups:
 
     @staticmethod
     def named(table: ParquetFile, names: list[str]) -> RowGroups:
-        """Type and shape are those of the first row group. Raises UserError where it has something
+        """Type and shape are those of the first row group. Raises UserError if it has something
         else than numbers."""
         first = _numbers(table, 0, names) if len(table.edges) > 1 else np.empty((0,))
         return RowGroups(

@@ -49,7 +49,7 @@ def build(
     shape: height, width, channels of an image (pixels)
     classes: classes, equally frequent
 
-    Raises UserError where data.root is set, and for a shape or number of classes that is
+    Raises UserError if data.root is set, and for a shape or number of classes that is
     impossible.
     """
     if root is not None:

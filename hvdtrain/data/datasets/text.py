@@ -42,7 +42,7 @@ def build(
     context: tokens that are read to predict the next
     tokenizer: a tokenizer.json of the tokenizers package (none: each byte is a token)
 
-    Raises UserError without a root, where the text is no UTF-8 or shorter than a window, and where
+    Raises UserError without a root, where the text is not UTF-8 or shorter than a window, and where
     a file is damaged.
     """
     if root is None:
@@ -66,7 +66,7 @@ def build(
     of_file = read_tokenizer(expanded(tokenizer, "tokenizer"), notes) if tokenizer else None
     tokens, vocabulary = encode(text, path, of_file)
     if len(tokens) <= context:
-        what = f"{len(tokens)} tokens are no window of data.context={context} and one more"
+        what = f"{len(tokens)} tokens are fewer than data.context={context} and one more"
         raise UserError(
             what, str(path), f"a longer text, or data.context={max(1, len(tokens) - 1)} or less"
         )
@@ -123,13 +123,13 @@ class Windows(Source):
 
 
 def encode(text: bytes, path: Path, tokenizer: Tokenizer | None) -> tuple[np.ndarray, int]:
-    """The tokens of a text, and how many there may be. Raises UserError where it is no UTF-8."""
+    """The tokens of a text, and how many there may be. Raises UserError if it is not UTF-8."""
     try:
         characters = text.decode()
     except UnicodeDecodeError as error:
         line = text.count(b"\n", 0, error.start) + 1
         raise UserError(
-            f"byte {error.start} is no UTF-8: {error.reason}",
+            f"byte {error.start} is not UTF-8: {error.reason}",
             f"{path}:{line}",
             "convert the text: iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW (or what it is in)",
         ) from None
@@ -141,7 +141,7 @@ def encode(text: bytes, path: Path, tokenizer: Tokenizer | None) -> tuple[np.nda
 
 
 def decode(tokens: np.ndarray, tokenizer: Tokenizer | None) -> str:
-    """The text of integer tokens (m,); bytes that are no UTF-8 are shown as such."""
+    """The text of integer tokens (m,); bytes that are not UTF-8 are shown as such."""
     if tokenizer is None:
         return bytes(tokens.astype(np.uint8)).decode(errors="backslashreplace")
     return tokenizer.decode(tokens.tolist())

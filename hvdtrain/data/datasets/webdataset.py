@@ -141,7 +141,7 @@ class _Archives:
         return _mapped, (self.where, self.files, self.key, self.folder)
 
     def place(self, index: int) -> tuple[_Archive, int, int]:
-        """The archive of one image file, the offset in it and the size. Raises UserError where the
+        """The archive of one image file, the offset in it and the size. Raises UserError if the
         index has been damaged."""
         number, offset, size = self.places[:, index].tolist()
         if (
@@ -158,7 +158,7 @@ class _Archives:
         """The bytes of one image file.
 
         The archive is opened each time: there may be more archives than a process may hold open,
-        and the page cache makes it cheap. Raises UserError where it has changed since the index was
+        and the page cache makes it cheap. Raises UserError if it has changed since the index was
         made, or cannot be read.
         """
         archive, offset, size = self.place(index)
@@ -335,7 +335,7 @@ def _make_index(where: str, files: list[_Archive], folder: Path) -> None:
 
 
 def _load_index(folder: Path) -> _Index | None:
-    """None where it is absent or cut off. A place is checked when its image is read: all of them
+    """None if it is absent or cut off. A place is checked when its image is read: all of them
     may take 24 GB."""
     places = load_npy(folder / _PLACES, np.dtype("<i8"), (3, None))
     found = (load_npy(folder / _LABELS, np.dtype(of), (None,)) for of in ("u1", "<u2", "<u4"))
@@ -348,7 +348,7 @@ def _load_index(folder: Path) -> _Index | None:
 
 
 def _check_labels(archives: _Archives, classes: int) -> None:
-    """Raises UserError for a label that is no class."""
+    """Raises UserError for a label that is not a class."""
     first = first_outside(archives.labels, classes)
     if first is not None:
         what = f"label {archives.labels[first]} is outside 0..{classes - 1}"

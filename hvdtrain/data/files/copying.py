@@ -105,7 +105,7 @@ def copy_file(source: Path, expected: FileState, target: Path, thread: CopyThrea
     """Copies a file with its modification time, reads the copy back from the disk, and returns its
     checksum.
 
-    Raises UserError where the file is not in the `expected` state at the end of the copy, and
+    Raises UserError if the file is not in the `expected` state at the end of the copy, and
     OSError, also where the copy read back differs.
     """
     import xxhash

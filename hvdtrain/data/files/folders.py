@@ -29,12 +29,12 @@ def cache_root() -> Path:
 
 
 def data_root(root: Path | None) -> Path:
-    """The user's data.root, or `data` in the cache. Raises UserError where ~user is unknown."""
+    """The user's data.root, or `data` in the cache. Raises UserError if ~user is unknown."""
     return cache_root() / "data" if root is None else expanded(root, "root")
 
 
 def check_folder(root: Path, fix: str) -> None:
-    """Raises UserError where data.root is not there, or is a file; OSError where it cannot be
+    """Raises UserError if data.root is not there, or is a file; OSError where it cannot be
     seen."""
     try:
         is_folder = stat.S_ISDIR(root.stat().st_mode)

@@ -1,5 +1,5 @@
-"""Arrays in .npy files: written whole or not at all, read back memory-mapped, and where they are
-images, with a checksum of each block."""
+"""Arrays in .npy files: written completely or not at all, read back memory-mapped; images have a
+checksum for each block."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from hvdtrain.errors import UserError
 
 
 def load_npy(path: Path, dtype: np.dtype[Any], shape: tuple[int | None, ...]) -> np.ndarray | None:
-    """The array in the file, memory-mapped; None where the file is absent, holds another array, or
-    has not the length of its header.
+    """Returns the array in the file, memory-mapped; None if the file is absent, holds another
+    array, or its length does not match its header.
 
     None in `shape` is any length. The numbers in the array are not checked. Pickled arrays are
     never loaded.
@@ -157,7 +157,7 @@ class CheckedArray:
 
 
 def load_checked(path: Path, shape: tuple[int, ...]) -> CheckedArray | None:
-    """The array file at `path` with its checksums; None where either is absent, or is not of this
+    """The array file at `path` with its checksums; None if either is absent, or is not of this
     shape."""
     images = load_npy(path, np.dtype(np.uint8), shape)
     sums = load_npy(checksum_path(path), np.dtype("<u8"), (-(-shape[0] // rows_of_block(shape)),))

@@ -56,7 +56,7 @@ class Staging(NamedTuple):
 
 
 class StagedData(NamedTuple):
-    """What a data set is built with in place of the user's root and options."""
+    """Replaces the user's root and options when the data set is built."""
 
     root: Path | None
     options: dict[str, Any]
@@ -178,7 +178,7 @@ def _user_folder(folder: str, source: Path, where: str) -> Path:
 # once
 @functools.cache
 def ensure_staged(name: str, source: Path, target: Path, where: str, staging: Staging) -> bool:
-    """Brings target/files up to date with the source. False where the source has no files. Raises
+    """Brings target/files up to date with the source. False if the source has no files. Raises
     UserError where there is no room."""
     try:
         asked_s = time.time()
@@ -361,7 +361,7 @@ class StagedCopy:
             )
 
     def _manifest_boot_id(self) -> bytes:
-        """The start of the machine at which the manifest was written; empty where there is none."""
+        """The start of the machine at which the manifest was written; empty if there is none."""
         if not self._manifest.exists():
             return b""
         with self._manifest.open("rb") as manifest:
@@ -397,7 +397,7 @@ class StagedCopy:
 
 
 def _fingerprint(path: Path) -> Fingerprint | None:
-    """None where there is no regular file."""
+    """None if there is no regular file."""
     try:
         status = path.lstat()
     except FileNotFoundError:

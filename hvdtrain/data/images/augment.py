@@ -29,7 +29,7 @@ _CUTOUT = range(3, 5)
 
 
 class AugmentationParameters(NamedTuple):
-    """Parameters for n images, in the order of application; None where an augmentation is off. Only
+    """Parameters for n images, in the order of application; None if an augmentation is off. Only
     one of the first three is set."""
 
     crop_box: np.ndarray | None = (
@@ -72,7 +72,7 @@ def is_enabled(augment: AugmentConfig) -> bool:
 
 
 def check_augmentation(augment: AugmentConfig, shape: tuple[int, int, int]) -> None:
-    """Raises UserError where an image of `shape`, (H, W, C), might become all black, or has no
+    """Raises UserError if an image of `shape`, (H, W, C), might become all black, or has no
     colours that can be changed so."""
     height, width, channels = shape
     _check_channels(augment, channels)

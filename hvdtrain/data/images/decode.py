@@ -135,8 +135,8 @@ def centre_square(height: int, width: int) -> CropBox:
 
 
 class Undecoded:
-    """An image file of which only the header has been read. Raises UserError where that is damaged,
-    or decoding would cost too much."""
+    """An image file whose header alone has been read. Raises UserError if the header is damaged, or
+    decoding would cost too much."""
 
     def __init__(self, content: bytes, name: Name, upright: bool = False) -> None:
         """upright: the image is turned as its EXIF orientation says, before all else."""
@@ -154,7 +154,7 @@ class Undecoded:
         """uint8 of `shape`, (H, W, C), row by row: the box, resized with antialiasing; without a
         box the whole image, which is H x W.
 
-        Safe to call from several threads; PIL releases the interpreter lock. Raises UserError where
+        Safe to call from several threads; PIL releases the interpreter lock. Raises UserError if
         the image is damaged.
         """
         with _pixel_budget.reserve(self.height * self.width * (1 if self._orientation == 1 else 2)):
@@ -257,7 +257,7 @@ def _resized(image: Image, shape: tuple[int, ...], box: CropBox | None, scale: i
 
 
 def _usual_jpeg(content: bytes) -> JpegHeader | None:
-    """None where the image is no usual JPEG file, or would cost too much: PIL.Image.open() reads
+    """None if the image is not a usual JPEG file, or would cost too much: PIL.Image.open() reads
     those, or says what they are."""
     header = read_header(content)
     if header is None or header.height * header.width > _MOST_PIXELS:
@@ -382,7 +382,7 @@ def read_header(content: bytes) -> JpegHeader | None:
 
 
 def _find(content: bytes, at: int, markers: tuple[int, ...]) -> int | None:
-    """Where the first segment of one of these markers begins, from `at` on; None where one that is
+    """Where the first segment of one of these markers begins, from `at` on; None if one that is
     not usual before it comes first."""
     while at + _SEGMENT.size + _FRAME.size <= len(content):
         prefix, marker, length = _SEGMENT.unpack_from(content, at)
@@ -395,7 +395,7 @@ def _find(content: bytes, at: int, markers: tuple[int, ...]) -> int | None:
 
 
 def decode_jpeg(content: bytes, header: JpegHeader, scale: int) -> Image:
-    """All of it, with 1 / scale of its height and width, rounded up. Raises ValueError where it is
+    """All of it, with 1 / scale of its height and width, rounded up. Raises ValueError if it is
     damaged or cut off."""
     from PIL.Image import frombytes
 

@@ -62,7 +62,7 @@ def pack(
 
     One file and an ArraySource where the pixels take no more than `shard_bytes`, else several files
     and a PackedSource. Processes decode `worth_workers` images and more (None: as many as make up
-    for their start), threads fewer. Raises UserError where an image cannot be decoded or the files
+    for their start), threads fewer. Raises UserError if an image cannot be decoded or the files
     cannot be written.
     """
     shape = images.shape
@@ -110,7 +110,7 @@ class PackedSource(LabelledImages):
         return self.y
 
     def read(self, indices: np.ndarray) -> Batch:
-        """Raises UserError where an image was altered after it had been written."""
+        """Raises UserError if an image was altered after it had been written."""
         check_indices(indices, len(self))
         x = np.empty((len(indices), *self.shape), np.uint8)
         shards, rows = np.divmod(indices, len(self.arrays[0]))

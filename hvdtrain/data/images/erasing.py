@@ -45,8 +45,8 @@ def has_box(boxes: np.ndarray) -> np.ndarray:
 
 
 def random_pixels(keys: np.ndarray, height: int, width: int, channels: int) -> np.ndarray:
-    """uint8 (n, H, W, C), each value with equal probability, of which a box is shown. keys: uint64
-    (n,)."""
+    """Returns boxes of random values, uint8 (n, H, W, C), each value with equal probability. keys:
+    uint64 (n,)."""
     size = height * width * channels
     words = fold(keys[:, None], _PIXELS, np.arange(-(-size // 8), dtype=np.uint64))
     pixels: np.ndarray = words.astype("<u8").view(np.uint8)[:, :size]

@@ -40,7 +40,7 @@ class EncodedImages(Protocol):
     def __len__(self) -> int: ...
 
     def content(self, index: int) -> bytes:
-        """The bytes of one image file. Raises UserError where they cannot be read."""
+        """The bytes of one image file. Raises UserError if they cannot be read."""
 
     def name(self, index: int) -> str:
         """The name of one image in messages. May take time: an archive is searched for it."""
@@ -72,7 +72,7 @@ class ImageReader:
         """With draw_keys() as `seeds` random boxes of the images; without them the images as they
         are evaluated.
 
-        Raises UserError where an image cannot be decoded.
+        Raises UserError if an image cannot be decoded.
         """
         x = arrays["x"]
         for start, images in self._groups(indices.tolist()):
@@ -161,7 +161,7 @@ class ImageSource(LabelledImages):
         return self.smallest_box > 0
 
     def read(self, indices: np.ndarray) -> Batch:
-        """The images as they are evaluated. Raises UserError where an image cannot be decoded, or a
+        """The images as they are evaluated. Raises UserError if an image cannot be decoded, or a
         worker process ended."""
         return self._read(indices, None)
 

@@ -277,8 +277,8 @@ def _color(x: Any, _: np.ndarray, factor: np.ndarray, arrays: Arrays) -> Any:
 
 
 def _sharpness(x: Any, _: np.ndarray, factor: np.ndarray, arrays: Arrays) -> Any:
-    """Beside an image blurred by 3 x 3 pixels, of which the middle weighs 5, the others 1; its
-    border stays as it is."""
+    """Blends with the image blurred by 3 x 3 pixels, with weight 5 in the middle and 1 elsewhere;
+    its border stays as it is."""
     if min(x.shape[1:3]) <= 2:
         return x
     wide = arrays.cast(x, "int32")

@@ -54,7 +54,7 @@ def index_samples(path: Path) -> list[SampleLocation]:
     """Every sample of the archive, in order: adjacent members KEY.jpg (jpeg, png, webp) and
     KEY.cls; other members of a KEY are skipped.
 
-    Raises UserError for an incomplete sample, one that is there twice, a label that is no class,
+    Raises UserError for an incomplete sample, one that is there twice, a label that is not a class,
     and a damaged or compressed archive.
     """
     locations = []
@@ -138,7 +138,7 @@ def _split_name(info: tarfile.TarInfo) -> _Member | None:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """The archive, open for reading. Raises UserError where it is compressed, not a regular file or
+    """The archive, open for reading. Raises UserError if it is compressed, not a regular file or
     cannot be read."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -187,7 +187,7 @@ def _members(path: Path, file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
 
 
 def _check_end(path: Path, file: IO[bytes], end: int) -> None:
-    """Raises UserError where the archive does not end by its end mark: tarfile takes a damaged
+    """Raises UserError if the archive does not end by its end mark: tarfile takes a damaged
     header, too, for the end."""
     file.seek(end)
     rest = file.read(_END_BYTES)

@@ -1,2 +1,2 @@
-"""Arrays and columns in files of science (Parquet, CSV, npz, ...) as samples: read a block
+"""Arrays and columns in scientific data files (Parquet, CSV, npz, ...) as samples: read a block
 at a time, never a file as a whole."""

@@ -1,5 +1,5 @@
-"""Samples that later steps read, kept when the block that they are in is decoded: which samples a
-rank reads is known in advance.
+"""Keeps samples of later steps when their block is decoded: which samples a rank reads is known in
+advance.
 
 Dryden et al. 2021, "Clairvoyant prefetching for distributed machine learning I/O",
 arXiv:2101.08734.
@@ -47,8 +47,8 @@ class SamplesAhead:
         self._kept: dict[int, Future[_Rows]] = {}  # what has the sample, once it is read
 
     def expect(self, samples: np.ndarray, anew: bool) -> None:
-        """These samples will be read after those that were expected so far; anew: no others will
-        be."""
+        """These samples will be read after those that were expected so far; anew: they replace
+        those."""
         blocks = self._blocks_of(samples)
         with self._lock:
             if anew:

@@ -1,5 +1,5 @@
-"""What makes every data set of stored arrays: it opens the files, finds the fields and their
-samples, and takes those of a split."""
+"""Builds every data set of stored arrays: opens the files, finds the fields and their samples, and
+selects those of a split."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _not_read(
 
 
 def _training_paths(root: Path, suffixes: tuple[str, ...], name: str) -> list[Path]:
-    """The files of the training set beside those of a validation set; none where it is alone."""
+    """The files of the training set beside those of a validation set; none if it is alone."""
     try:
         return files_of_split(root, "train", suffixes, name)[0]
     except UserError:

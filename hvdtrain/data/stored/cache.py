@@ -1,5 +1,5 @@
-"""Decoded blocks in memory, up to so many bytes: a block that several threads need is decoded by
-one of them, once."""
+"""Decoded blocks in memory, up to a number of bytes: a block that several threads need is decoded
+once, by one of them."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ def column_of_texts(
 def class_names_of(
     files: Iterator[StoredFile], paths: list[Path], wanted: Wanted
 ) -> tuple[str, ...]:
-    """The names in a column y of texts, sorted: the classes. Raises UserError where one is missing,
-    for numbers, and for texts that are no names of classes.
+    """The names in a column y of texts, sorted: the classes. Raises UserError if one is missing,
+    for numbers, and for texts that are not names of classes.
 
     files: opened as they are taken; of a set without names only the first is.
     """

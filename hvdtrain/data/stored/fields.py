@@ -71,7 +71,7 @@ def fields_of(wanted: Wanted, split: Split, file: StoredFile, path: Path) -> dic
 
 
 def _refuse_texts(file: StoredFile) -> None:
-    """Raises UserError where the file has targets that are no numbers."""
+    """Raises UserError if the file has targets that are not numbers."""
     for name in file.without_numbers:
         if name.lstrip("/") in TARGETS:
             file.array(name)

@@ -26,7 +26,7 @@ class FileOnDisk:
 
     @staticmethod
     def at(path: Path) -> FileOnDisk:
-        """Raises UserError where it cannot be seen, and where it is a pipe or a device, which
+        """Raises UserError if it cannot be seen, and where it is a pipe or a device, which
         opening would wait for."""
         try:
             status = check_regular(path)
@@ -40,10 +40,10 @@ class FileOnDisk:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[OpenFile]:
-        """The file, opened anew: there may be more than a process may hold open, and the page cache
+        """The file, reopened: there may be more than a process may hold open, and the page cache
         makes it cheap.
 
-        Raises UserError where it has changed since at(), and where it cannot be read.
+        Raises UserError if it has changed since at(), and where it cannot be read.
         """
         try:
             descriptor = os.open(
@@ -74,7 +74,7 @@ class OpenFile:
     path: Path
 
     def read(self, offset: int, count: int) -> bytes:
-        """So many bytes. Raises UserError where the file ends before them."""
+        """So many bytes. Raises UserError if the file ends before them."""
         content = os.pread(self.descriptor, count, offset)
         while len(content) < count:
             more = os.pread(self.descriptor, count - len(content), offset + len(content))

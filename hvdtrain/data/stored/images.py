@@ -70,7 +70,7 @@ class StoredImages(LabelledImages):
 
 
 def images_of(source: StoredSource) -> StoredImages | None:
-    """The source as images with classes; None where its fields are none."""
+    """The source as images with classes; None if its fields are none."""
     if set(source.fields) != {"x", "y"}:
         return None
     x = source.fields["x"]

@@ -118,7 +118,7 @@ def _shape(name: str, one: Selected, arrays: int, dtype: np.dtype[Any]) -> tuple
 def _part(
     arrays: dict[str, list[Selected]], kinds: Mapping[str, Field], path: Path, wanted: Wanted
 ) -> FileSamples:
-    """One file's samples. Raises UserError where its arrays do not fit each other, or the first
+    """One file's samples. Raises UserError if its arrays do not fit each other, or the first
     file's."""
     lengths = {one.text: one.selection.samples for group in arrays.values() for one in group}
     if len(set(lengths.values())) > 1:
@@ -157,7 +157,7 @@ def _part(
 
 
 def _check_block(one: Selected, path: Path, wanted: Wanted) -> None:
-    """Raises UserError where one block would take more memory than all blocks may."""
+    """Raises UserError if one block would take more memory than all blocks may."""
     if isinstance(one.array, PlainRows) or len(one.array.edges) < 2:
         return
     rows = int(np.diff(one.array.edges).max())

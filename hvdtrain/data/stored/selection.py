@@ -1,5 +1,5 @@
-"""What of a stored array a field is: `/fields/u[:, 0:3, ::2]`, by numpy's own words, with a slice
-of the samples first."""
+"""Selections from a stored array: `/fields/u[:, 0:3, ::2]`, in numpy's syntax, with a slice of the
+samples first."""
 
 from __future__ import annotations
 

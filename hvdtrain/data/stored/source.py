@@ -1,5 +1,5 @@
-"""StoredSource: fields of samples from arrays in files, of which a read decodes each block once and
-a cache keeps the last ones."""
+"""StoredSource: fields of samples from arrays in files. A read decodes each block once, and a cache
+keeps the last ones."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Selected:
         )
 
     def _converted(self, rows: np.ndarray) -> np.ndarray:
-        """The rows in the field's number type. Raises UserError where that would change a whole
+        """The rows in the field's number type. Raises UserError if that would change a whole
         number, or make one of a fraction."""
         with np.errstate(invalid="ignore"):
             converted = rows.astype(self.dtype, copy=False)
@@ -121,7 +121,7 @@ class FileSamples:
 
     @property
     def largest(self) -> Selected | None:
-        """The array with the most numbers in a block; None where all are read row by row."""
+        """The array with the most numbers in a block; None if all are read row by row."""
         stored = [
             one
             for arrays in self.arrays.values()
@@ -242,7 +242,7 @@ class StoredSource(Source):
 
     @property
     def foresight(self) -> Foresight | None:
-        """None where all fit into memory, or blocks are decoded no less often with what is known in
+        """None if all fit into memory, or blocks are decoded no less often with what is known in
         advance."""
         foresight: Foresight | None = self._once("foresight", self._foresight)
         return foresight
@@ -326,7 +326,7 @@ class StoredSource(Source):
         """Mean and deviation of a field, float64 (2, C) over its last axis, of all samples or of
         some: one pass, which is kept.
 
-        None where no ranks read together. Every rank calls it.
+        None if no ranks read together. Every rank calls it.
         """
         ranks: ReadingRanks | None = self._known.get("ranks")
         if ranks is None:
@@ -381,7 +381,7 @@ class StoredSource(Source):
 
     @property
     def rows_of_block(self) -> int | None:
-        """Neighbouring samples that are decoded together: the most of any array; None where each is
+        """Neighbouring samples that are decoded together: the most of any array; None if each is
         read alone."""
         most = max(
             (

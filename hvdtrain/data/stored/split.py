@@ -40,7 +40,7 @@ def split_values(
 
 
 def _split_values_of(file: StoredFile, path: Path, part: FileSamples, text: str) -> np.ndarray:
-    """The values for the samples of a file. Raises UserError where it has another number of them,
+    """The values for the samples of a file. Raises UserError if it has another number of them,
     or one is missing."""
     name, words = name_and_words(text)
     values = file.values(name)
@@ -87,7 +87,7 @@ def in_neither(values: np.ndarray, split: Split, key: str) -> Iterator[str]:
 def samples_of_split(
     values: np.ndarray, paths: list[Path], wanted: Wanted, split: Split
 ) -> np.ndarray:
-    """The samples of a split, int64 (n,), by the values of a column. Raises UserError where there
+    """The samples of a split, int64 (n,), by the values of a column. Raises UserError if there
     are none."""
     if wanted.split_val is not None:
         known = np.unique(values)

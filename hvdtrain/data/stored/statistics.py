@@ -1,5 +1,5 @@
-"""Mean and deviation of a field of a large set: one pass over its samples, of which each rank reads
-a part; the same bits on any number."""
+"""Mean and deviation of a field of a large set: one pass over its samples, divided among the ranks;
+the same bits on any number of ranks."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def kept(
 
 
 def _read(path: Path, columns: int) -> np.ndarray | None:
-    """The numbers in the file; None where it is absent or damaged."""
+    """The numbers in the file; None if it is absent or damaged."""
     try:
         found = np.array(json.loads(path.read_text()), np.float64)
     except (OSError, ValueError, TypeError):

@@ -34,7 +34,7 @@ class Blocks(Protocol):
 
     def decode(self, block: int, box: SelectionBox) -> np.ndarray:
         """(rows, *box.shape), in fresh memory. Safe to call from several threads. Raises UserError
-        where the block is damaged."""
+        if the block is damaged."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ class PlainRows:
 
     def read(self, rows: np.ndarray) -> np.ndarray:
         """(n, *shape[1:]) of rising rows, int64 (n,); neighbours are read at once. Raises UserError
-        where the file is cut off."""
+        if the file is cut off."""
         selected = np.empty((len(rows), *self.shape[1:]), self.dtype)
         flat = selected.reshape(len(rows), -1).view(np.uint8) if self.row_bytes else selected
         starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
@@ -87,11 +87,11 @@ class StoredFile(ABC):
 
     @abstractmethod
     def array(self, name: str) -> StoredArray:
-        """Raises UserError where there is none of this name, or it has no numbers."""
+        """Raises UserError if there is none of this name, or it has no numbers."""
 
     @abstractmethod
     def values(self, name: str) -> np.ndarray:
-        """All of a column of numbers or texts (n,). Raises UserError where there is none."""
+        """All of a column of numbers or texts (n,). Raises UserError if there is none."""
 
     @property
     def without_numbers(self) -> Collection[str]:
@@ -105,9 +105,9 @@ class StoredFile(ABC):
         return ()
 
     def edges_of_texts(self, name: str, *, may_be_names: bool = False) -> np.ndarray | None:
-        """Blocks.edges of a column of a table that has texts, as names of classes; None of
-        another. may_be_names: also of one that has something else, which a training set with
-        names would make names of classes, as true and false."""
+        """Returns Blocks.edges of a column of a table that has texts, as names of classes; None
+        otherwise. may_be_names: also for other values, such as true and false, that a training set
+        with names would make class names."""
         return None
 
     def columns(self, names: list[str]) -> Blocks | None:
@@ -116,8 +116,8 @@ class StoredFile(ABC):
         return None
 
     def note(self, name: str) -> str:
-        """A line for the user of an array of which a part was never written, so that its fill value
-        is read; empty of any other."""
+        """Returns a line for the user if a part of an array was never written, so that its fill
+        value is read; otherwise empty."""
         return ""
 
 
@@ -138,7 +138,7 @@ def check_shape(shape: tuple[int, ...], name: str, path: Path) -> None:
 
 
 def check_dtype(dtype: np.dtype[Any], name: str, path: Path, has_texts: bool = False) -> None:
-    """Raises UserError for what is no number of at most 64 bits: objects, which could only be
+    """Raises UserError for what is not a number of at most 64 bits: objects, which could only be
     unpickled, texts, records.
 
     has_texts: whether objects are texts of a format that knows no pickle.

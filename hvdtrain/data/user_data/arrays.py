@@ -18,7 +18,7 @@ from hvdtrain.data.source import LARGE_BYTES, ArraySource, NamedArrays, Source
 from hvdtrain.data.subset import SubsetOfImages
 from hvdtrain.errors import UserError, first_line
 
-MOST_CLASSES = 2**20  # of images with whole numbers: larger ones are no classes
+MOST_CLASSES = 2**20  # of images with whole numbers: larger ones are not classes
 
 
 def is_array(value: object) -> bool:
@@ -36,7 +36,7 @@ def flat_fields(
     """{"x": {"image": ..., "table": ...}, "y": ...} without the inner dict, and the names that it
     has; anything else as it is.
 
-    Raises UserError where two fields have one name.
+    Raises UserError if two fields have one name.
     """
     inner = given.get("x")
     if not isinstance(inner, Mapping) or not inner:
@@ -56,7 +56,7 @@ def from_arrays(
     """The source of arrays by field. Images x with labels y are a data set of images and classes.
     inputs: fields that were inside of x.
 
-    Raises UserError where they are not numbers, or not of the same samples.
+    Raises UserError if they are not numbers, or not of the same samples.
     """
     for field in given:
         if not isinstance(field, str) or not field.isidentifier():
@@ -89,7 +89,7 @@ def _channels_last(array: np.ndarray) -> np.ndarray:
 
 
 def to_numpy(value: Any, what: str, where: str) -> np.ndarray:
-    """Its numbers, in its own memory where that is possible. Raises UserError where it has no
+    """Its numbers, in its own memory where that is possible. Raises UserError if it has no
     numbers."""
     if hasattr(value, "detach"):  # of torch
         value = _of_torch(value, what, where)
@@ -355,7 +355,7 @@ _DTYPES = {
 
 
 def read_safetensors(path: Path, name: str, where: str) -> dict[str, np.ndarray]:
-    """Its arrays by name. Raises UserError where it is none, is damaged, or has numbers of a type
+    """Its arrays by name. Raises UserError if it is none, is damaged, or has numbers of a type
     that numpy does not know."""
     from safetensors import SafetensorError, safe_open
 

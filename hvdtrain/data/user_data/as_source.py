@@ -1,5 +1,5 @@
-"""What the user gives as data, as a Source: told by what it is, without importing a library; its
-numbers are checked when they are read."""
+"""Converts the user's data to a Source. Recognizes them without importing a library; checks their
+numbers when they are read."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def _as_source(
 
 
 def _refuse_padding(source: Source, padding: Mapping[str, Padding], name: str, where: str) -> None:
-    """Raises UserError where a source of the user's own does not pad a field itself."""
+    """Raises UserError if a source of the user's own does not pad a field itself."""
     for name_of_field in padding:
         if name_of_field not in source.fields or source.fields[name_of_field].padding is None:
             what = (
@@ -234,7 +234,7 @@ def _tensors(tensors: Any, name: str, where: str) -> dict[str, Any]:
 
 
 def _refuse_lists(given: object, name: str, where: str) -> None:
-    """Raises UserError for lists in the place of arrays, and for x without a name."""
+    """Raises UserError for lists instead of arrays, and for x without a name."""
     if isinstance(given, Mapping):
         wrong = next(
             (field for field, value in given.items() if isinstance(value, (list, tuple, range))),
@@ -268,7 +268,7 @@ def _is_column(value: object) -> bool:
 
 
 def _described(given: object) -> str:
-    """What was given that is no data, and for what one may have taken it."""
+    """Names what was given instead of data, and what it may have been mistaken for."""
     if isinstance(given, Mapping):
         kinds = ", ".join(f"{field}: {type(value).__name__}" for field, value in given.items())
         return f"a dict of other things than arrays ({kinds})" if given else "a dict without fields"
@@ -332,7 +332,7 @@ def as_declared(source: Source, fields: Mapping[str, Field]) -> Source:
     """The source with its integers as the fields of a task have them: labels of any integer type
     are int64 of known classes.
 
-    Raises UserError where an integer is none that its field may have: of sources in memory at once,
+    Raises UserError if an integer is none that its field may have: of sources in memory at once,
     of all others when it is read.
     """
     if isinstance(source, LabelledImages):

@@ -38,7 +38,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class DatasetSource(Source):
-    """Samples by index; those of training are drawn anew in each epoch, by (seed, epoch, sample),
+    """Samples by index; those of training are drawn again in each epoch, by (seed, epoch, sample),
     those of evaluation are always the same.
 
     Without workers the thread that needs samples reads them: the generators of a process are of all
@@ -184,12 +184,12 @@ def from_dataset(
     kept: tuple[str, ...] = (),
     padding: Mapping[str, Padding] = _NOTHING,
 ) -> DatasetSource:
-    """The source of a map-style Dataset, of which the first sample is read; with padding all, where
-    it does not tell their lengths.
+    """Returns the source of a map-style Dataset. Reads its first sample, and with padding all
+    samples if it does not report their lengths.
 
     kept: names of fields that stay in place of x and y.
 
-    Raises UserError where it cannot be read, a sample read again is another one, or worker
+    Raises UserError if it cannot be read, a sample read again is another one, or worker
     processes cannot have it.
     """
     notes: list[str] = []
@@ -226,7 +226,7 @@ def from_dataset(
 
 
 def _check_repeats(samples: CollatedDataset, where: str) -> None:
-    """Raises UserError where the first sample is another one when it is read again, after the last
+    """Raises UserError if the first sample is another one when it is read again, after the last
     one, with the same random state."""
     indices = np.array([0, samples.samples - 1, 0])
     batch = samples.read(indices, evaluation_seeds(indices))
@@ -294,7 +294,7 @@ def declared_classes(dataset: Any, depth: int = 0) -> int:
 
 
 def labels_of(dataset: Any, whole: bool, depth: int = 0) -> np.ndarray | None:
-    """Integers (n,); None where they are only read with samples. whole: of a Subset those of all
+    """Integers (n,); None if they are only read with samples. whole: of a Subset those of all
     that it is a part of."""
     if type(dataset) in (list, tuple):
         return _of_pairs(dataset)

@@ -69,7 +69,7 @@ class CollatedDataset:
         """Reads samples as read() does, into the first rows of arrays that are there already;
         without seeds as they are evaluated.
 
-        Raises UserError where the user's code fails, or a sample is not like the first.
+        Raises UserError if the user's code fails, or a sample is not like the first.
         """
         found = len(self.dataset)
         if found != self.samples:
@@ -218,7 +218,7 @@ def probed(
     """The samples of a Dataset with the fields of its first one; values: Field.values of integers.
 
     padding: of fields whose samples have different lengths; their longest is that of the first one
-    here. Raises UserError where it has none, or it cannot be read.
+    here. Raises UserError if it has none, or it cannot be read.
     """
     try:
         samples = len(dataset)
@@ -254,7 +254,7 @@ def read_lengths(samples: CollatedDataset) -> dict[str, np.ndarray]:
     """int64 (n,) of each padded field: as the attribute `lengths` of the Dataset says, else of
     every sample, as it is evaluated.
 
-    Raises UserError where the attribute is none, or a sample cannot be read.
+    Raises UserError if the attribute is none, or a sample cannot be read.
     """
     told = getattr(samples.dataset, "lengths", None)
     if told is None or callable(told):

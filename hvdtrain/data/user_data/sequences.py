@@ -49,7 +49,7 @@ def from_ragged(
 
     nested_inputs: those that the data have inside of x.
 
-    Raises UserError where another one has, or the arrays are not numbers.
+    Raises UserError if another one has, or the arrays are not numbers.
     """
     for field, column in given.items():
         if not isinstance(field, str) or not field.isidentifier():

@@ -1,4 +1,4 @@
-"""A source of a class of the user's own, which need not be one of hvdtrain's."""
+"""A source of a user's class, which need not derive from a class of hvdtrain."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def link_errors(points: Sequence[MeasuredAllreduce], ranks: int) -> list[float]:
 
 
 def step_errors(points: Sequence[MeasuredStep]) -> list[float]:
-    """Relative error of each step, predicted from all others; empty where fewer than four others
+    """Relative error of each step, predicted from all others; empty if fewer than four others
     remain, for four parameters."""
     if len(points) < 5:
         return []

@@ -193,7 +193,7 @@ def smooth(rates: Sequence[float], losses: Sequence[float]) -> list[Point]:
 
 
 def propose(points: Sequence[Point]) -> Proposal | None:
-    """None where the loss falls nowhere."""
+    """None if the loss falls nowhere."""
     known = [point for point in points if math.isfinite(point.smoothed)]
     if len(known) < _LEAST:
         return None

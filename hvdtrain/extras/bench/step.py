@@ -132,7 +132,7 @@ def _config_of_one_rank(config: Config, size: int) -> Config:
 def _phases_and_operations(
     config: Config, trainer: Trainer, steps: int, step_s: float
 ) -> dict[str, Any]:
-    """Milliseconds by phase, and floating-point operations; nothing where the framework does not
+    """Milliseconds by phase, and floating-point operations; nothing if the framework does not
     count them."""
     if config.framework != "torch":
         return {}

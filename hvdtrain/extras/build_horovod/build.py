@@ -120,7 +120,7 @@ def which(name: str) -> Path | None:
 
 
 def installed_version(package: str) -> str | None:
-    """None where it is not installed."""
+    """None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -457,7 +457,7 @@ def private_folder(folder: Path, report: Callable[[str], None]) -> None:
 
 
 def usable_wheel(folder: Path, report: Callable[[str], None]) -> Path | None:
-    """The wheel in a private folder; None where there is none, and where it is not the one that was
+    """The wheel in a private folder; None if there is none, and where it is not the one that was
     built: that one is removed."""
     for wheel in folder.glob("horovod-*.whl"):
         if (reason := _refused_because(wheel)) is None:

@@ -148,7 +148,7 @@ def download_source(version: str, folder: Path, log: Path) -> Path:
     is used. Output of pip goes to `log`.
 
     pip runs the setup.py of what it downloads, for its metadata: --require-hashes makes it compare
-    the sha256 before that. Raises UserError where the download fails or is another file than the
+    the sha256 before that. Raises UserError if the download fails or is another file than the
     released one; nothing of such a file runs or stays.
     """
     path = folder / f"horovod-{version}.tar.gz"
@@ -406,7 +406,7 @@ print(f"verified on rank {rank}", flush=True)
 
 
 class Outcome(NamedTuple):
-    status: int | None  # the exit status; None where the command did not end within its limit
+    status: int | None  # the exit status; None if the command did not end within its limit
     output: str
 
 

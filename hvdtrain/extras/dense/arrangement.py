@@ -29,7 +29,7 @@ class Dense(Arrangement):
     without_samples = "call"
 
     def cut(self) -> None:
-        """Raises UserError where the model names no dense part that can be cut."""
+        """Raises UserError if the model names no dense part that can be cut."""
         making = self.making
         config = self.making.config
         scheme = DenseKeys.of(self.making.config).dense

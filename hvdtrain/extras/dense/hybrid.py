@@ -60,7 +60,7 @@ class HybridModel(nn.Module):
         where: str = "parallel.dense",
     ) -> None:
         """Cuts the dense part of `model`, whose weights are the same on all ranks. Raises UserError
-        where it names none that can be cut."""
+        if it names none that can be cut."""
         super().__init__()
         name = getattr(model, "dense_part", None)
         chain = dict(model.named_modules()).get(name) if isinstance(name, str) else None
@@ -198,7 +198,7 @@ class DenseTurns:
         return own if self.returns_inputs else self.outputs(own)
 
     def passed_by(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """What the whole model gives. Raises UserError where it does not call its dense part once,
+        """What the whole model gives. Raises UserError if it does not call its dense part once,
         as other ranks do."""
         self._calls = 0
         features: torch.Tensor = model(x)

@@ -223,7 +223,7 @@ class RankProcess(NamedTuple):
 
 
 def find_ranks(run: Path) -> list[RankProcess]:
-    """By rank. Raises UserError where no job runs in the folder, or not here and as this user."""
+    """By rank. Raises UserError if no job runs in the folder, or not here and as this user."""
     holder = _holder(run)
     first = _read(holder.pid)
     environ = _environ(holder.pid)
@@ -266,7 +266,7 @@ def choose(ranks: list[RankProcess], what: What, random: Random) -> list[RankPro
 
 
 def send(victim: RankProcess, number: int) -> bool:
-    """A signal to that very process; False where it has ended."""
+    """A signal to that very process; False if it has ended."""
     try:
         handle = os.pidfd_open(victim.pid)
     except OSError:

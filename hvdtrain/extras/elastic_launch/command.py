@@ -135,7 +135,7 @@ def _count(value: str | None, option: str) -> int | None:
 
 
 def _offer(options: Namespace, slots_here: int) -> Offer:
-    """Raises UserError where more than one option names hosts."""
+    """Raises UserError if more than one option names hosts."""
     named = [
         name for name in ("hosts", "hostfile", "hosts_from") if getattr(options, name) is not None
     ]

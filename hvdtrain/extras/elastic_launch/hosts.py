@@ -25,7 +25,7 @@ _SCRIPT_FIX = "a program that prints a host in each line, as n1:4, and ends with
 
 
 class Offer(NamedTuple):
-    """read(): the hosts that are offered now; may be none. It raises UserError where that cannot be
+    """read(): the hosts that are offered now; may be none. It raises UserError if that cannot be
     told."""
 
     read: Callable[[], tuple[Host, ...]]
@@ -56,7 +56,7 @@ def of_file(path: Path) -> Offer:
 
 
 def of_script(path: Path) -> Offer:
-    """Raises UserError where there is no such program. It is started without a shell and without
+    """Raises UserError if there is no such program. It is started without a shell and without
     arguments."""
     if not (path.is_file() and os.access(path, os.X_OK)):
         raise UserError(f"there is no program {path}", "--hosts-from", f"{_SCRIPT_FIX}: chmod +x")
@@ -220,7 +220,7 @@ class Probes:
         self._slowest_s: dict[str, float] = {}  # of each host's answers
         self._running: dict[str, _Probe] = {}
         self._waiting: list[str] = []
-        self.error = ""  # why the last host could not be asked; empty where it was
+        self.error = ""  # why the last host could not be asked; empty if it was
 
     def ask(self, names: Sequence[str]) -> None:
         """Asks hosts whether they answer; those that are asked already are not asked twice."""
@@ -369,7 +369,7 @@ def decide(ended: Ended) -> RestartDecision:
 
 
 def reason_to_give_up(failures: Sequence[Failure], is_first_start: bool) -> str:
-    """Why the job is not started again after the last of its failures; empty where it is.
+    """Why the job is not started again after the last of its failures; empty if it is.
 
     is_first_start: of this supervisor; an error that the user can fix is then a mistake in the
     command.

@@ -106,7 +106,7 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _wait_for_hosts(self) -> tuple[Host, ...]:
-        """The hosts to start on; none where the patience is over, or a signal came.
+        """The hosts to start on; none if the patience is over, or a signal came.
 
         The patience begins when the first look is over, which may take long, and has found too few.
         """
@@ -140,7 +140,7 @@ class Supervisor:
         return ()
 
     def _look_at_hosts(self) -> None:
-        """Reads the offer anew where it is time, asks hosts, and takes their answers."""
+        """Reads the offer again when it is time, asks hosts, and collects their answers."""
         now_s = time.monotonic()
         if now_s - self._looked_s >= self._limits.every_s:
             self._looked_s = now_s
@@ -259,8 +259,8 @@ class Supervisor:
         return True
 
     def _see_losses(self, start: _Start, now_s: float) -> None:
-        """The job has gone on without some of its ranks (guard.lost=shrink): whether their hosts
-        answer has to be asked anew."""
+        """The job has continued without some of its ranks (guard.lost=shrink): asks their hosts
+        again."""
         before = start.ranks
         start.ranks = self._job.ranks or start.ranks
         if start.ranks < before:

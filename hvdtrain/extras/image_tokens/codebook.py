@@ -66,7 +66,7 @@ def make_codebook(images: Images, colours: int, side: int) -> Codebook:
     """k-means over pixels that counters draw, the same in every run and on every machine: all
     arithmetic is in whole numbers.
 
-    The images are reduced to `side` pixels first. Raises UserError where the pixels have fewer
+    The images are reduced to `side` pixels first. Raises UserError if the pixels have fewer
     colours than are wanted.
     """
     found = k_means(draw_pixels(images, side), colours)
@@ -109,7 +109,7 @@ def k_means(pixels: np.ndarray, colours: int) -> np.ndarray:
     different colours: uint8 (colours, C).
 
     Means are rounded to whole numbers. A colour that is the nearest of no pixel becomes the pixel
-    that is farthest from its own. Raises UserError where the pixels have fewer colours.
+    that is farthest from its own. Raises UserError if the pixels have fewer colours.
     """
     channels = pixels.shape[1]
     numbers, firsts, counts = np.unique(_as_numbers(pixels), return_index=True, return_counts=True)
@@ -187,7 +187,7 @@ def to_json(codebook: Codebook) -> bytes:
 
 
 def read_codebook(run: Path) -> Codebook:
-    """Raises UserError where the file is absent or damaged."""
+    """Raises UserError if the file is absent or damaged."""
     try:
         with Folder.open(run) as folder:
             content = folder.read(FILE, MOST_FILE_BYTES)
@@ -200,7 +200,7 @@ def read_codebook(run: Path) -> Codebook:
 
 
 def from_json(content: bytes, where: str) -> Codebook:
-    """Raises UserError where the file is damaged."""
+    """Raises UserError if the file is damaged."""
     try:
         colours = np.array(json.loads(content)["colours"])
         if (

@@ -34,7 +34,7 @@ _ENCODED_VALUES = 2**22  # of pixels encoded at once
 @dataclass(frozen=True, eq=False)
 class UnencodedImages(Unfinished):
     """Images whose tokens wait for a codebook, which is the same on all ranks. Raises UserError
-    where sizes do not fit."""
+    if sizes do not fit."""
 
     array = "codebook"
     images: LabelledImages
@@ -74,7 +74,7 @@ class UnencodedImages(Unfinished):
         return self.side or self.images.shape[0]
 
     def compute(self) -> np.ndarray:
-        """The colours of a codebook: 2 s for 512. Raises UserError where the images have fewer."""
+        """The colours of a codebook: 2 s for 512. Raises UserError if the images have fewer."""
         return make_codebook(self.images, self.colours, self.pixels).colours
 
     def read(self, run: Path) -> np.ndarray:

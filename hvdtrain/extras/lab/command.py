@@ -102,7 +102,7 @@ def _pages(labs: Mapping[str, Path]) -> list[tuple[str, Path]]:
 
 
 def _labs() -> dict[str, Path]:
-    """By number. Raises UserError where hvdtrain was installed without its repository."""
+    """By number. Raises UserError if hvdtrain was installed without its repository."""
     root = Path(__file__).resolve().parents[3] / "labs"
     folders = {
         match[1]: path.parent

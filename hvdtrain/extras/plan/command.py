@@ -155,7 +155,7 @@ def _read_ranks(value: str) -> list[int]:
 
 
 def _draw_parallel(path: str, config: Config, task: Task, ranks: int) -> str:
-    """Writes a PNG; returns a line for people. Raises UserError where the framework has no such
+    """Writes a PNG; returns a line for people. Raises UserError if the framework has no such
     picture, or the file cannot be written."""
     if config.framework != "torch":
         raise UserError(

@@ -147,8 +147,8 @@ def simulate_restarts(
 
 
 def _until_it_runs(down_s: float, mtbf_s: float, random: Random) -> float:
-    """A fault in the meantime begins it anew; where that is nearly certain, the mean, without the
-    many draws."""
+    """A fault in the meantime restarts the wait; if that is nearly certain, returns the mean,
+    without many draws."""
     if down_s > _SURE * mtbf_s:
         return mtbf_s * math.expm1(min(down_s / mtbf_s, _LARGEST))
     total_s = down_s

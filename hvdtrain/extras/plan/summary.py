@@ -66,7 +66,7 @@ def _operations(flops: int) -> str:
 
 
 def totals(rows: Sequence[LayerSummary]) -> dict[str, int | None]:
-    """Sums over the layers; "flops" is None where they are not counted."""
+    """Sums over the layers; "flops" is None if they are not counted."""
     flops = [row.flops for row in rows if row.flops is not None]  # none is counted, or all
     return {
         "parameters": sum(row.parameters for row in rows),

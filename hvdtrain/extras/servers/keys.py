@@ -78,7 +78,7 @@ class ServersConfig(Section):
 
     @property
     def most_stale(self) -> int | None:
-        """The bound; None where there is none."""
+        """The bound; None if there is none."""
         return None if self.bound == "none" else self.bound
 
 

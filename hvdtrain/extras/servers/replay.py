@@ -111,7 +111,7 @@ def _print_changes(run: Path) -> None:
 
 
 def _config_of(run: Path, arguments: Sequence[str]) -> Config:
-    """Raises UserError where it cannot be read, and where only the run names code."""
+    """Raises UserError if it cannot be read, and where only the run names code."""
     config = configure(None, [f"resume={run}", *arguments])
     plugins.check_names(config)
     return config.replace(resume="auto")

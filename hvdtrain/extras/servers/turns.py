@@ -261,7 +261,7 @@ class UpdateOrder:
         return updates
 
     def grant(self, worker: int) -> int | None:
-        """The worker's next ticket; None where none is left before the sync point."""
+        """The worker's next ticket; None if none is left before the sync point."""
         if not self._left:
             return None
         ticket = self._granted[worker] = self._left.popleft()
@@ -284,7 +284,7 @@ class UpdateOrder:
         self._arrived.append(worker)
 
     def next_update(self) -> WorkerUpdate | None:
-        """The next update, from the first gradient that may be applied; None where none may be
+        """The next update, from the first gradient that may be applied; None if none may be
         before another one arrives."""
         worker = next((worker for worker in self._arrived if self._may_be_applied(worker)), None)
         if worker is None:

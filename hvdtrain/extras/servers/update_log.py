@@ -79,7 +79,7 @@ class UpdateLog:
 
     def cut(self, step: int) -> None:
         """Update `step` comes next, as where a job goes back to a sync point. Raises UserError
-        where the disk does not take it."""
+        if the disk does not take it."""
         try:
             with Folder.open(self._run) as folder:
                 self._cut(folder, step)
@@ -96,7 +96,7 @@ class UpdateLog:
         return is_there
 
     def append(self, updates: Sequence[WorkerUpdate]) -> None:
-        """Raises UserError where the disk does not take them."""
+        """Raises UserError if the disk does not take them."""
         records = np.empty(len(updates), _RECORD)
         for i, update in enumerate(updates):
             assert update.staleness <= MOST_STALE, update
@@ -122,7 +122,7 @@ def _keep(folder: Folder, former: Header, header: Header) -> None:
     elif former.servers != header.servers:
         why = f"there were {former.servers} servers, not {header.servers}"
     warnings.warn(
-        f"{NAME} begins anew at step {header.first}, and `replay` refuses it: {why}; the former "
+        f"{NAME} starts over at step {header.first}, and `replay` refuses it: {why}; the former "
         f"one is {kept}",
         stacklevel=2,
     )
@@ -239,7 +239,7 @@ class StalenessGauge(Gauge):
         return self
 
     def fields(self, sums: Sums, steps: int) -> dict[str, Any]:
-        """`staleness`, of the updates since the last event; nothing where no update is
+        """`staleness`, of the updates since the last event; nothing if no update is
         asynchronous."""
         updates = self._read_updates()
         if not updates:

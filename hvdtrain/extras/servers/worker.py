@@ -145,7 +145,7 @@ class Worker(Strategy):
         self._finish_fetching()
         for bucket in self._buckets:
             bucket.finish()
-        self._held = None  # the buckets are filled anew; all servers have made an update from it
+        self._held = None  # the buckets are filled again; all servers have applied its update
         return run_passes(micro, divisor, one_pass, before_last=self._order.begin)
 
     def reduce(self) -> None:

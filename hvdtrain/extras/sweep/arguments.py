@@ -152,7 +152,7 @@ def _count(text: str, option: str, most: int, least: int = 1) -> int:
 
 
 def _check_shared(options: SweepOptions) -> Config:
-    """What all trials share. Raises UserError where it has a key that the sweep sets, or one that
+    """What all trials share. Raises UserError if it has a key that the sweep sets, or one that
     is swept."""
     swept = options.space.keys
     for key, fix in _OF_THE_SWEEP.items():
@@ -177,7 +177,7 @@ def _check_shared(options: SweepOptions) -> Config:
 
 
 def _points(options: SweepOptions) -> list[Point]:
-    """All trials; none where they depend on results."""
+    """All trials; none if they depend on results."""
     if options.sampler == "grid":
         return grid_points(options.space, options.trials)
     if options.trials is None:
@@ -189,7 +189,7 @@ def _points(options: SweepOptions) -> list[Point]:
 
 
 def _check_point(options: SweepOptions, point: Point) -> None:
-    """Raises UserError where the trial would refuse its configuration."""
+    """Raises UserError if the trial would refuse its configuration."""
     try:
         config = configure(options.config, [*options.shared, *point])
         check_names(config)

@@ -240,7 +240,7 @@ class _Job:
         ]
 
     def _draw(self, rows: Sequence[PointSummary]) -> str:
-        """A line for people; empty where there is nothing to draw."""
+        """A line for people; empty if there is nothing to draw."""
         points = [SweepPoint(row.values, row.mean, row.sd) for row in rows if row.done]
         if not points:
             return ""
@@ -305,7 +305,7 @@ class Proposals(Protocol):
     """Called by the sweep between its processes."""
 
     def following(self) -> Trial | None:
-        """The next trial to start, one that was interrupted too; None where there is none left."""
+        """The next trial to start, one that was interrupted too; None if there is none left."""
 
     def ended(self, trial: Trial, result: Result) -> None:
         """A trial that `following` gave has ended."""
@@ -451,4 +451,4 @@ class SideBySide:
 
     def _send(self, number: int) -> None:
         for one in list(self._running.values()):
-            one.child.send_signal(number)  # does nothing where it has ended
+            one.child.send_signal(number)  # does nothing if it has ended

@@ -13,7 +13,7 @@ from hvdtrain.extras.sweep.trials import KEPT, Result, Trial
 
 
 def check_space(space: Space) -> None:
-    """Raises UserError where Optuna is missing, or would choose the luckiest seed."""
+    """Raises UserError if Optuna is missing, or would choose the luckiest seed."""
     if SEED in space.keys:
         fix = (
             f"leave it out; then repeat the best trials with --sampler grid and --grid {SEED}=1,2,3"

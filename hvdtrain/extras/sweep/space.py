@@ -199,7 +199,7 @@ def random_points(space: Space, trials: int, seed: int) -> list[Point]:
     """At most so many trials, each draw with every value of `seed` where that is swept; more trials
     begin with the same ones.
 
-    Raises UserError where there are not as many different ones.
+    Raises UserError if there are not as many different ones.
     """
     seeds = next((choice.values for choice in space.choices if choice.key == SEED), None)
     choices = [choice for choice in space.choices if choice.key != SEED]

@@ -53,11 +53,11 @@ class Result(NamedTuple):
     values: tuple[float, ...]  # of the objective, at each evaluation
     epochs: float
     seconds: float
-    error: str  # empty where there is none
+    error: str  # empty if there is none
 
     @property
     def last(self) -> float:
-        """NaN where there is none."""
+        """NaN if there is none."""
         return self.values[-1] if self.values else math.nan
 
     @property
@@ -121,7 +121,7 @@ class PointSummary(NamedTuple):
     """Trials that differ in the seed alone; the numbers are over those that are done."""
 
     point: Point  # without the seed
-    mean: float  # of the objective's last value; NaN where no trial is done
+    mean: float  # of the objective's last value; NaN if no trial is done
     sd: float  # of a sample; NaN of fewer than two
     best: float  # mean of each trial's best value
     epochs: float
@@ -288,7 +288,7 @@ class Sweep:
 
 @contextmanager
 def locked_sweep(folder: Path) -> Iterator[None]:
-    """Makes the folder, and holds it for this process. Raises UserError where another one sweeps in
+    """Makes the folder, and holds it for this process. Raises UserError if another one sweeps in
     it, or it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -321,7 +321,7 @@ def take_up_sweep(folder: Path, sweep: Sweep, command: str) -> Sweep:
     """The sweep that is recorded in the folder, if it is this one, with further trials of this one
     behind its own; or this one.
 
-    Raises UserError where it is another.
+    Raises UserError if it is another.
     """
     try:
         with Folder.open(folder) as opened:

@@ -39,7 +39,7 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
 
 
 def load_jax(where: str) -> Any:
-    """The module jax. Raises UserError where it is missing, or too old to switch float64 on for a
+    """The module jax. Raises UserError if it is missing, or too old to switch float64 on for a
     part of a program."""
     fix = "pip install 'hvdtrain[jax]'"
     try:
@@ -73,7 +73,7 @@ def start_threads(jax: Any, communicator: Communicator) -> None:
 def pick_device(jax: Any, config: Config, communicator: Communicator) -> Any:
     """The device of this rank's local rank among those that JAX prefers, or the CPU.
 
-    Raises UserError where speed.device=cuda finds none.
+    Raises UserError if speed.device=cuda finds none.
     """
     devices = (
         jax.local_devices(backend="cpu") if config.speed.device == "cpu" else jax.local_devices()
@@ -88,7 +88,7 @@ def pick_devices(jax: Any, config: Config, communicator: Communicator) -> list[A
     """The speed.devices of this rank: of those that JAX prefers a part for each local rank, or the
     CPU's.
 
-    Raises UserError where there are fewer.
+    Raises UserError if there are fewer.
     """
     wanted = config.speed.devices
     first = pick_device(jax, config, communicator)
@@ -112,7 +112,7 @@ def pick_devices(jax: Any, config: Config, communicator: Communicator) -> list[A
 
 
 def check_optimizer(config: Config) -> None:
-    """Raises UserError where build() would refuse the function that optim.name means, whatever the
+    """Raises UserError if build() would refuse the function that optim.name means, whatever the
     model."""
     load_jax(config.where("framework"))
     from hvdtrain.frameworks.jax.user_optimizer import UserFunction

@@ -393,7 +393,7 @@ class TrainingPass:
             )
 
     def _reduce(self, number: int, row: jax.Array | None) -> None:
-        """Keeps this rank's part of the sum over ranks of a unit's gradient; row: None where this
+        """Keeps this rank's part of the sum over ranks of a unit's gradient; row: None if this
         rank has no samples."""
         unit = self._passes.cut.units[number]
         passes = self._passes
@@ -432,5 +432,5 @@ def _backward(
 
 
 def _row(gradients: list[Any], finite: Any) -> jax.Array:
-    """NaN where a loss is not finite: the reduction brings that to every rank."""
+    """NaN if a loss is not finite: the reduction brings that to every rank."""
     return jnp.where(finite, jnp.concatenate([g.ravel() for g in gradients]), jnp.nan)

@@ -401,7 +401,7 @@ class JaxLearner(Learner):
 def make_optimizer(config: Config, model: JaxModel) -> AnyOptimizer:
     """The optimizer that optim.name means: one of our rules, or a function of optax or the user's.
 
-    Raises UserError where shard.stage needs one that is elementwise.
+    Raises UserError if shard.stage needs one that is elementwise.
     """
     shapes = [p.shape for p in model.start]
     if not is_made_with_the_model(config):

@@ -295,7 +295,7 @@ def functions_of(
 ) -> Functions:
     """A module as functions whose outputs are of the number type of the job. Nothing is computed.
 
-    Raises UserError where it fails for inputs like x, gives smaller numbers than the float64 of a
+    Raises UserError if it fails for inputs like x, gives smaller numbers than the float64 of a
     job, or keeps numbers that a pass changes: running statistics would count rows of padding, and
     differ between ranks.
     """

@@ -57,7 +57,7 @@ class JaxDevice(NamedTuple):
 
     @property
     def everywhere(self) -> jax.sharding.Sharding | None:
-        """That of an array which is whole on several devices; None where there is one."""
+        """That of an array which is whole on several devices; None if there is one."""
         return _sharding((self.device, *self.others), by_rows=False) if self.others else None
 
 
@@ -272,7 +272,7 @@ def with_recompute(
     """The function of a model whose blocks recompute: all, or the N-th, 2 N-th, ...
 
     The function calls each block as wrap(number, block)(parameters, x), where `wrap` is its own
-    parameter. Raises UserError where it has none.
+    parameter. Raises UserError if it has none.
     """
     if which == "none":
         return apply

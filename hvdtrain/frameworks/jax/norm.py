@@ -35,7 +35,7 @@ class BatchNorms:
     def __init__(
         self, norm: NormConfig, layers: Mapping[str, int], communicator: Communicator
     ) -> None:
-        """layers: name -> channels. Raises UserError where the model has none, and norm.kind speaks
+        """layers: name -> channels. Raises UserError if the model has none, and norm.kind speaks
         of them."""
         if norm.kind != "batch" and not layers:
             raise UserError(
@@ -72,7 +72,7 @@ class BatchNorms:
         return self.ranks is not None or min(last, self.ghost or last) * self.least_values > 1
 
     def check(self, samples: int) -> None:
-        """Raises UserError where takes() says no: in the words of torch's norms."""
+        """Raises UserError if takes() says no: in the words of torch's norms."""
         if self.takes(samples):
             return
         if self.ghost and samples > self.ghost:

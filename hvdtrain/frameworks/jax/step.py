@@ -74,7 +74,7 @@ class Formulas:
         """The gradient of the sum of losses over `divisor`, in one row. key: the data of one, for
         dropout.
 
-        The row is NaN where the loss is not finite: the reduction brings that to every rank.
+        The row is NaN if the loss is not finite: the reduction brings that to every rank.
         """
         gradients, (sums, changed, finite) = jax.grad(self.loss, has_aux=True)(
             weights, buffers, batch, divisor, key

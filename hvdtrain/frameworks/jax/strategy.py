@@ -55,7 +55,7 @@ class JaxStrategy(Protocol):
         """What this rank has of the weights on the device, of whole ones on the host."""
 
     def add(self, gradient: jax.Array | None) -> None:
-        """The gradient of a micro-batch, of all parameters in one row; None where it has no
+        """The gradient of a micro-batch, of all parameters in one row; None if it has no
         samples. May be a collective.
 
         Called inside of JaxDevice.enable_x64().

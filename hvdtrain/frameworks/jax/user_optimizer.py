@@ -34,7 +34,7 @@ class UserFunction:
     """
 
     def __init__(self, config: Config) -> None:
-        """Raises UserError where the function lacks what the configuration sets, or its options do
+        """Raises UserError if the function lacks what the configuration sets, or its options do
         not fit."""
         optim = config.optim
         self.name = config.optim.name
@@ -110,7 +110,7 @@ class UserFunction:
         return given if decays else given | {"weight_decay": 0.0}
 
     def _check_made(self, rate: float) -> None:
-        """Raises UserError where the function fails, or gives no transformation."""
+        """Raises UserError if the function fails, or gives no transformation."""
         try:
             made = self.transformation(rate)
         except Exception as error:  # of the user's code, or a number that makes no sense
@@ -146,7 +146,7 @@ class UserOptimizer:
         shapes: Sequence[tuple[int, ...]],
         structure: Any,
     ) -> None:
-        """structure: of the user's tree of parameters. Raises UserError where a step fails."""
+        """structure: of the user's tree of parameters. Raises UserError if a step fails."""
         self.function = UserFunction(config)
         self.shapes = list(shapes)
         self._names = list(names)
@@ -311,7 +311,7 @@ class UserOptimizer:
         ]
 
     def _steps(self, weights: Sequence[Any]) -> list[Any]:
-        """Weights after four steps, whose gradients follow from them; the last has a NaN where an
+        """Weights after four steps, whose gradients follow from them; the last has a NaN if an
         array has a number above 0.999."""
         state = self.start(weights)
         start = list(weights)
@@ -328,7 +328,7 @@ class UserOptimizer:
         return now
 
     def _try(self, config: Config) -> None:
-        """Raises UserError where a step fails, where it needs what no job gives it, or goes up the
+        """Raises UserError if a step fails, where it needs what no job gives it, or goes up the
         gradient."""
         weights = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in self.shapes]
         hyper = Hyper(self._rate, 0.0, 0.0, batch=1)

@@ -39,7 +39,7 @@ class UserModel(NamedTuple):
 
     def example(self, count: int | None, config: Config) -> Called:
         """Rows of the inputs, again and again; count: None: as many as there are. Raises UserError
-        where the script has given none."""
+        if the script has given none."""
         if self.inputs is None:
             key = next(
                 (
@@ -152,7 +152,7 @@ class Arrangement:
 
     @classmethod
     def check_predictable(cls, config: Config) -> None:
-        """Raises UserError where the memory of its ranks cannot be predicted."""
+        """Raises UserError if the memory of its ranks cannot be predicted."""
 
     @classmethod
     def layout_ways(cls, config: Config) -> list[str]:

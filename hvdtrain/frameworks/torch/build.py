@@ -48,7 +48,7 @@ from hvdtrain.tasks.task import Task
 def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     """The learner of framework=torch. Every rank calls it.
 
-    Raises UserError where the device, the model, the optimizer or the engine cannot do what the
+    Raises UserError if the device, the model, the optimizer or the engine cannot do what the
     configuration asks for.
     """
     device = device_of_rank(config, communicator)
@@ -111,7 +111,7 @@ def load_libraries(config: Config) -> None:
 
 
 def check_optimizer(config: Config) -> None:
-    """Raises UserError where build() would refuse the optimizer that optim.name means, whatever the
+    """Raises UserError if build() would refuse the optimizer that optim.name means, whatever the
     model.
 
     A function that makes groups of a model's parameters is called by build() alone.
@@ -127,7 +127,7 @@ def unit_costs(config: Config, task: Task, samples: int) -> list[Any]:
     """Name, operations and measured seconds of each unit at which parallel.pipeline may cut the
     model, with so many samples.
 
-    Raises UserError where the model does not say where it may be cut.
+    Raises UserError if the model does not say where it may be cut.
     """
     costs: list[Any] = module_of("pipeline.costs").unit_costs(config, task, samples)
     return costs
@@ -136,7 +136,7 @@ def unit_costs(config: Config, task: Task, samples: int) -> list[Any]:
 def footprint(
     config: Config, task: Task, step: PlannedStep, ranks: int, features: frozenset[Feature]
 ) -> Footprint:
-    """The memory of the rank that takes most of so many, predicted. Raises UserError where the
+    """The memory of the rank that takes most of so many, predicted. Raises UserError if the
     model needs numbers to compute shapes, and where an arrangement is not predicted.
     """
     arrangement_of(config).check_predictable(config)
@@ -158,7 +158,7 @@ def planned_work(
 
 
 def free_device_bytes(config: Config, communicator: Communicator) -> int | None:
-    """Free bytes of this rank's GPU, for each of the ranks that share it; None where it computes on
+    """Free bytes of this rank's GPU, for each of the ranks that share it; None if it computes on
     the CPU."""
     device = pick_device(config, communicator)
     if device.type == "cpu":

@@ -31,7 +31,7 @@ def takes_by_name(model: torch.nn.Module, names: tuple[str, ...]) -> bool:
 
 @functools.lru_cache(64)
 def _parameters(forward: Any) -> frozenset[str]:
-    """Names that it can be called with; none where its signature cannot be read, as that of
+    """Names that it can be called with; none if its signature cannot be read, as that of
     TorchScript."""
     try:
         parameters = inspect.signature(forward).parameters.values()

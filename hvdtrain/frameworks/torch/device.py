@@ -28,7 +28,7 @@ from hvdtrain.frameworks.learner import Gpu
 
 
 def pick_device(config: Config, communicator: Communicator) -> torch.device:
-    """The GPU of this rank's local rank, or the CPU. Raises UserError where speed.device=cuda and
+    """The GPU of this rank's local rank, or the CPU. Raises UserError if speed.device=cuda and
     there is none."""
     count = torch.cuda.device_count()
     if config.speed.device == "cuda" and not count:
@@ -195,7 +195,7 @@ def return_large_memory() -> bool:
 
 
 def _mallopt() -> Any:
-    """glibc's; None where the environment has settings of its own, and with another libc."""
+    """glibc's; None if the environment has settings of its own, and with another libc."""
     return (
         None
         if any(name in os.environ for name in SETTINGS_OF_GLIBC)
@@ -222,7 +222,7 @@ def keep_gradients(mode: str, parameters: list[torch.nn.Parameter]) -> None:
 
 
 def check_compiler(config: Config, device: torch.device) -> None:
-    """Raises UserError where torch.compile would fail at the first step: it calls a C++ compiler,
+    """Raises UserError if torch.compile would fail at the first step: it calls a C++ compiler,
     and on a GPU triton."""
     if (
         config.speed.compile != "none"

@@ -33,7 +33,7 @@ def freeze(model: nn.Module, config: ModelConfig) -> None:
     stay as they are.
 
     Frozen is what model.freeze fits, and with model.lora all but the adapters, model.lora_train and
-    model.weights_skip. An array with several names is frozen by any of them. Raises UserError where
+    model.weights_skip. An array with several names is frozen by any of them. Raises UserError if
     a pattern fits nothing, or changes nothing.
     """
     ties = ties_of(model)
@@ -96,7 +96,7 @@ def _fitting(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
 def _check_fits(
     key: str, patterns: Iterable[str], names: Sequence[str], what: str, where: str
 ) -> None:
-    """Raises UserError where a pattern fits none of these names; what: these, with their "no"."""
+    """Raises UserError if a pattern fits none of these names; what: these, with their "no"."""
     for pattern in patterns:
         if not _fitting(names, [pattern]):
             raise UserError(f"{key}: {short(pattern)} fits {what}", where, nearest(pattern, names))
@@ -132,7 +132,7 @@ def _check_trained(config: ModelConfig, names: Sequence[str], frozen: Collection
 def _check_thaw(
     config: ModelConfig, entries: Sequence[Sequence[str]], frozen: Sequence[str], ties: Ties
 ) -> None:
-    """Raises UserError where an entry of model.thaw has no frozen weight, or only those of entries
+    """Raises UserError if an entry of model.thaw has no frozen weight, or only those of entries
     before it."""
     where = config.where("thaw")
     if entries and not frozen:
@@ -238,7 +238,7 @@ def ties_of(model: nn.Module) -> Ties:
 
 
 def check_overlaps(model: nn.Module, where: str) -> None:
-    """Raises UserError where a weight has memory of another weight or of a buffer: an update of one
+    """Raises UserError if a weight has memory of another weight or of a buffer: an update of one
     would change the other."""
     held: dict[int, list[tuple[str, np.ndarray]]] = {}  # of each storage
     buffers = {name for name, _ in model.named_buffers()}
@@ -297,8 +297,8 @@ def _span(places: np.ndarray) -> tuple[int, int]:
 
 
 def _share(places: np.ndarray, others: np.ndarray) -> bool:
-    """Whether they have an element in common, as halves of columns have not; False where that takes
-    long to find out."""
+    """Whether they share an element, unlike two halves of columns; False if that takes long to find
+    out."""
     try:
         return np.shares_memory(places, others, max_work=_MOST_WORK)  # type: ignore[arg-type]
     except TooHardError:

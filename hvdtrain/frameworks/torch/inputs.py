@@ -77,7 +77,7 @@ class Inputs:
         """Whether the set is on the device from now on: as data.resident says, or where it takes at
         most SHARE of a GPU's free memory.
 
-        Raises UserError where it is wanted of a data set that is read sample by sample, or whose
+        Raises UserError if it is wanted of a data set that is read sample by sample, or whose
         samples do not all weigh the same.
         """
         whole = arrays_in_memory(source)

@@ -88,7 +88,7 @@ def as_module(model: Any, config: Config, task: Task) -> Any:
 
 
 def _refuse_constraints(model: Any, config: Config) -> None:
-    """Raises UserError where an update would not see a whole weight, or would not be one of all
+    """Raises UserError if an update would not see a whole weight, or would not be one of all
     ranks."""
     updates = [feature for feature in FEATURES if not feature.updates_whole_weights]
     for key in (feature.key for feature in updates if feature.on(config)):

@@ -24,7 +24,7 @@ class LoopPasses:
         self.forward = forward
 
     def check_backward(self, where: str) -> None:
-        """Raises UserError where a loss that the script has computed cannot go backward."""
+        """Raises UserError if a loss that the script has computed cannot go backward."""
 
     def one_pass(
         self,

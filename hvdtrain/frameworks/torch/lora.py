@@ -37,7 +37,7 @@ class LoraLinear(nn.Linear):
 def adapt(model: nn.Module, config: ModelConfig) -> None:
     """Gives each linear layer that model.lora fits an adapter, and freezes its weight and bias.
 
-    Raises UserError where a pattern fits none, or the weight of a layer is another layer's too: a
+    Raises UserError if a pattern fits none, or the weight of a layer is another layer's too: a
     merge would change both.
     """
     layers = {
@@ -78,7 +78,7 @@ def _call_layers(model: nn.Module) -> None:
 
 
 def _check_weight(model: nn.Module, name: str, layer: nn.Linear, config: ModelConfig) -> None:
-    """Raises UserError where a layer's weight is tied to another module's, or is computed from
+    """Raises UserError if a layer's weight is tied to another module's, or is computed from
     other parameters."""
     where = config.where("lora")
     if not isinstance(weight := layer._parameters.get("weight"), nn.Parameter):
@@ -120,7 +120,7 @@ def _adapt(layer: nn.Linear, config: ModelConfig) -> None:
 
 
 def check_calls(model: nn.Module, inputs: Called, config: ModelConfig) -> None:
-    """Raises UserError where a forward pass takes the weight of an adapted layer without calling
+    """Raises UserError if a forward pass takes the weight of an adapted layer without calling
     the layer."""
     waiting = {
         name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)

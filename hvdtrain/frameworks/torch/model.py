@@ -65,7 +65,7 @@ def normed_model(config: Config, task: Task, communicator: Communicator) -> torc
 
 
 def _check_adapters(model: nn.Module, config: Config, task: Task) -> None:
-    """Raises UserError where one would do nothing. What else is wrong with the model is said where
+    """Raises UserError if one would do nothing. What else is wrong with the model is said where
     it is checked."""
     try:
         lora.check_calls(
@@ -129,7 +129,7 @@ class MasksWithGaps(TorchDispatchMode):
 def check_outputs(
     model: torch.nn.Module, config: Config, task: Task, like: torch.Tensor | None = None
 ) -> None:
-    """Raises UserError where a forward pass of two samples of zeros does not give what the task
+    """Raises UserError if a forward pass of two samples of zeros does not give what the task
     needs; with norm.kind=sync also of none.
 
     like: has the device of the inputs and the number type of the weights; None: the model's first
@@ -180,7 +180,7 @@ def check_outputs(
 
 
 def _check_names(model: torch.nn.Module, part: TaskPart, where: str) -> None:
-    """Raises UserError where forward() lacks a parameter of an input that a model has to take by
+    """Raises UserError if forward() lacks a parameter of an input that a model has to take by
     its name."""
     names = getattr(part, "by_name", ())
     if not takes_by_name(model, names):
@@ -202,7 +202,7 @@ def _check_functions(
     examples: Batch,
     like: torch.Tensor,
 ) -> None:
-    """Raises UserError where a function of the user's own gives for a sample what depends on
+    """Raises UserError if a function of the user's own gives for a sample what depends on
     others."""
     batch = {}
     for name, field in fields.items():
@@ -219,7 +219,7 @@ def _check_functions(
 def _check_loss(
     part: TaskPart, outputs: Any, batch: dict[str, torch.Tensor], config: Config, task: Task
 ) -> None:
-    """Raises UserError where the task's loss fails for these outputs, or is not one of each
+    """Raises UserError if the task's loss fails for these outputs, or is not one of each
     sample."""
     where = config.where("task.name")
     try:
@@ -298,7 +298,7 @@ def zeros(count: int, task: Task, like: torch.Tensor) -> dict[str, torch.Tensor]
 
 def build_model(config: Config, task: Task) -> torch.nn.Module:
     """A plugin of torch/models/ by name, or the user's own package.module:Class. Raises UserError
-    where it is not a model to train."""
+    if it is not a model to train."""
     name = config.model.name
     where = config.where("model.name")
     try:
@@ -353,7 +353,7 @@ def init_classifier(model: nn.Module, classes: int, std: float, where: str) -> N
     Goyal 2017, arXiv:1706.02677, 5.1: std 0.01. Last is by the order in which the model's layers
     were made.
 
-    Raises UserError where the model has no such layer.
+    Raises UserError if the model has no such layer.
     """
     layers = [
         layer
@@ -427,7 +427,7 @@ def _copy_marks(original: nn.Parameter, p: nn.Parameter) -> None:
 
 
 def _refuse_hooks_on_parts(model: nn.Module, config: Config) -> None:
-    """Raises UserError where parameters are replaced by their parts, without the hooks of their
+    """Raises UserError if parameters are replaced by their parts, without the hooks of their
     gradients."""
     key = "shard.stage" if config.shard.stage == 3 else "parallel"
     if (config.shard.stage == 3 or config.parallel.cuts) and (
@@ -464,7 +464,7 @@ class GivenModel:
         self.model = model
 
     def __call__(self) -> torch.nn.Module:
-        """Raises UserError where the model cannot be copied, or two of its tensors have the same
+        """Raises UserError if the model cannot be copied, or two of its tensors have the same
         memory, as those of a copy would not."""
         check_overlaps(self.model, "hvdtrain.train(), model")
         try:

@@ -35,7 +35,7 @@ def use_norm(
     the batch. With sync, every rank calls it equally often, a rank without samples with an empty
     batch.
 
-    Raises UserError where the model has no such layer, or one that cannot be replaced.
+    Raises UserError if the model has no such layer, or one that cannot be replaced.
     """
     if kind == "batch":
         return model
@@ -116,7 +116,7 @@ class GhostBatchNorm(BatchNorm):
         self.statistics = statistics
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (n, C, ...), normalized. Raises UserError where the rows of x do not split evenly among
+        """x (n, C, ...), normalized. Raises UserError if the rows of x do not split evenly among
         the samples."""
         samples = self.ghosts.samples or len(x)
         ghost = self.ghosts.ghost

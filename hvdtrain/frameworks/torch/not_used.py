@@ -75,7 +75,7 @@ def _without_decay(model: nn.Module, config: Config) -> list[str]:
 
 
 def _no_weight_decay(model: nn.Module) -> set[str]:
-    """The names that no_weight_decay() of the model gives; none where it is of another kind."""
+    """The names that no_weight_decay() of the model gives; none if it is of another kind."""
     try:
         names = model.no_weight_decay()  # type: ignore[operator]
         return set() if isinstance(names, str) else {name for name in names if type(name) is str}
@@ -116,7 +116,7 @@ def _train(model: nn.Module) -> None:
 
 
 def _outputs_of_none(model: nn.Module, part: TaskPart, batch: dict[str, torch.Tensor]) -> Any:
-    """What it gives for no samples, which models get at the start anyway. None where it takes no
+    """What it gives for no samples, which models get at the start anyway. None if it takes no
     such pass."""
     try:
         return call(model, part.inputs({name: field[:0] for name, field in batch.items()}))

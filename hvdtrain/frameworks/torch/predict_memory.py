@@ -47,7 +47,7 @@ def predict(
     """Memory of the rank that takes most of so many, with an engine of these features. Nothing is
     allocated; a second for each stage of a pipeline, and no rank's help.
 
-    Raises UserError where the model cannot be called with tensors that have no numbers, or cut.
+    Raises UserError if the model cannot be called with tensors that have no numbers, or cut.
     """
     most = _PASSES if config.parallel.pipeline == 1 else step.passes
     return max(
@@ -252,7 +252,7 @@ def copies_bytes(learner: TorchLearner) -> int:
 
 @contextmanager
 def _side_effects_undone() -> Iterator[None]:
-    """Random numbers are drawn anew, and torch logs no error of what cannot be predicted: predict()
+    """Redraws random numbers, and keeps torch from logging what it cannot predict: predict()
     raises it."""
     log = logging.getLogger(FakeTensorMode.__module__)
     level = log.level

@@ -100,7 +100,7 @@ class LearnerState:
         return {name: ours[id(tensor)] for name, tensor in theirs.items() if id(tensor) in ours}
 
     def load(self, state: Arrays | ArrayStream) -> None:
-        """Loads a state: Learner.load(). Raises UserError where the state is of another model or
+        """Loads a state: Learner.load(). Raises UserError if the state is of another model or
         another class of optimizer."""
         stream = as_stream(state)
         live = self.tensors()
@@ -208,7 +208,7 @@ def _without_optimizer(shapes: Shapes) -> Shapes:
 
 
 class StagingBuffer:
-    """Host memory of one rank, as large as the largest tensor on its GPU; none where all lie in
+    """Host memory of one rank, as large as the largest tensor on its GPU; none if all lie in
     host memory."""
 
     def __init__(self) -> None:
@@ -257,7 +257,7 @@ def numpy_type(dtype: torch.dtype) -> np.dtype[Any]:
 
 
 def save_state_dict(weights: Arrays, file: BinaryIO) -> None:
-    """Raises OSError where the file cannot be written, as on a full disk."""
+    """Raises OSError if the file cannot be written, as on a full disk."""
     tensors = {name: torch.from_numpy(array).contiguous() for name, array in weights.items()}
     try:
         torch.save(tensors, file)  # for a path, torch's writer would not say why it failed

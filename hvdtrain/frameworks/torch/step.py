@@ -172,7 +172,7 @@ class Passes:
         return losses.sums
 
     def _scaled(self, losses: Losses, divisor: int) -> torch.Tensor:
-        """What backward() begins with: NaN where a loss is not finite."""
+        """What backward() begins with: NaN if a loss is not finite."""
         return losses.total / divisor * self._scale.scale(one_or_nan(losses.total))
 
     def evaluate(self, batch: DeviceBatch) -> Sums:
@@ -181,7 +181,7 @@ class Passes:
         return self._forward.evaluate(batch).sums
 
     def predict(self, batch: DeviceBatch) -> Evaluated:
-        """The sums with the outputs. Raises UserError where this rank has none."""
+        """The sums with the outputs. Raises UserError if this rank has none."""
         return self._forward.evaluate(batch)
 
     # Of a pipeline, as Learner has them.
@@ -224,7 +224,7 @@ def add_noise_(shards: Sequence[Shard], variance: float, seed: int) -> None:
 
 
 def one_or_nan(loss: torch.Tensor) -> torch.Tensor:
-    """A factor for the loss: 1, but NaN where it is not finite. The gradients become NaN, and the
+    """A factor for the loss: 1, but NaN if it is not finite. The gradients become NaN, and the
     reduction brings that to every rank.
 
     It is a factor, not the argument of backward(), which imports sympy to look at its shape: half a

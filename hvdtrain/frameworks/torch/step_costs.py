@@ -161,6 +161,6 @@ _WITHOUT_WORK = {
 }
 _FORMULAS: dict[Any, Any] = {
     **flop_registry,
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,  # which torch's table has not
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,  # missing from torch's table
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }

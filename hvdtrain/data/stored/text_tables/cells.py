@@ -19,8 +19,8 @@ _TRUTH = {"true": 1, "false": 0}
 
 
 def kind_of(texts: list[str]) -> str:
-    """What a column has: whole, float, truth, empty; words, which may name classes; text, of which
-    one that is no number is enough."""
+    """The kind of a column: whole, float, truth, empty; words, which may name classes; text, if any
+    cell is not a number."""
     if texts and not any(texts):
         return "empty"
     if all(map(WHOLE.fullmatch, texts)):
@@ -37,7 +37,7 @@ def kind_of(texts: list[str]) -> str:
 
 
 def number(text: str) -> float:
-    """The float64 of a text. Raises ValueError for what is no number to every program, as 1_000,
+    """The float64 of a text. Raises ValueError for what is not a number to every program, as 1_000,
     and for one that float64 does not have."""
     text = text.strip()
     if not NUMBER.fullmatch(text):
@@ -51,7 +51,7 @@ def number(text: str) -> float:
 
 
 def whole_number(text: str) -> int:
-    """The int64 of a text. Raises ValueError where it is none."""
+    """The int64 of a text. Raises ValueError if it is none."""
     text = text.strip()
     if not WHOLE.fullmatch(text):
         found = float(text) if NUMBER.fullmatch(text) else math.nan  # 2.0 is one

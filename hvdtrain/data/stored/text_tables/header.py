@@ -13,7 +13,7 @@ _DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 
 
 def check_kind(first: bytes, newline: bytes, path: Path) -> None:
-    """Raises UserError for a file that is no text in lines."""
+    """Raises UserError for a file that is not text in lines."""
     if first.startswith(b"\x1f\x8b"):
         raise UserError("the file is compressed", str(path), f"gunzip -k {path}, and that file")
     if first.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -37,9 +37,9 @@ def check_kind(first: bytes, newline: bytes, path: Path) -> None:
 def check_header(
     header: list[str], delimiter: str, path: Path, known: Collection[str | None]
 ) -> None:
-    """Raises UserError where the first line has no names, or is divided by another delimiter.
+    """Raises UserError if the first line has no names, or is divided by another delimiter.
 
-    known: names that say that it is no line of numbers.
+    known: names that say that it is not a line of numbers.
     """
     shown = short(delimiter.join(header), 60)
     numbers = [name for name in header if any(map(str.isdigit, name)) and NUMBER.fullmatch(name)]

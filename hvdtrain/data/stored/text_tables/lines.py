@@ -58,7 +58,7 @@ def decoded(raw: bytes, path: Path, line: int) -> str:
     except UnicodeDecodeError as error:
         number = line + raw.count(b"\n", 0, error.start)
         raise UserError(
-            f"a byte is no UTF-8: {error.reason}",
+            f"a byte is not UTF-8: {error.reason}",
             f"{path}:{number}",
             "convert the text: iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW (or what it is in)",
         ) from None

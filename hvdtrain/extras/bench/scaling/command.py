@@ -165,7 +165,7 @@ def bench_scaling(arguments: Sequence[str]) -> int:
 
 
 def _refuse_launcher() -> None:
-    """Raises UserError where a launcher has started this process as one of several ranks."""
+    """Raises UserError if a launcher has started this process as one of several ranks."""
     place = placement(os.environ)
     if place.size > 1:
         what = (
@@ -183,7 +183,7 @@ def plan_jobs(kinds: Sequence[str], rank_counts: Sequence[int], batch: int) -> l
     """`batch` samples a step on the fewest ranks; for strong scaling also one rank alone with each
     rank's share of the batch.
 
-    Raises UserError where a rank would have no sample.
+    Raises UserError if a rank would have no sample.
     """
     fewest = min(rank_counts)
     batch_of_a_rank = batch // fewest
@@ -256,7 +256,7 @@ def step_seconds(lines: Sequence[str]) -> list[float]:
     """Seconds of a step between two sync points, from the lines of a job's events.jsonl; those
     before the first one are warm-up.
 
-    Raises UserError where the job has no second sync point.
+    Raises UserError if the job has no second sync point.
     """
     events = [json.loads(line) for line in lines]
     step_events = [event for event in events if event["kind"] == "step"]

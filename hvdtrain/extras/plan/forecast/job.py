@@ -93,7 +93,7 @@ class Infeasible(NamedTuple):
 
 
 def find_conflict(config: Config, ranks: int) -> Infeasible | None:
-    """Why the configuration does not fit `ranks` ranks, whatever the data; None where it does."""
+    """Why the configuration does not fit `ranks` ranks, whatever the data; None if it does."""
     try:
         refuse_on_every_engine(resolve_batch_size(config, ranks), ranks)
     except UserError as error:
@@ -162,7 +162,7 @@ class Memory(NamedTuple):
 
     weights: int
     gradients: int
-    optimizer_state: int | None  # None where it is known only after the optimizer's first step
+    optimizer_state: int | None  # None if it is known only after the optimizer's first step
     buckets: int  # of gradients that are being reduced, with comm.reduce=bucket
 
 

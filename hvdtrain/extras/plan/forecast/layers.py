@@ -13,12 +13,12 @@ class LayerSummary(NamedTuple):
 
     name: str
     kind: str
-    outputs: tuple[int, ...] | None  # shape for one sample; None where it is not known
+    outputs: tuple[int, ...] | None  # shape for one sample; None if it is not known
     parameters: int  # numbers of its own
     trained: int  # of these
     flops: (
         int | None
-    )  # operations of a forward pass of one sample, a multiply-add is two; None where they are not counted  # noqa: E501
+    )  # operations of a forward pass of one sample, a multiply-add is two; None if they are not counted  # noqa: E501
 
 
 class LayerRange(NamedTuple):

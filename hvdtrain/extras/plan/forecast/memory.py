@@ -124,7 +124,7 @@ def memory_plan(
     """Predicts with one rank and with two, and computes what more ranks take of their parts; of
     meshes with each number of ranks.
 
-    Raises UserError where it cannot.
+    Raises UserError if it cannot.
     """
     rows: list[MemoryEstimate] = []
     several = [one for one in forecasts if one.ranks > 1]

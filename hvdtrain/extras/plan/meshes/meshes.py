@@ -50,7 +50,7 @@ class MeshShape(NamedTuple):
 
     @property
     def words(self) -> str:
-        """The mesh as words of a configuration; empty where every rank has everything."""
+        """The mesh as words of a configuration; empty if every rank has everything."""
         sizes = {"parallel.pipeline": self.pipeline, "parallel.tensor": self.tensor}
         words = [f"{key}={size}" for key, size in sizes.items() if size > 1]
         words += [f"shard.stage={self.stage}"] * (self.stage > 0) + [
@@ -206,7 +206,7 @@ def plan_meshes(
 
 
 def plain_work(config: Config, data: Data, ranks: int) -> PlannedWork:
-    """Work of a step of ranks that each have the whole model. Raises UserError where the job cannot
+    """Work of a step of ranks that each have the whole model. Raises UserError if the job cannot
     run on so many."""
     one = forecast(without_mesh(config, ranks), data.samples, ranks, tokens_of_sample(data.task))
     if isinstance(one, Infeasible):
@@ -229,7 +229,7 @@ def _row(
     features: frozenset[Feature],
     ranks: int,
 ) -> MeshCandidate:
-    """Raises UserError where the job cannot be divided so."""
+    """Raises UserError if the job cannot be divided so."""
     one = forecast(config, data.samples, ranks, tokens_of_sample(data.task))
     if isinstance(one, Infeasible):
         raise one.error

@@ -68,7 +68,7 @@ def refuse_options(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace, config: Config) -> bool:
-    """Prints the plan that the options ask for; False where they ask for neither. Raises
+    """Prints the plan that the options ask for; False if they ask for neither. Raises
     UserError."""
     if options.pipeline:
         _plan_pipelines(options, config)

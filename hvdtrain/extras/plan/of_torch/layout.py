@@ -26,7 +26,7 @@ _WHOLE = LayerRange(0.0, 1.0)
 
 
 def layout(config: Config, task: Task, ranks: int) -> ParallelLayout:
-    """The layout of a job on so many ranks; nothing is trained. Raises UserError where the model
+    """The layout of a job on so many ranks; nothing is trained. Raises UserError if the model
     cannot be cut so."""
     parallel = config.parallel
     model = checked_model(config, task)

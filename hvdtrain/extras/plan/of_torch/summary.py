@@ -23,7 +23,7 @@ _SAMPLES = 2  # of the forward pass
 
 
 def summarize(config: Config, task: Task) -> list[LayerSummary]:
-    """Modules with parameters or operations of their own. Raises UserError where the model needs
+    """Modules with parameters or operations of their own. Raises UserError if the model needs
     numbers to compute shapes."""
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):

@@ -64,7 +64,7 @@ def weighted_pass(
     """(loss, count, aux), and `weight` times the count times the gradient: arrays in the order of
     params, or one row of that type.
 
-    It is NaN where the loss is not finite, which the reduction brings to every rank, and zero of a
+    It is NaN if the loss is not finite, which the reduction brings to every rank, and zero of a
     rank without samples or items. The count is 1 where loss_of gives none.
     """
 

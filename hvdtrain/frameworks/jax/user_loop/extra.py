@@ -21,7 +21,7 @@ def to_arrays(values: Mapping[str, Any]) -> Arrays:
 
 
 def from_arrays(arrays: Arrays) -> dict[str, Any]:
-    """The values of to_arrays(). Raises ValueError where they cannot be such."""
+    """The values of to_arrays(). Raises ValueError if they cannot be such."""
     return extra.from_arrays(arrays, _TENSORS)
 
 

@@ -66,7 +66,7 @@ class JaxLoopLearner(LoopLearner):
         on_step: Callable[[], None],
         example: Any,
     ) -> None:
-        """Raises UserError where they are not what framework=jax trains."""
+        """Raises UserError if they are not what framework=jax trains."""
         check_given(config, params, transformation, example)
         self.data = self.readers = mesh.data
         self.divisor = Divisor(config, mesh.data)
@@ -189,7 +189,7 @@ class JaxLoopLearner(LoopLearner):
         return item_count(count, WHERE) if part.count else 0.0
 
     def _check_new(self, loss_of: Callable[..., Any]) -> None:
-        """Raises UserError where each step has a function of its own, or one that cannot be told
+        """Raises UserError if each step has a function of its own, or one that cannot be told
         from others."""
         try:
             self._functions.add(loss_of)
@@ -212,7 +212,7 @@ class JaxLoopLearner(LoopLearner):
             )
 
     def _begin_passes(self, params: Any, arguments: Sequence[Any]) -> KeyedSamples:
-        """The batch that the script has. Raises UserError where loss_of would get another one."""
+        """The batch that the script has. Raises UserError if loss_of would get another one."""
         if self._batch is None:
             fix = f"for batch in ctx.samples(dataset, batch=N): {WORDS.whole_step}"
             raise UserError("no batch of ctx.samples() is under way", WHERE, fix)

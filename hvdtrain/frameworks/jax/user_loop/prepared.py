@@ -83,7 +83,7 @@ def check_given(config: Config, params: Any, transformation: Any, example: Any) 
         raise UserError(what, config.where("speed.precision"), fix)
     if example is not None:
         raise UserError(
-            "example= is for models that ranks have in parts, which framework=jax has not",
+            "example= is for sharded models, which framework=jax does not have",
             WHERE,
             WORDS.prepare,
         )
@@ -133,7 +133,7 @@ def _check_parameter(name: str, array: Any) -> None:
 
 
 def tree_of_state(transformation: Any, params: Tree, paths: Sequence[Path], device: Any) -> Tree:
-    """The state before the first step. Raises UserError where it is not made of arrays that a
+    """The state before the first step. Raises UserError if it is not made of arrays that a
     checkpoint holds."""
     found, structure = jax.tree_util.tree_flatten_with_path(transformation.init(params.whole()))
     names = _state_names([path for path, _ in found], params.names, paths)

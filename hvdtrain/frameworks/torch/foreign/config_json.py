@@ -63,7 +63,7 @@ def read_config(path: Path, where: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def check_options(options: Mapping[str, Any], where: str) -> None:
-    """Raises UserError where options would do what no config.json may."""
+    """Raises UserError if options would do what no config.json may."""
     left_out: list[str] = []
     try:
         _checked("model", dict(options), left_out)

@@ -27,7 +27,7 @@ _REFUSED = {"OfflineModeIsEnabled", "LocalEntryNotFoundError"}  # what it raises
 
 
 def _open_or_refuse(url: Any, *arguments: Any, **options: Any) -> Any:
-    """The urlopen() of torch.hub; raises UserError where a job builds its model without
+    """The urlopen() of torch.hub; raises UserError if a job builds its model without
     model.download."""
     config = _WITHOUT_DOWNLOADS.get()
     if config is not None:
@@ -45,7 +45,7 @@ def watched(config: Config) -> Iterator[None]:
     """Inside, nothing is downloaded through torch.hub or the Hugging Face Hub, unless
     model.download says that it may.
 
-    Raises UserError where a library tries. What the hub's cache has is read.
+    Raises UserError if a library tries. What the hub's cache has is read.
     """
     torch.hub.urlopen = _open_or_refuse
     may = config.model.download
@@ -135,7 +135,7 @@ class _Offline:
 
 
 def _constants() -> Any:
-    """The module of huggingface_hub that says whether it is offline; None where it is not
+    """The module of huggingface_hub that says whether it is offline; None if it is not
     imported."""
     return sys.modules.get("huggingface_hub.constants")
 

@@ -61,7 +61,7 @@ def read_state_dict(path: Path, inside: Sequence[str], where: str) -> StateDict:
 def _check_one_set(
     tree: Mapping[Any, Any], name: str, inside: Sequence[str], path: Path, where: str
 ) -> None:
-    """Raises UserError where a file has averages of weights beside the weights, or other weights of
+    """Raises UserError if a file has averages of weights beside the weights, or other weights of
     the same names."""
     weights = tree[name]
     for other, value in tree.items():
@@ -95,7 +95,7 @@ def _is_alike(weights: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
 
 
 def _inner(weights: Mapping[Any, Any], other: Mapping[Any, Any]) -> str:
-    """ "['shadow']", the mapping in another one that has the weights; empty where it has them
+    """ "['shadow']", the mapping in another one that has the weights; empty if it has them
     itself."""
     if _is_alike(weights, _tensors(other)):
         return ""
@@ -126,7 +126,7 @@ def _are_equal(tree: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
 
 
 def _is_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two dense tensors have the same bytes, as NaN has; False where they cannot be
+    """Whether two dense tensors have the same bytes, as NaN has; False if they cannot be
     compared."""
     try:
         if tensor.dtype != other.dtype or tensor.shape != other.shape:

@@ -24,7 +24,7 @@ _FILES = (
 
 
 def model_of(name: str, where: str) -> Callable[..., torch.nn.Module]:
-    """What makes the model. Raises UserError where timm is not installed or has no such model.
+    """What makes the model. Raises UserError if timm is not installed or has no such model.
 
     Its options are those of timm.create_model() and of the model's class; in_chans and num_classes
     are the task's where they are not given.

@@ -31,7 +31,7 @@ def model_of(name: str, where: str) -> Callable[..., torch.nn.Module]:
 
     Its other options take the place of those of config.json; num_labels and num_channels are the
     task's where they are not given. Code of the folder does not run, and nothing is downloaded.
-    Raises UserError where transformers is not installed or has no such class.
+    Raises UserError if transformers is not installed or has no such class.
     """
     transformers = _load(where)
     kind = getattr(transformers, name, None) if name.isidentifier() else None
@@ -269,7 +269,7 @@ def in_names_of(model: torch.nn.Module, found: Arrays) -> Arrays | None:
     None for a model of another one.
 
     Its from_pretrained() renames and joins them. An array that it leaves over has its name in the
-    file; of one with another shape only the shape is right. Raises UserError where it cannot.
+    file; of one with another shape only the shape is right. Raises UserError if it cannot.
     """
     transformers: Any = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):

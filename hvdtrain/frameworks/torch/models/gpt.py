@@ -24,7 +24,7 @@ class KVCache:
     """
 
     context: int
-    # the block's parameters, for GPTBlock.next(); none where a rank has parts of them
+    # the block's parameters, for GPTBlock.next(); none if a rank has parts of them
     weights: tuple[torch.Tensor, ...]
     length: int = 0  # positions that were read
     keys: torch.Tensor | None = None  # (n heads, width / heads, context)

@@ -303,7 +303,7 @@ def make_user_optimizer(
     Without optim.weight_decay the class's own default holds, for every parameter, as in torch. A
     checkpoint holds the tensors and numbers of its state, and the numbers of its parameter groups,
     tuples and lists of them too, that it changes. All else that it keeps (strings, attributes of
-    itself) is dropped, and starts afresh where a job is resumed. Raises UserError where the class
+    itself) is dropped, and starts afresh where a job is resumed. Raises UserError if the class
     or its options do not fit.
     """
     optimizer = construct(
@@ -428,7 +428,7 @@ def class_entry(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
 
 
 def check_class(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
-    """Raises UserError where the optimizer state among the names of a state is another class's; a
+    """Raises UserError if the optimizer state among the names of a state is another class's; a
     state without any fits every class."""
     # "": not an entry of class_entry()
     classes = {name if name.startswith(MADE_BY) else "" for name in names if name.startswith("s.")}

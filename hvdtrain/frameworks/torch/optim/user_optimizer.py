@@ -103,7 +103,7 @@ def construct_groups(
     """The optimizer that a function of the named parameters makes. Its groups set rates, decay and
     momentum; the recipe multiplies the rates.
 
-    Raises UserError where it makes no optimizer of all of them.
+    Raises UserError if it makes no optimizer of all of them.
     """
     where = config.where("optim.name")
     _check_own_groups(config)
@@ -253,7 +253,7 @@ def _is_same(value: Any, default: Any) -> bool:
 
 
 def signature_of(constructor: Callable[..., Any]) -> inspect.Signature | None:
-    """The signature of a class; None where it is not a class, or one written in C without a
+    """The signature of a class; None if it is not a class, or one written in C without a
     signature."""
     try:
         return inspect.signature(constructor) if inspect.isclass(constructor) else None
@@ -278,7 +278,7 @@ def arguments(signature: inspect.Signature, config: Config) -> dict[str, Any]:
 
 
 def followed(group: dict[str, Any], name: str, config: Config) -> tuple[str, ...]:
-    """The fields of Hyper that a group of a user's class takes. Raises UserError where it lacks one
+    """The fields of Hyper that a group of a user's class takes. Raises UserError if it lacks one
     that the configuration sets."""
     has = {
         "lr": "lr" in group,
@@ -379,7 +379,7 @@ def load_entries(
     """Copies arrays into the `live` ones of entries, makes those that are missing, and removes
     those that the arrays lack.
 
-    Raises UserError where the optimizer cannot take an array.
+    Raises UserError if the optimizer cannot take an array.
     """
     for key in live.keys() - arrays.keys():
         del entries[name_of(key)]
@@ -420,7 +420,7 @@ def try_step(
     p: torch.nn.Parameter,
     load: Callable[[torch.optim.Optimizer, torch.nn.Parameter], None],
 ) -> None:
-    """Raises UserError where a step from the state that `load` loads fails, as it may after another
+    """Raises UserError if a step from the state that `load` loads fails, as it may after another
     class or other options.
 
     A new optimizer of the same class makes the step, for a copy of `p` with a gradient of zero.
@@ -512,7 +512,7 @@ def _steps(group: dict[str, Any], starts: list[torch.Tensor]) -> torch.Tensor:
 
 def keys_of_numbers_of_class(group: dict[str, Any], like: torch.Tensor) -> set[str]:
     """Keys of keys_of_numbers(), after a step of a new optimizer for a parameter of one element;
-    none where that fails."""
+    none if that fails."""
     p = torch.nn.Parameter(like.detach().new_zeros(1))
     p.grad = torch.zeros_like(p)
     with contextlib.suppress(Exception):  # of the user's code, whose own step will tell

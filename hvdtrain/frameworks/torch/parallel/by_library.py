@@ -152,7 +152,7 @@ def wrap_optimizer(optimizer: torch.optim.Optimizer, named: NamedParameters) -> 
 
 
 def fits_horovod(optimizer: torch.optim.Optimizer, named: NamedParameters) -> str:
-    """Why hvd.DistributedOptimizer cannot take this optimizer with these parameters; empty where it
+    """Why hvd.DistributedOptimizer cannot take this optimizer with these parameters; empty if it
     can."""
     required = [
         p.name

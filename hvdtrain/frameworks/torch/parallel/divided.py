@@ -41,8 +41,8 @@ class Stages(Protocol):
     def free_absent(
         self, cuts: Mapping[torch.nn.Parameter, Cut]
     ) -> dict[torch.nn.Parameter, Shard]:
-        """Frees the parameters that this rank has not, and gives its shards of 0 elements of
-        them."""
+        """Frees the parameters that this rank does not have, and returns its shards of 0 elements
+        of them."""
 
     def add_tied(self) -> None:
         """Adds up the gradients of the copies of a parameter. A collective."""

@@ -25,7 +25,7 @@ def uncompiled(model: Any) -> Any:
 def check_given(
     config: Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> None:
-    """Raises UserError where the script's model or optimizer cannot be arranged among ranks as the
+    """Raises UserError if the script's model or optimizer cannot be arranged among ranks as the
     configuration says."""
     stage = config.shard.stage
     is_cut = config.shard.stage == 3 or config.parallel.cuts

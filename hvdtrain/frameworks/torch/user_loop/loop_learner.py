@@ -59,7 +59,7 @@ from hvdtrain.frameworks.user_loop import Divisor, LoopLearner, Samples, item_co
 class TorchLoopLearner(RankModel, LoopLearner):
     """Every rank makes one. on_step: called after each step of the optimizer.
 
-    Raises UserError where the model, the optimizer or the engine cannot do what the configuration
+    Raises UserError if the model, the optimizer or the engine cannot do what the configuration
     asks for.
     """
 

@@ -96,7 +96,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
 def take_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Gives each parameter group what a checkpoint and shard.stage need to know. Raises UserError
-    where the two do not belong together."""
+    if the two do not belong together."""
     if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
         what = (
             f"a {type(model).__name__} and a {type(optimizer).__name__}, not a torch.nn.Module "
@@ -254,7 +254,7 @@ class GivenScale(Scale):
         self._in_a_row = 0  # consecutive overflows; each one halves the scale
 
     def unscale_(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Raises UserError where this rank has only parts of the gradients."""
+        """Raises UserError if this rank has only parts of the gradients."""
         if self.scaled is None:
             return
         if self._is_sharded:

@@ -39,7 +39,7 @@ def build(
     side: height and width; images are reduced by the means of squares of pixels (none: as they are)
     colours: tokens of the codebook, 2 to 32768
 
-    Raises UserError where the other data set does, and for a side that does not divide the images'
+    Raises UserError if the other data set does, and for a side that does not divide the images'
     own.
     """
     if source == name or plugins.is_dotted(source):
@@ -69,7 +69,7 @@ def build(
 
 
 def read_pictures(run: Path, values: int) -> Codebook:
-    """What the tokens of a run show, whose model has so many for pixels. Raises UserError where
+    """What the tokens of a run show, whose model has so many for pixels. Raises UserError if
     the codebook of the run folder is absent, damaged or another one."""
     codebook = read_codebook(run)
     if codebook.values != values:

@@ -97,7 +97,7 @@ def _h5py() -> Any:
 
 @contextlib.contextmanager
 def _opened(file: FileOnDisk) -> Iterator[Any]:
-    """The file by the library, which a script may open too. Raises UserError where it is none of
+    """The file by the library, which a script may open too. Raises UserError if it is none of
     HDF5, or has changed."""
     with file.opened() as raw:
         beginning = raw.read(0, min(3, file.size))
@@ -225,7 +225,7 @@ class Hdf5File(StoredFile):
 
     @contextlib.contextmanager
     def _dataset(self, name: str) -> Iterator[Any]:
-        """An array by the library. Raises UserError where there is none, it is damaged, or its
+        """An array by the library. Raises UserError if there is none, it is damaged, or its
         numbers are in another file."""
         with _opened(self.file) as file:
             try:
@@ -250,7 +250,7 @@ class Hdf5File(StoredFile):
         """What a path leads to, link by link: the library would open another file, and wait for a
         pipe, only to say that a name is there.
 
-        None where there is nothing. Raises UserError for a link to another file, and for links that
+        None if there is nothing. Raises UserError for a link to another file, and for links that
         lead to each other.
         """
         h5l = _h5py().h5l
@@ -369,7 +369,7 @@ def _is_whole(dataset: Any) -> bool:
 
 
 def _filters(dataset: Any) -> tuple[int, ...] | None:
-    """The filters in the order in which they were applied; None where there is another one than
+    """The filters in the order in which they were applied; None if there is another one than
     shuffle and deflate."""
     plist = dataset.id.get_create_plist()
     found = tuple(plist.get_filter(number)[0] for number in range(plist.get_nfilters()))
@@ -461,7 +461,7 @@ class Chunks:
         return into, of
 
     def _unpacked(self, raw: bytes | np.ndarray, place: tuple[int, ...]) -> np.ndarray:
-        """The numbers of a chunk, whole. Raises UserError where they are not as many as they have
+        """The numbers of a chunk, whole. Raises UserError if they are not as many as they have
         to be."""
         wanted = math.prod(self.chunks) * self.dtype.itemsize
         for number, kind in reversed(list(enumerate(self.filters))):
@@ -499,7 +499,7 @@ class Unpacked:
 
 
 def _inflated(raw: bytes | np.ndarray, most: int) -> bytes:
-    """At most so many bytes; none where they are damaged."""
+    """At most so many bytes; none if they are damaged."""
     unpack = zlib.decompressobj()
     try:
         found = unpack.decompress(raw if isinstance(raw, bytes) else raw.tobytes(), most)

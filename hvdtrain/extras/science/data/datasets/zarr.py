@@ -139,7 +139,7 @@ def _opened(path: Path) -> Any:
 
 
 def _refuse_inner_folder(path: Path) -> None:
-    """Raises UserError where a zip file has the folder of a group, and not what is in it."""
+    """Raises UserError if a zip file has the folder of a group, and not what is in it."""
     entries: list[PurePosixPath] = []
     with (
         contextlib.suppress(zipfile.BadZipFile, OSError, ValueError, NotImplementedError),
@@ -238,7 +238,7 @@ class ZarrGroup(StoredFile):
         )
 
     def opened(self, name: str) -> Any:
-        """The array by the library. Raises UserError where there is none."""
+        """The array by the library. Raises UserError if there is none."""
         group = _opened(self.path)
         try:
             member = group[name.strip("/")]
@@ -326,7 +326,7 @@ class ZarrChunks:
 
 
 def _check_attributes(member: Any) -> None:
-    """Raises ValueError where the library would fail later."""
+    """Raises ValueError if the library would fail later."""
     if not isinstance(member.metadata.attributes, Mapping):
         raise ValueError(
             f"the attributes of {member.path or 'the group'} are "

@@ -31,8 +31,8 @@ def build(config: Config, run: Path) -> Mlflow:
     """A tracker for the server of MLFLOW_TRACKING_URI, else RUN/mlflow; in the experiment
     MLFLOW_EXPERIMENT_NAME, else hvdtrain.
 
-    Raises UserError where mlflow is not installed; it is imported at the first event.
-    Show RUN/mlflow with: MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri RUN/mlflow
+    Raises UserError if mlflow is not installed; it is imported at the first event. Show RUN/mlflow
+    with: MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri RUN/mlflow
     """
     require_package("mlflow", "mlflow")
     return Mlflow(config, run.resolve())

@@ -46,7 +46,7 @@ def build(config: Config, run: Path) -> Wandb:
     clean-up delays the end of the process; what is in RUN/wandb can be uploaded with wandb sync
     later.
 
-    Raises UserError where wandb is not installed, or WANDB_MODE=online has no login; wandb is
+    Raises UserError if wandb is not installed, or WANDB_MODE=online has no login; wandb is
     imported at the first event.
     """
     require_package("wandb", "wandb")
@@ -54,7 +54,7 @@ def build(config: Config, run: Path) -> Wandb:
 
 
 def mode(environment: Mapping[str, str]) -> str:
-    """online, offline or disabled. Raises UserError where wandb would ask for a key at the
+    """online, offline or disabled. Raises UserError if wandb would ask for a key at the
     terminal."""
     requested = environment.get("WANDB_MODE")
     logged_in = _logged_in(environment)

@@ -30,7 +30,7 @@ class PipelineStages(TensorParts):
     """The arrangement of parallel.pipeline."""
 
     def cut(self) -> None:
-        """Raises UserError where the model says not how it is cut, or its parts would compute
+        """Raises UserError if the model says not how it is cut, or its parts would compute
         something else."""
         plan = self._plan()
         first = self._first_units()

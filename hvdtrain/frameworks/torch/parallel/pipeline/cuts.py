@@ -29,7 +29,7 @@ def first_units(
     that the slowest stage has the fewest operations, or the fewest seconds that there are.
 
     x: (n, ...) inputs of the model. seconds_of: called on all ranks for parallel.balance=seconds;
-    without it operations count there too. Raises UserError where the model has no units or fewer
+    without it operations count there too. Raises UserError if the model has no units or fewer
     than stages, or as refuse_changed_buffers() does.
     """
     where = config.where("parallel.pipeline")
@@ -113,7 +113,7 @@ def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def given_cuts(balance: Sequence[int], names: Sequence[str], where: str) -> list[int]:
-    """The first unit of each stage, from the number of units of each. Raises UserError where these
+    """The first unit of each stage, from the number of units of each. Raises UserError if these
     are not all units, `names`."""
     if sum(balance) != len(names):
         what = (
@@ -136,7 +136,7 @@ def refuse_changed_buffers(model: nn.Module, x: torch.Tensor, where: str) -> Non
 
 
 def _refuse_changed(buffer: str, model: nn.Module, where: str) -> None:
-    """Raises UserError where a buffer's name is given."""
+    """Raises UserError if a buffer's name is given."""
     if buffer:
         what = (
             f"training changes {buffer} of {type(model).__name__}, a buffer, which ranks of other "
@@ -164,7 +164,7 @@ def operations_of(
     """Floating-point operations of the matrix products and convolutions of each unit's forward
     pass.
 
-    Raises UserError where the units one after the other do not give what the model gives, or one of
+    Raises UserError if the units one after the other do not give what the model gives, or one of
     them gives no tensor (n, ...).
     """
     from torch.utils.flop_counter import FlopCounterMode  # a third of a second

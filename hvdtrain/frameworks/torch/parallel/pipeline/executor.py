@@ -75,7 +75,7 @@ class Pipeline:
         """stages: this rank's on `device`, by their numbers: rank, rank + ranks, ..., as many on
         each rank.
 
-        Raises UserError where the engine sends nothing from one rank to another; `where` is the key
+        Raises UserError if the engine sends nothing from one rank to another; `where` is the key
         that asked for it.
         """
         self._ranks = point_to_point(communicator, where)

@@ -45,7 +45,7 @@ class Pipelined:
         autocast: Autocast,
         device: torch.device,
     ) -> None:
-        """first: the first unit of each stage. Raises UserError where a parameter is in no unit, or
+        """first: the first unit of each stage. Raises UserError if a parameter is in no unit, or
         the engine has no messages."""
         where = config.where("parallel.pipeline")
         stages = stages_of(model, first, where)

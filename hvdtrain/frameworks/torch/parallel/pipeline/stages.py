@@ -74,7 +74,7 @@ def units_of(model: nn.Module, where: str) -> list[Unit]:
 
 
 def stages_of(model: nn.Module, cuts: Sequence[int], where: str) -> list[Stage]:
-    """Stage i has the units from cuts[i] to the next cut. Raises UserError where a parameter is in
+    """Stage i has the units from cuts[i] to the next cut. Raises UserError if a parameter is in
     no unit, which would not be trained."""
     units = units_of(model, where)
     inside = {

@@ -34,12 +34,12 @@ class TensorParts(WholeModel):
     divides = True
 
     def cut(self) -> None:
-        """Raises UserError where the model says not how it is cut, or its parts would compute
+        """Raises UserError if the model says not how it is cut, or its parts would compute
         something else."""
         self._divide(self._plan())
 
     def _plan(self) -> dict[str, str]:
-        """How each layer is cut; empty where none is."""
+        """How each layer is cut; empty if none is."""
         config = self.making.config
         if config.parallel.tensor == 1:
             return {}

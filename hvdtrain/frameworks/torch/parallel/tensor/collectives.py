@@ -90,7 +90,7 @@ def copy_to_ranks(x: torch.Tensor, link: TensorParallelLink) -> torch.Tensor:
     """f: x itself, which every rank has; its gradient is the sum over ranks, since each rank's
     layers are a part of what it goes through.
 
-    The gradient that comes back may be overwritten: only a layer that makes it anew may take the
+    The gradient that comes back may be overwritten: only a layer that recomputes it may take the
     result.
     """
     copied: torch.Tensor = _CopyToRanks.apply(x, link)

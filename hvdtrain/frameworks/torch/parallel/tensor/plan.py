@@ -256,7 +256,7 @@ def outputs_of(model: nn.Module, x: torch.Tensor) -> Any:
 def check_cut(
     model: nn.Module, x: torch.Tensor, expected: Any, task: Task | None, where: str
 ) -> None:
-    """A collective. Raises UserError where the cut model does not give what the whole one gave for
+    """A collective. Raises UserError if the cut model does not give what the whole one gave for
     x, or its task has no loss for that.
 
     task: None of a script's own loss.
@@ -359,7 +359,7 @@ def _check_embedding(name: str, layer: nn.Embedding, kind: str, where: str) -> N
     ):
         what = (
             f"{name} has max_norm, scale_grad_by_freq, sparse or padding_idx, which an embedding "
-            f"cut by {kind} has not"
+            f"cut by {kind} does not support"
         )
         raise UserError(
             what, f"{where}, tensor_plan()", "an nn.Embedding without them, or leave it whole"

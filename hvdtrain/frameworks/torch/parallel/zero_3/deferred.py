@@ -138,7 +138,7 @@ class Deferred(TorchDispatchMode):
 def make_deferred(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Deferred | None]:
     """What make() returns, and what has the numbers of its large tensors.
 
-    None where its constructor reads numbers of large tensors: then the model is made with all of
+    None if its constructor reads numbers of large tensors: then the model is made with all of
     its memory.
     """
     before = torch.get_rng_state()

@@ -1,7 +1,7 @@
 """The number types in which FSDP2 gathers weights: 16 bits for what a pass under autocast casts and
 reads in no other way.
 
-Gathered in float32, each of them would be cast anew in every pass, and autograd would keep the
+Gathered in float32, each of them would be cast again in every pass, and autograd would keep the
 copies of all blocks until backward. All others stay as they are (norms, embeddings, what a model
 computes in float32), so that passes have the numbers of shard.stage=0. A policy of FSDP2's own
 (MixedPrecisionPolicy) is for all weights of a unit: it would round those too.
@@ -30,7 +30,7 @@ _READ_NOTHING = (
     "fsdp",
     "prim",
 )
-# as einsum orders a weight anew
+# as when einsum reorders a weight
 _MOVE_ALONE = (
     torch.ops.aten.clone.default,
     torch.ops.aten._unsafe_view.default,
@@ -74,7 +74,7 @@ def gather_in_16_bits(
 
 
 def group_of(module: Any) -> Any:
-    """What FSDP2 gathers and reduces for this module; None where it has no parameters of its
+    """What FSDP2 gathers and reduces for this module; None if it has no parameters of its
     own."""
     return module._get_fsdp_state()._fsdp_param_group
 
