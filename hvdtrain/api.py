@@ -131,35 +131,42 @@ def train(
     schedule: Callable[[float], float] | None = None,
     hooks: Sequence[Hook] = (),
 ) -> Run:
-    """Trains, as `hvdtrain` does, on one process or as one rank of those that mpirun or srun
-    started with this script.
+    """Trains, as `hvdtrain` does, in one process or as one rank of those that mpirun or srun
+    started with this script. Every rank passes the same arguments.
 
     config: the keys of `hvdtrain --help all-keys`, nested or dotted: {"epochs": 3, "model":
-    {"name": Net}}, where a class stands for its import path; or a YAML file. `arguments` are
-    key=value, and win over it. Every rank passes the same arguments. On one process an error is
-    raised: a UserError for a mistake in the arguments, which a script that does not catch it shows
-    as what, where and fix. If one of several ranks fails, its error is printed and all ranks end.
+        {"name": Net}}, where a class stands for its import path; or a YAML file
+    arguments: key=value; they take precedence over config
 
-    The others stand for names of the configuration, and win over it; docs/own-model.md, own-data.md
-    and own-loss.md have examples: model: a torch module, which is trained from rank 0's weights,
-    and afterwards has, on every rank, those that the last evaluation had
-        (with stop.restore_best the best one); its class, a function that makes it (parameters as
-        those of model.name's), its import path; a pair (init, apply) of JAX, a module of flax,
-        equinox or haiku, whose trained weights are in run.pytree
-    train_data, val_data: a dict of arrays, a torch Dataset, and whatever else
-    data.name=package.module:function may give sample_weights: an array, a number for each sample of
-    train_data, by which they are drawn; a text is data.sample_weights loss: (outputs, batch) -> the
-    loss of each sample, (n,), where batch has the fields of the data, and outputs are the model's
-    for
-        batch["x"]; or a loss of torch.nn, of outputs and batch["y"]
-    metrics: {"mae": (function, "min")}: of (outputs, batch) a value of each sample, (n,), or (sum,
-    count); or an OwnMetric objective: the metric that stop.target, checkpoint.keep_best and
-    log.targets speak of optimizer: a class of torch.optim or function of optax, a name as
-    optim.name has; or a transformation of optax, or a function of
-        torch's named parameters, a list of (name, parameter), that makes a torch optimizer: these
-        have rates of their own, which the recipe multiplies, by 1 where nothing sets optim.base_lr
-    schedule: of the share of the job that is done, 0 to 1, the factor of the learning rate, after
-    recipe.warmup hooks: the script's own calls in the loop, objects of hvdtrain.Hook
+    The other arguments replace names in the configuration and take precedence over it.
+    docs/own-model.md, own-data.md and own-loss.md have examples.
+
+    model: a torch module, which is trained from rank 0's weights; afterwards it has, on every
+        rank, the weights of the last evaluation (with stop.restore_best of the best one). Or its
+        class, a function that creates it (with the parameters of model.name), or its import path;
+        or a pair (init, apply) of JAX, a module of flax, equinox or haiku, whose trained weights
+        are in run.pytree
+    train_data, val_data: a dict of arrays, a torch Dataset, or anything else that
+        data.name=package.module:function may return
+    sample_weights: an array with a number for each sample of train_data, in proportion to which
+        samples are drawn; a string sets data.sample_weights
+    loss: (outputs, batch) -> the loss of each sample, (n,); batch has the fields of the data, and
+        outputs are the model's outputs for batch["x"]. Or a loss of torch.nn, of outputs and
+        batch["y"]
+    metrics: {"mae": (function, "min")}; the function returns for (outputs, batch) a value per
+        sample, (n,), or (sum, count). Or an OwnMetric
+    objective: the metric for stop.target, checkpoint.keep_best and log.targets
+    optimizer: a class of torch.optim, a function of optax, or a name as in optim.name. Or an optax
+        transformation, or a function that creates a torch optimizer from a list of (name,
+        parameter): these have their own learning rates, which the recipe multiplies, by 1 unless
+        optim.base_lr is set
+    schedule: maps the completed fraction of the job, 0 to 1, to the factor of the learning rate
+        after recipe.warmup
+    hooks: the script's callbacks in the training loop, hvdtrain.Hook objects
+
+    In one process an error is raised: a UserError for a mistake in the arguments, of which a script
+    that does not catch it prints what, where and fix. If one of several ranks fails, its error is
+    printed and all ranks end.
     """
     from hvdtrain.comm.launcher_variables import placement
     from hvdtrain.config.sections.section import COMMAND_LINE, name_of_object
@@ -231,15 +238,17 @@ def train(
 def predict(
     run: Run | str | Path, data: Any, *arguments: str, model: Any = None, checkpoint: str = ""
 ) -> np.ndarray:
-    """What a run's model gives for the rows of data, in their order, on every rank: logits,
-    numbers; of several outputs the first.
+    """Returns the outputs of a run's model for the rows of data, in their order, on every rank:
+    logits or numbers; the first output if there are several.
 
-    data: what train_data of train() may be, or its x alone: targets are not read. A table has the
-    columns of x. arguments: key=value, as of `hvdtrain predict`; a run whose code the script did
-    not name needs model.name=package.module:Class model: the object, class or function that the run
-    trained, where `run` is not what train() returned; its weights stay as they are checkpoint:
-    newest, best (by the objective), or the name of one; default: newest, and of a run with
-    stop.restore_best best
+    data: anything that train_data of train() may be, or only its x: targets are not read. A table
+        has the columns of x
+    arguments: key=value, as for `hvdtrain predict`; a run whose code the script did not name needs
+        model.name=package.module:Class
+    model: the object, class or function that the run trained, if `run` is not the result of
+        train(); its weights do not change
+    checkpoint: newest, best (by the objective), or the name of one; default: newest, or best if the
+        run has stop.restore_best
     """
     from hvdtrain.cli.evaluate.of_data import WITHOUT_TARGETS, AskedData, predict_data
 
@@ -278,8 +287,9 @@ def evaluate(
     """Evaluates a run's model on data and returns the metrics by name: exact over all samples, on
     any number of ranks.
 
-    data: what train_data of train() may be; loss, metrics: the run's, or others if `run` is not
-    what train() returned; the rest: as in predict()
+    data: anything that train_data of train() may be
+    loss, metrics: default: the run's own, if `run` is the result of train()
+    arguments, model, checkpoint: as in predict()
     """
     from hvdtrain.cli.evaluate.of_data import AskedData, evaluate_data
 

@@ -28,6 +28,15 @@ PAGES = [
 MOST_WORDS = 30
 # a beginning that says nothing without the signature, or the docstring before it
 _VAGUE = re.compile(r"(Of|The same|Those|As)\b")
+# what a reader stops at -> most lines of hvdtrain/ that may have it; a count only falls
+PHRASES = {
+    r"(?<!there )\b(is|are) no\b(?! longer)": 6,
+    r"\bof which\b": 15,
+    r"\b(goes|go|going|went) on\b": 8,
+    r"\b(is|are) told\b": 0,
+    r"\bin the place of\b": 3,
+    r"\b(has|have) not (an?|the|as|its|so)\b": 1,
+}
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _NOT_PROSE = re.compile(r"\||#|<|!\[")  # a table, a heading, HTML, an image
 _ITEM = re.compile(r"^\s*(?:[-*]|\d\.) ")
@@ -96,6 +105,44 @@ def test_every_link_leads_to_a_file_or_a_heading_that_exists(page: Path) -> None
         if not address.startswith("http")
     ]
     assert not [address for address in addresses if not leads_somewhere(page, address)]
+
+
+def merged_parameters(source: str) -> Iterator[str]:
+    """function: parameter, of each that a docstring describes behind the end of another line's
+    text, as a formatter that joins lines leaves it."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            text = ast.get_docstring(node) or ""
+            names = [each.arg for each in (*node.args.args, *node.args.kwonlyargs)]
+            described = [name for name in names if re.search(rf"^{name}(, \w+)*: ", text, re.M)]
+            for name in set(names) - set(described) if described else ():
+                if re.search(rf"[\w)`\"] {name}: ", text):
+                    yield f"{node.name}: {name}"
+
+
+def test_the_description_of_each_parameter_begins_a_line() -> None:
+    """A docstring that lists parameters describes each on a line of its own."""
+    merged = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sorted((ROOT / "hvdtrain").rglob("*.py"))
+        for name in merged_parameters(path.read_text())
+    ]
+    assert merged == []
+    text = '"""Sums.\n\n    x: an array of any shape y: another.\n    """'
+    assert list(merged_parameters(f"def f(x, y):\n    {text}")) == ["f: y"]
+
+
+@pytest.mark.parametrize("phrase", PHRASES)
+def test_no_more_lines_of_code_have_a_phrase_that_reads_like_a_translation(phrase: str) -> None:
+    """docs/design.md and docs/keys.md are written without them: write the sentence anew, as the
+    documentation of PyTorch would have it."""
+    lines = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in sorted((ROOT / "hvdtrain").rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(phrase, line)
+    ]
+    assert len(lines) <= PHRASES[phrase], lines
 
 
 def test_what_counts_as_a_sentence() -> None:

@@ -26,7 +26,7 @@ def align(
     gap: str = "  ",
     least: Sequence[int] = (),
 ) -> list[str]:
-    """Aligns rows: one line for each row, whose cells are as wide as their column.
+    """Aligns the cells of a table: returns a line for each row, with cells as wide as their column.
 
     left: the columns that are aligned to the left, all others to the right; least: the smallest
     widths of the first columns.

@@ -48,14 +48,14 @@ class Metadata(NamedTuple):
 def read_checkpoint(
     run: Path, which: str, *, mapped: bool = False, on_piece: Callable[[], None] = lambda: None
 ) -> LoadedCheckpoint:
-    """Reads the checkpoint `which` of a run: newest, best, or its name; empty: the one whose
-    weights are the result of the run.
+    """Reads a checkpoint of a run.
 
-    For newest and best damaged ones are skipped.
+    which: newest or best, which skip damaged checkpoints; or a name; empty: the checkpoint whose
+        weights are the result of the run
+    mapped: map only the weights, so that the checkpoint may be larger than this machine's memory
+    on_piece: as in files.read_arrays()
 
-    mapped: its weights alone, where they lie on the disk: then the checkpoint may have more bytes
-    than this machine has memory. on_piece: as files.read_arrays(). Raises UserError if there is
-    none, Damaged where the one that is named is damaged.
+    Raises UserError if there is no checkpoint, Damaged if the named one is damaged.
     """
     folders = files.finished(run)
     if not folders:
@@ -199,7 +199,7 @@ def _is_set(run: Path, key: str) -> bool:
 
 
 def with_averages(arrays: Arrays) -> Arrays:
-    """The averages instead of the weights that they are of."""
+    """The averages in the place of the weights that they are of."""
     averaged = averages(arrays)
     return arrays | {
         name: array
@@ -250,7 +250,7 @@ def metadata(run: Path, checkpoint: Checkpoint) -> Metadata:
 
 
 def _inputs(data: dict[str, Any]) -> dict[str, str]:
-    """The formula of what the model gets, and its numbers; nothing if the task is not
+    """The formula of what the model gets, and its numbers; nothing where the task is not
     hvdtrain's, or the checkpoint does not say it."""
     task = data.get("task", "classification")
     if task not in ("classification", "multilabel", "segmentation", "regression") and not (

@@ -18,7 +18,7 @@ class ParameterGroup(NamedTuple):
     names: str  # with * for any characters, ? for one
     rate: float  # times the rate of the others
     decay: float  # times their weight decay
-    momentum: float | None  # in the place of theirs
+    momentum: float | None  # instead of the job's
     layer_rate: float | None = (
         # rate of a layer over that of the next one, by the number that # stands for in `names`
         None

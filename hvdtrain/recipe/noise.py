@@ -28,9 +28,11 @@ def noise_scale_sums(
 ) -> Sums:
     """One rank's summands of NOISE_SCALE_KEYS in one step, as device scalars where the squares are.
 
-    local_square: squared norm of the rank's part of the gradient, the sum over its `count` samples
-    divided by `batch`, the samples of all ranks global_square: squared norm of the mean gradient
-    over the batch A rank without samples adds 0 to the excess.
+    local_square: squared norm of the rank's part of the gradient: the sum over its `count` samples,
+        divided by `batch`, the samples of all ranks
+    global_square: squared norm of the mean gradient over the batch
+
+    A rank without samples adds 0 to the excess.
     """
     sums = {
         "excess": 0.0,

@@ -87,7 +87,7 @@ def build(name: str, root: Path | None, split: Split, *, download: bool = True) 
     classes.
 
     The files are in <root>/<MNIST|FashionMNIST|KMNIST>/raw, or in <root> itself, as they are or as
-    .gz. Without a root: $XDG_CACHE_HOME/hvdtrain/data, or ~/.cache/hvdtrain/data.
+    .gz. The default of <root> is $XDG_CACHE_HOME/hvdtrain/data, or ~/.cache/hvdtrain/data.
 
     download: fetch missing files, by one process on a machine while the others wait (true or false)
 
