@@ -319,8 +319,8 @@ def test_without_ulfm_restart_says_what_it_does_not_do(tmp_path: Path) -> None:
     )
     assert result.returncode == DONE, result
     said = (
-        "guard.lost=restart writes no last checkpoint when a rank is lost: MPI ends with the "
-        "first rank that is lost: it was started "
+        "guard.lost=restart writes no last checkpoint when a rank is lost: MPI ends the job when "
+        "the first rank dies: it was started "
     )
     assert result.stderr.count(f"{said}without ULFM (mpirun --with-ft ulfm") == 1, result.stderr
 
