@@ -139,7 +139,7 @@ def load_dotted(name: str, where: str) -> Callable[..., Any]:
         raise
     member = getattr(module, attribute, None)
     if member is None and module_name == "__main__":
-        raise UserError(f"this program has no class {attribute}", where, of_a_script(name))
+        raise UserError(f"the program does not define class {attribute}", where, of_a_script(name))
     if member is None:
         raise UserError(
             f"{module_name} has no {attribute}",
