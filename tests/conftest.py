@@ -53,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
         if os.environ.get("HVDTRAIN_TEST_ROUNDS") != "full":  # compiles a third faster
             os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    if rotation.is_by_day() and "PYTEST_XDIST_WORKER" not in os.environ:  # it chooses for them
+    if rotation.is_by_day() and not os.environ.get("PYTEST_XDIST_WORKER"):  # it chooses for them
         os.environ["HVDTRAIN_TEST_DAY"] = rotation.today().isoformat()
         if "HVDTRAIN_TEST_EXTRAS" not in os.environ:  # else this repeats a run
             os.environ["HVDTRAIN_TEST_EXTRAS"] = " ".join(extras_of_today())
@@ -66,7 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("numprocesses", None):
         warm.start(environment())  # one for all workers, which start meanwhile
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if os.environ.get("PYTEST_XDIST_WORKER"):
         _tell_who_ends_this_process()
 
 
@@ -172,7 +172,7 @@ _CPU_S = [0.0]  # at the report before
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Here alone, not in a worker too, which hands its reports over."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
+    if not os.environ.get("PYTEST_XDIST_WORKER"):
         note(
             {
                 "test": report.nodeid,

@@ -174,7 +174,10 @@ def test_objects_resume_exactly_and_their_names_are_in_the_configuration(
             "RUN has the weights" in said
         )
     assert main(["--config", "half/config.yaml", "run=other"]) == 2
-    assert "data.name=<object of builtins:dict> is an object of a script" in capsys.readouterr().err
+    assert (
+        "data.name=<object of builtins:dict> is an object that only its script defines"
+        in capsys.readouterr().err
+    )
     assert main(["export", "half", "--to", "half.pt"]) == 0
     exported = torch.load("half.pt", weights_only=True)
     assert all(torch.equal(p, exported[name].float()) for name, p in half.state_dict().items())

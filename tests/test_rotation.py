@@ -108,7 +108,11 @@ def test_all_tests_of_the_extras_that_are_given_run_by_day() -> None:
 
 
 def test_an_unknown_extra_is_an_error() -> None:
-    env = {"HVDTRAIN_TEST_ROUNDS": "day", "HVDTRAIN_TEST_EXTRAS": "swepe drill"}
+    env = {
+        "HVDTRAIN_TEST_ROUNDS": "day",
+        "HVDTRAIN_TEST_EXTRAS": "swepe drill",
+        "PYTEST_XDIST_WORKER": "",  # a worker takes the choice of the process that started it
+    }
     result = python([*COLLECT, __file__], env=env, is_warm=False)
     assert (result.returncode, result.stdout) == (pytest.ExitCode.USAGE_ERROR, "")
     known = ", ".join(names_of_extras())

@@ -328,7 +328,7 @@ def test_what_comes_from_outside_needs_a_label() -> None:
     source, _ = declared()
     with pytest.raises(
         UserError,
-        match=r"rand_augment=2 shows black .* no class\n.*\n  fix: task\.ignore_label=255 "
+        match=r"rand_augment=2 fills in black .* no class\n.*\n  fix: task\.ignore_label=255 "
         r".*rand_augment=0",
     ):
         with_moved_masks(source, {"y": None}, configure(None, ["augment.rand_augment=2"]).augment)
