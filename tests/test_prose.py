@@ -134,8 +134,8 @@ def test_the_description_of_each_parameter_begins_a_line() -> None:
 
 @pytest.mark.parametrize("phrase", PHRASES)
 def test_no_more_lines_of_code_have_a_phrase_that_reads_like_a_translation(phrase: str) -> None:
-    """docs/design.md and docs/keys.md are written without them: write the sentence anew, as the
-    documentation of PyTorch would have it."""
+    """If this fails, rewrite the sentence as the documentation of PyTorch would put it. If a count
+    has fallen, lower it in PHRASES."""
     lines = [
         f"{path.relative_to(ROOT)}:{number}"
         for path in sorted((ROOT / "hvdtrain").rglob("*.py"))
