@@ -3,10 +3,12 @@ are viewed as tensors."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import math
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -42,10 +44,17 @@ from hvdtrain.errors import UserError
 FEATURES: set[Feature] = {"several_ranks", "device_memory", "asynchronous", "adasum", "horovod_api"}
 # Horovod can add process sets after its start only if this variable is set
 GROUPS = "HOROVOD_DYNAMIC_PROCESS_SETS"
+# of Linux's prctl()
+_PR_SET_TIMERSLACK = 29
+_PR_GET_TIMERSLACK = 30
 _BUILD_COMMAND = "python -m hvdtrain.cli.horovod"
 # default without NCCL: 100 MB in host memory take a sixth of the time that they take with Horovod's
 # default of 128 MiB
 CPU_FUSION_MB = 4.0
+# default where the ranks of one host reduce in host memory: with Horovod's default of 1 ms, which
+# each reduction waits for, a small network's step takes up to 2.5 times as long as with plain MPI
+# (benchmarks/engines.py). Between hosts a cycle exchanges messages, and Horovod's default is kept
+HOST_CYCLE_MS = 0.1
 # elements of one collective, which Horovod and MPI count with C's int; more are split
 MOST_COUNT = 2**31 - 1
 _FIX = "hvdtrain launch -np 2 -- ..., which finds an mpirun"
@@ -61,27 +70,49 @@ def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
     torch, hvd = load()
     linked = EngineLibrary("horovod", f"Horovod uses {library()}", _FIX, _OTHER_LIBRARY)
     check_library(place, linked)
-    _set_environment(comm or CommConfig())
-    hvd.init()
+    one_host = place.local_size == place.size
+    for name, value in horovod_variables(comm or CommConfig(), one_host, has_nccl()).items():
+        os.environ.setdefault(name, value)  # the user's own values are kept
+    with _precise_sleep():
+        hvd.init()
     if not hvd.mpi_enabled():
         linked = linked._replace(description="Horovod uses Gloo, not MPI")
     check_size(place, linked, hvd.size())
     return HorovodCommunicator(torch, hvd, place)
 
 
-def _set_environment(comm: CommConfig) -> None:
-    """Horovod reads its settings from the environment, once, when it starts. Variables that the
-    user has set are kept."""
-    fusion_mb = CPU_FUSION_MB if comm.fusion_mb is None and not has_nccl() else comm.fusion_mb
+def horovod_variables(comm: CommConfig, one_host: bool, nccl: bool) -> dict[str, str]:
+    """The variables that Horovod reads once, when it starts. one_host: all ranks run on one host;
+    nccl: Horovod reduces on GPUs by NCCL."""
+    fusion_mb = comm.fusion_mb
+    cycle_ms = comm.cycle_ms
+    if not nccl and fusion_mb is None:
+        fusion_mb = CPU_FUSION_MB
+    if not nccl and one_host and cycle_ms is None:
+        cycle_ms = HOST_CYCLE_MS
     settings = {
-        "HOROVOD_CYCLE_TIME": comm.cycle_ms,
+        "HOROVOD_CYCLE_TIME": cycle_ms,
         "HOROVOD_FUSION_THRESHOLD": None if fusion_mb is None else int(fusion_mb * 2**20),
         "HOROVOD_HIERARCHICAL_ALLREDUCE": 1 if comm.hierarchical else None,
         "HOROVOD_AUTOTUNE": 1 if comm.tune else None,
     }
-    for name, value in settings.items():
-        if value is not None:
-            os.environ.setdefault(name, str(value))
+    return {name: str(value) for name, value in settings.items() if value is not None}
+
+
+@contextlib.contextmanager
+def _precise_sleep() -> Iterator[None]:
+    """Threads that start within sleep to the microsecond. Linux otherwise lets a sleep end 50 us
+    late, half a cycle of Horovod's thread."""
+    if sys.platform != "linux":
+        yield
+        return
+    libc = ctypes.CDLL(None)
+    former_ns = libc.prctl(_PR_GET_TIMERSLACK)
+    libc.prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1000))
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(max(former_ns, 1)))
 
 
 def has_nccl() -> bool:

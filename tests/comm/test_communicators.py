@@ -19,6 +19,8 @@ from waiting import wait_until
 
 from hvdtrain import errors
 from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle, SingleProcessCommunicator
+from hvdtrain.comm.horovod import horovod_variables
+from hvdtrain.config.sections.comm import CommConfig
 
 # What a rank does in the tests below; the exit code and the words of a UserError are those of the
 # real commands.
@@ -218,6 +220,8 @@ def test_a_killed_rank_ends_every_rank(engine: str) -> None:
 def test_abort_of_a_single_process() -> None:
     program = """
 from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle, SingleProcessCommunicator
+from hvdtrain.comm.horovod import horovod_variables
+from hvdtrain.config.sections.comm import CommConfig
 print("last words", end="")
 try:
     SingleProcessCommunicator().abort(7)
@@ -238,3 +242,17 @@ def test_small_parts_go_in_one_call_of_mpi_and_weights_in_any_size() -> None:
     ):
         for calls, error in on_ranks("mpi", 3, "one_call_on_ranks:calls_of_mpi", numbers):
             assert calls == [*reduction, "Allgatherv"] and error < 1e-15
+
+
+def test_horovod_looks_ten_times_as_often_where_ranks_share_memory() -> None:
+    default = CommConfig()
+    on_one_host = {"HOROVOD_CYCLE_TIME": "0.1", "HOROVOD_FUSION_THRESHOLD": str(4 * 2**20)}
+    assert horovod_variables(default, one_host=True, nccl=False) == on_one_host
+    between_hosts = {"HOROVOD_FUSION_THRESHOLD": str(4 * 2**20)}
+    assert horovod_variables(default, one_host=False, nccl=False) == between_hosts
+    assert horovod_variables(default, one_host=True, nccl=True) == {}
+    set_by_keys = CommConfig(cycle_ms=2, fusion_mb=0.5)
+    assert horovod_variables(set_by_keys, one_host=True, nccl=False) == {
+        "HOROVOD_CYCLE_TIME": "2.0",
+        "HOROVOD_FUSION_THRESHOLD": str(2**19),
+    }

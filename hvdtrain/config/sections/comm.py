@@ -88,7 +88,7 @@ class CommConfig(Section):
         ge=0.001,
         le=1e4,
         description="cycle time of Horovod's background thread in ms (HOROVOD_CYCLE_TIME); "
-        "default: Horovod's own, 1 ms",
+        "default: 0.1 if the ranks of one host reduce in host memory, otherwise Horovod's own, 1",
     )
     fusion_mb: float | None = Field(
         default=None,
