@@ -285,13 +285,16 @@ class MpiCommunicator:
         if self._comm_thread is None:
             return CompletedHandle(self._make(x, collective, needed, reduces=reduces))
         calls = self._thread_calls
-        if self._ways is None or not self._ways.takes(x):
+        ways = self._ways
+        if ways is None or not ways.takes(x):
             return self._comm_thread.start(lambda: collective(calls, x))
-        way = self._ways.begin(x, needed, reduces=reduces)
-        return Finished(
-            self._comm_thread.start(lambda: way.run(lambda found: collective(calls, found))),
-            way.finish,
-        )
+        way = ways.begin(x, needed, reduces=reduces)
+
+        def run() -> Any:
+            ways.set_device(x)
+            return way.run(lambda found: collective(calls, found))
+
+        return Finished(self._comm_thread.start(run), way.finish)
 
     def _make(
         self,

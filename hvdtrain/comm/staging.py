@@ -7,8 +7,8 @@ calls MPI waits for that.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -35,9 +35,20 @@ class Cuda:
     def new(self, device: torch.device) -> Stream:
         return torch.cuda.Stream(device)
 
-    def use(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Inside, makes the stream and its device the current ones of this thread."""
-        return torch.cuda.stream(stream)
+    def set_device(self, device: torch.device) -> None:
+        """Makes the GPU the current one of this thread, for good.
+
+        A new thread begins with GPU 0. Leaving a stream of another GPU would select GPU 0 again,
+        which opens a context there, some 500 MB for every rank of the host.
+        """
+        torch.cuda.set_device(device)
+
+    @contextmanager
+    def use(self, stream: Stream) -> Iterator[None]:
+        """Inside, makes the stream and its device the current ones of this thread; opens no
+        context on the device that was current before."""
+        with torch.accelerator.device_index(stream.device.index), torch.cuda.stream(stream):
+            yield
 
     def mark(self, stream: Stream) -> Event:
         """Records an event behind the stream's present work; a thread waits for it asleep, not in a
@@ -66,6 +77,10 @@ class Ways:
     def takes(self, x: Buffer) -> bool:
         """Whether it is a tensor on a GPU."""
         return isinstance(x, torch.Tensor) and x.device.type == self._gpus.kind
+
+    def set_device(self, x: torch.Tensor) -> None:
+        """Makes the GPU of x the current one of this thread. Called by a thread of ours."""
+        self._gpus.set_device(x.device)
 
     def begin(self, x: torch.Tensor, needed: slice = ALL, *, reduces: bool = False) -> Moving:
         """Begins to move x, behind the present work of the current stream. Called by the thread

@@ -12,6 +12,7 @@ import pytest
 import torch
 from pool import on_ranks
 from ranks import needs_mpirun
+from waiting import wait_until
 
 from hvdtrain.comm.communicator import Buffer, SingleProcessCommunicator
 from hvdtrain.comm.staging import Cuda, Stream
@@ -55,6 +56,9 @@ class Gpus(Cuda):
     def new(self, device: torch.device) -> Stream:
         return Written("the set's stream", self)
 
+    def set_device(self, device: torch.device) -> None:
+        self.log.append(f"{threading.current_thread().name} chooses {device}")
+
     @contextlib.contextmanager
     def use(self, stream: Stream) -> Iterator[None]:
         before = getattr(self._of_thread, "stream", None)
@@ -77,13 +81,20 @@ class Logged(SingleProcessCommunicator):
         return x
 
 
-def test_a_collective_follows_the_stream_that_asks_and_the_one_that_waits_follows_it() -> None:
-    """Asked for by a thread on one stream, made and waited for by another thread on another one."""
+@pytest.mark.parametrize("makes", ["who waits", "a thread"])
+def test_a_collective_follows_the_stream_that_asks_and_the_one_that_waits_follows_it(
+    makes: str,
+) -> None:
+    """Asked for by a thread on one stream, made and waited for by another thread on another one.
+    The engine's own thread chooses its GPU first: a new thread's is GPU 0, and leaving a stream of
+    another one would open a context there."""
     gpus = Gpus()
     engine = OwnEngine(Logged(gpus), Settings())
+    engine._is_asynchronous = makes == "a thread"
     lane = engine._lanes[GLOBAL]
     lane._streams = lane.rounds._streams = lane.rounds._performer._streams = Streams(gpus)
-    length = 1000  # too long for the block of a round
+    # too long for the block of a round; enough for a thread
+    length = 1 << 20 if makes == "a thread" else 1000
     request = Request(
         Signature(
             "weights",
@@ -102,14 +113,18 @@ def test_a_collective_follows_the_stream_that_asks_and_the_one_that_waits_follow
 
     with gpus.use(Written("the stream that asks", gpus)):
         handle = engine.submit(GLOBAL, request)
+    if makes == "a thread":
+        wait_until(lambda: request.done, "the engine's thread has made it")
     other = threading.Thread(target=wait)
     other.start()
     other.join()
+    chosen = ["hvdtrain-comm chooses cpu"] * (makes == "a thread")
     assert gpus.log == [
+        *chosen,
         "the set's stream waits for what the stream that asks has until now (0)",
         "the set's stream keeps 7",
         "weights on the set's stream",
-        "the stream that waits waits for what the set's stream has until now (3)",
+        f"the stream that waits waits for what the set's stream has until now ({3 + len(chosen)})",
         "the stream that waits keeps 7",
     ]
 

@@ -15,6 +15,7 @@ import torch
 from hvdtrain.comm.staging import Cuda, Stream
 
 HOST = torch.device("cpu")
+COMM_THREAD = "hvdtrain-comm"
 
 
 class LateStream:
@@ -74,12 +75,18 @@ class LateGpu(Cuda):
             )
         return self._of_thread.stream
 
+    def set_device(self, device: torch.device) -> None:
+        self._of_thread.device = device
+
     def new(self, device: torch.device) -> Stream:
         self._made += 1
         return LateStream(f"side stream {self._made}", self.log)
 
     @contextlib.contextmanager
     def use(self, stream: Stream) -> Iterator[None]:
+        """A thread of ours has chosen its device before: a new one's is GPU 0."""
+        name = threading.current_thread().name
+        assert name != COMM_THREAD or hasattr(self._of_thread, "device"), f"{name} is on GPU 0"
         before = self.present(HOST)
         self._of_thread.stream = stream
         try:

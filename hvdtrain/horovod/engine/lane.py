@@ -192,6 +192,7 @@ class Lane:
             self._thread.stop()
 
     def _work(self) -> None:
+        self._streams.set_device()
         with self._turn:
             self._is_queued = False
             while self.has_shown() and self.rounds.broken is None:

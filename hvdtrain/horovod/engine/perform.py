@@ -363,15 +363,23 @@ class Streams:
     def __init__(self, gpus: Cuda | None = None) -> None:
         self._gpus = gpus or Cuda()
         self._own: dict[torch.device, Stream] = {}
+        self._latest: torch.device | None = None  # GPU of a request
 
     def ask(self, request: Request) -> None:
         """Called by the requesting thread: the collective will run after the present work of its
         current streams."""
         if self._gpus.kind not in request.signature.devices:
             return
-        request.asked = [
-            self._gpus.present(device).record_event() for device in self._devices(request.inputs)
-        ]
+        devices = self._devices(request.inputs)
+        request.asked = [self._gpus.present(device).record_event() for device in devices]
+        if devices:
+            self._latest = devices[0]
+
+    def set_device(self) -> None:
+        """Makes the GPU of the latest request the current one of this thread. Called by the thread
+        of a process set, not by the script's."""
+        if self._latest is not None:
+            self._gpus.set_device(self._latest)
 
     def behind(self, requests: Sequence[Request]) -> AbstractContextManager[Sequence[Stream]]:
         """Called by the thread that runs collectives: inside, its current streams are the set's,
