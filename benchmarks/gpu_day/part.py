@@ -25,7 +25,6 @@ _MACHINE = {
     "PRTE_MCA_hwloc_default_binding_policy": "none",
     "OMPI_MCA_mpi_yield_when_idle": "1",
     "OMPI_MCA_btl": "self,sm,tcp",
-    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
 }
 
 

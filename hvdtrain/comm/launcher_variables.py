@@ -460,15 +460,16 @@ def _mismatch(place: Placement, library: EngineLibrary, observation: str) -> Lau
     )
 
 
-def listed_devices(environ: Mapping[str, str]) -> list[str] | None:
+def listed_devices(environ: Mapping[str, str], variable: str = VISIBLE_DEVICES) -> list[str] | None:
     """The numbers and UUIDs in the list, up to the first that is not a device, as CUDA reads it;
     None: all devices are visible."""
-    listed = environ.get(VISIBLE_DEVICES)
+    listed = environ.get(variable)
     if listed is None:
         return None
     devices: list[str] = []
     for name in (each.strip() for each in listed.split(",")):
-        if not name or name.startswith("-"):
+        # SLURM's word on nodes without a GPU for the job
+        if not name or name.startswith("-") or name == "NoDevFiles":
             break
         devices.append(name)
     return devices

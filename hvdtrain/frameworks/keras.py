@@ -37,6 +37,7 @@ from hvdtrain.frameworks.keras_objects import (
     users_object,
 )
 from hvdtrain.frameworks.learner import Learner, fair_threads
+from hvdtrain.frameworks.start_jax import start_jax
 from hvdtrain.optim.rule import Array, Ops, Rule
 from hvdtrain.tasks.task import DeviceAndDtype, Task, part_of
 
@@ -52,7 +53,7 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     dtype = np.dtype("float64" if config.speed.precision == "fp64" else "float32")
     part_of(task, "numpy", config, DeviceAndDtype(dtype))
     keras = load_keras(config.where("framework"), dtype)
-    _use_gpu(keras.backend.backend(), communicator.local_rank)
+    _use_gpu(keras.backend.backend(), config, communicator)
     keras.utils.set_random_seed(fold(config.seed) % 2**31)
     model = KerasModel(keras, _make(keras, config, task), config, task, dtype)
     trained = {name: p.shape for name, p in model.weights.items()}
@@ -76,22 +77,24 @@ def _share_cores(communicator: Communicator) -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 
-def _use_gpu(backend: str, local_rank: int) -> None:
-    """This rank takes one of the host's GPUs, where the backend sees any."""
+def _use_gpu(backend: str, config: Config, communicator: Communicator) -> None:
+    """This rank takes one of the host's GPUs, where the backend sees any. Every rank calls it."""
+    local_rank = communicator.local_rank
     if backend == "torch":
         cuda = importlib.import_module("torch").cuda
         if cuda.is_available():
             cuda.set_device(local_rank % cuda.device_count())
     elif backend == "tensorflow":
-        config = importlib.import_module("tensorflow").config
-        if gpus := config.list_physical_devices("GPU"):
+        devices = importlib.import_module("tensorflow").config
+        if gpus := devices.list_physical_devices("GPU"):
             with contextlib.suppress(
                 RuntimeError
             ):  # the script has used TensorFlow before, and has chosen
-                config.set_visible_devices(gpus[local_rank % len(gpus)], "GPU")
-                config.experimental.set_memory_growth(gpus[local_rank % len(gpus)], True)
+                devices.set_visible_devices(gpus[local_rank % len(gpus)], "GPU")
+                devices.experimental.set_memory_growth(gpus[local_rank % len(gpus)], True)
     else:
         jax = importlib.import_module("jax")
+        start_jax(jax, config, communicator)
         devices = jax.local_devices()
         jax.config.update("jax_default_device", devices[local_rank % len(devices)])
 

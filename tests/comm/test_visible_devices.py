@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hvdtrain.cli.check import dry_run
-from hvdtrain.cli.launch.launch_commands import nvidia_devices, visible_gpus
 from hvdtrain.comm.communicator import SingleProcessCommunicator
+from hvdtrain.comm.driver_files import HERE, DriverFiles
 from hvdtrain.comm.launcher_variables import (
     VISIBLE_DEVICES,
     Placement,
@@ -44,7 +44,7 @@ CUDA = torch.device("cuda", 0)
 )
 def test_a_list_ends_where_cuda_stops_reading(listed: str, expected: list[str]) -> None:
     environ = {VISIBLE_DEVICES: listed}
-    assert listed_devices(environ) == expected and visible_gpus(environ) == len(expected)
+    assert listed_devices(environ) == expected and HERE.visible_nvidia(environ) == len(expected)
 
 
 def test_a_container_may_see_devices_of_any_number(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_container_may_see_devices_of_any_number(tmp_path: Path) -> None:
     assert listed_devices({}) is None
     for name in ("nvidia4", "nvidia5", "nvidiactl", "nvidia-uvm", "nvidia-caps", "nvidia-modeset"):
         (tmp_path / name).touch()
-    assert nvidia_devices(tmp_path) == 2
+    assert DriverFiles(dev=tmp_path).nvidia() == 2
 
 
 def placed(local_rank: int, size: int) -> Placement:

@@ -18,11 +18,12 @@ from ranks import ENGINES, FULL, Result, mpirun, python
 
 from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import SingleProcessCommunicator
+from hvdtrain.comm.driver_files import DriverFiles
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.jax.build import start_threads
 from hvdtrain.frameworks.learner import Learner
+from hvdtrain.frameworks.start_jax import start_jax
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 
@@ -213,6 +214,9 @@ def test_a_missing_or_old_jax_is_refused(
     )
 
 
+NO_GPUS = DriverFiles(Path("/nowhere"), Path("/nowhere"))
+
+
 class FourOnThisHost(SingleProcessCommunicator):
     def allgather_object(self, thing: Any) -> list[Any]:
         return [thing, thing, ("another host", thing[1]), (thing[0], (99,))]
@@ -233,12 +237,124 @@ def test_jax_starts_with_this_ranks_part_of_the_cores(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    start_threads(
-        SimpleNamespace(devices=lambda: seen.append(os.environ.get("PJRT_NPROC"))), FourOnThisHost()
-    )
+    jax = SimpleNamespace(config=Flags(), devices=lambda: seen.append(os.environ.get("PJRT_NPROC")))
+    start_jax(jax, configure(None, ["framework=jax"]), FourOnThisHost(), NO_GPUS)
     # two of the four have the same cores
     assert seen == [threads or str(max(1, len(os.sched_getaffinity(0)) // 2))]
     assert os.environ.get("PJRT_NPROC") == env.get("PJRT_NPROC"), "left as it was"
+
+
+class Flags:
+    """jax.config, before JAX starts."""
+
+    def __init__(self, **chosen: str | None) -> None:
+        self.values = {
+            "jax_cuda_visible_devices": "all",
+            "jax_rocm_visible_devices": "all",
+            "jax_platforms": None,
+        } | chosen
+        self.updates: list[tuple[str, str | None]] = []
+
+    @property
+    def jax_platforms(self) -> str | None:
+        return self.values["jax_platforms"]
+
+    def read(self, name: str) -> str | None:
+        assert name != "jax_platforms", "read() takes flags only"
+        return self.values[name]
+
+    def update(self, name: str, value: str | None) -> None:
+        self.values[name] = value
+        self.updates.append((name, value))
+
+
+def host_with(tmp_path: Path, nvidia: int = 0, amd: int = 0) -> DriverFiles:
+    """The files of so many GPUs, and of the processor, which AMD's driver lists as a node."""
+    (tmp_path / "dev").mkdir()
+    for number in range(nvidia):
+        (tmp_path / "dev" / f"nvidia{number}").touch()
+    (tmp_path / "dev" / "nvidiactl").touch()
+    for node in range(amd + 1):
+        folder = tmp_path / "sys/class/kfd/kfd/topology/nodes" / str(node)
+        folder.mkdir(parents=True)
+        (folder / "properties").write_text(
+            f"cpu_cores_count {64 * (node == 0)}\nsimd_count {440 * (node > 0)}\n"
+        )
+    return DriverFiles(tmp_path / "dev", tmp_path / "sys")
+
+
+@pytest.mark.parametrize(
+    ("host", "place", "words", "environ", "shown", "shares"),
+    [
+        ({"nvidia": 4}, (2, 4), "", {}, {"cuda": "2"}, False),
+        ({"nvidia": 4}, (1, 2), "speed.devices=2", {}, {"cuda": "2,3"}, False),
+        ({"nvidia": 4}, (2, 3), "speed.devices=2", {}, {}, True),  # too few: pick_devices() says so
+        ({"nvidia": 1}, (2, 3), "", {}, {"cuda": "0"}, True),
+        ({"nvidia": 8}, (3, 4), "", {"CUDA_VISIBLE_DEVICES": "4,5"}, {"cuda": "1"}, True),
+        # by srun --gpus-per-task=1; whether ranks share it is not known
+        ({"nvidia": 8}, (3, 4), "", {"CUDA_VISIBLE_DEVICES": "6"}, {"cuda": "0"}, True),
+        ({"nvidia": 8}, (0, 1), "", {"CUDA_VISIBLE_DEVICES": ""}, {}, False),
+        ({"amd": 8}, (3, 8), "", {}, {"rocm": "3"}, False),
+        ({"amd": 8}, (1, 2), "", {"ROCR_VISIBLE_DEVICES": "6,7"}, {"rocm": "1"}, False),
+        ({}, (0, 2), "", {}, {}, True),
+        ({"nvidia": 1}, (1, 2), "", {"XLA_CLIENT_MEM_FRACTION": ".4"}, {"cuda": "0"}, False),
+    ],
+)
+def test_a_rank_shows_jax_its_own_gpus_alone(
+    host: dict[str, int],
+    place: tuple[int, int],
+    words: str,
+    environ: dict[str, str],
+    shown: dict[str, str],
+    shares: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """JAX would open all GPUs of the host on each rank, and take 75 % of the memory of each."""
+    for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    ranks = SingleProcessCommunicator()
+    ranks.local_rank, ranks.local_size = place
+    flags = Flags()
+    seen: list[str | None] = []
+    jax = SimpleNamespace(
+        config=flags,
+        devices=lambda: seen.append(os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE")),
+    )
+    config = configure(None, ["framework=jax", *words.split()])
+    start_jax(jax, config, ranks, host_with(tmp_path, **host))
+    assert dict(flags.updates) == {f"jax_{name}_visible_devices": n for name, n in shown.items()}
+    assert seen == ["false" if shares else None]
+    assert "XLA_PYTHON_CLIENT_PREALLOCATE" not in os.environ, "left as it was"
+
+
+def test_gpus_that_the_user_shows_jax_stay_shown(tmp_path: Path) -> None:
+    flags = Flags(jax_cuda_visible_devices="3")
+    jax = SimpleNamespace(config=flags, devices=lambda: None)
+    config = configure(None, ["framework=jax"])
+    start_jax(jax, config, SingleProcessCommunicator(), host_with(tmp_path, nvidia=4))
+    assert flags.updates == []
+
+
+@pytest.mark.parametrize("asked", [None, "cuda,cpu"])
+def test_jax_on_the_cpu_opens_no_gpu(asked: str | None, tmp_path: Path) -> None:
+    flags = Flags(jax_platforms=asked)
+    seen = []
+    jax = SimpleNamespace(config=flags, devices=lambda: seen.append(flags.jax_platforms))
+    config = configure(None, ["framework=jax", "speed.device=cpu"])
+    start_jax(jax, config, SingleProcessCommunicator(), host_with(tmp_path, nvidia=4))
+    assert seen == [asked or "cpu"] and flags.jax_platforms == asked
+    assert flags.read("jax_cuda_visible_devices") == "all"
+
+
+def test_jax_has_the_settings_that_a_start_uses() -> None:
+    """By their real names, which jax.config knows."""
+    for name in ("jax_cuda_visible_devices", "jax_rocm_visible_devices"):
+        assert jax.config.read(name) == "all"
+        jax.config.update(name, "all")
+    jax.config.update("jax_platforms", jax.config.jax_platforms)
 
 
 WORDS = [

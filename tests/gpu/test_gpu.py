@@ -23,15 +23,14 @@ pytestmark = [
 
 DROPS = "torch wide_resnet"  # dropout draws from the generator of the device and the rank
 HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
-GPU = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # ranks share its memory
 
 
 def finished(size: int, *argv: str, env: dict[str, str] | None = None) -> Result:
     words = list(argv)
     result = (
-        mpirun(size, words, timeout_s=250, env=GPU | (env or {}))
+        mpirun(size, words, timeout_s=250, env=env)
         if size
-        else python(words, timeout_s=250, env=GPU | (env or {}))
+        else python(words, timeout_s=250, env=env)
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result
@@ -43,9 +42,7 @@ def of_a_gpu() -> dict[str, Any]:
 
 
 def curves(engine: str, size: int, *how: str, env: dict[str, str] | None = None) -> dict[str, Any]:
-    return dict(
-        on_ranks(engine, size or 1, "invariance:curves", engine, *how, env=GPU | (env or {}))[0]
-    )
+    return dict(on_ranks(engine, size or 1, "invariance:curves", engine, *how, env=env)[0])
 
 
 def test_a_gpu_computes_what_a_cpu_does(of_a_gpu: dict[str, Any]) -> None:
@@ -73,7 +70,7 @@ def test_nccl_refuses_two_ranks_on_one_gpu_and_the_error_says_what_to_do(tmp_pat
 
 
 def test_mpi_reduces_what_the_gpu_fills_later_while_the_host_goes_on() -> None:
-    for notes, went_on, wrong in on_ranks("mpi", 2, "device_memory_on_ranks:on_gpu", env=GPU):
+    for notes, went_on, wrong in on_ranks("mpi", 2, "device_memory_on_ranks:on_gpu"):
         assert len(notes) == 1 and notes[0].startswith("GPU tensors ") and went_on and not wrong, (
             notes,
             wrong,
@@ -99,7 +96,7 @@ def test_the_header_says_how_mpi_takes_tensors_and_host_memory_can_be_asked_for(
 
 
 def test_parts_are_reduced_and_gathered_by_nccl() -> None:
-    assert on_ranks("torchdist", 1, "one_call_on_ranks:on_gpu", env=GPU) == [True]
+    assert on_ranks("torchdist", 1, "one_call_on_ranks:on_gpu") == [True]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +156,7 @@ def test_shards_of_a_state_on_a_gpu(tmp_path: Path, how: str) -> None:
         (2, "mpi", "1,2" if how == "muon" else "1,2,3"),
     ):
         jobs[size] = on_ranks(
-            engine, size or 1, "shards_on_ranks:curves", str(tmp_path), stages, how, env=GPU
+            engine, size or 1, "shards_on_ranks:curves", str(tmp_path), stages, how
         )[0]
     jobs[2].pop("averaged", None)
     assert len(jobs[2]) >= 4
@@ -274,7 +271,7 @@ def test_an_operation_without_a_deterministic_kernel_is_named(tmp_path: Path) ->
         f"run={tmp_path / 'run'}",
         "speed.deterministic=true",
     ]
-    result = python(["-m", "hvdtrain", *words], env=GPU | {"PYTHONPATH": str(tmp_path)})
+    result = python(["-m", "hvdtrain", *words], env={"PYTHONPATH": str(tmp_path)})
     assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
     assert (
         "torch has no deterministic adaptive_max_pool2d_backward_cuda" in result.stderr

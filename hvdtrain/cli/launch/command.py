@@ -34,16 +34,15 @@ from hvdtrain.cli.launch.launch_commands import (
     identify_mpi,
     mpi_library_version,
     mpirun_command,
-    nvidia_devices,
     output_of,
     ranks_per_host,
     select_pmi,
     srun_command,
-    visible_gpus,
 )
 from hvdtrain.cli.launch.program import Program, check_exists, read_program, value_of
 from hvdtrain.cli.launch.run import LauncherRun
 from hvdtrain.cli.options import CommandParser
+from hvdtrain.comm.driver_files import HERE
 from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.comm.rendezvous import SECRET, free_port, new_secret
 from hvdtrain.config.read import expand
@@ -309,7 +308,7 @@ def _container_prefix(options: argparse.Namespace) -> list[str]:
         )
         raise UserError(f"there is no image {image}", "--container", fix)
     folders = [os.getcwd(), *(str(expand(folder, "--bind").absolute()) for folder in options.bind)]
-    return container_command(runtime, str(image), folders, nvidia_devices() > 0, ())
+    return container_command(runtime, str(image), folders, HERE.nvidia() > 0, ())
 
 
 def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:
@@ -361,7 +360,7 @@ def _allocation(options: argparse.Namespace, environ: Mapping[str, str]) -> Allo
             "without --inside: the host's launcher starts ranks in containers; or -np 4, for this "
             "host",
         )
-    gpus = visible_gpus(environ)
+    gpus = HERE.visible_nvidia(environ)
     if gpus and not allocation.ranks and (allocation.system == "SLURM" or allocation.slots == 1):
         return allocation._replace(
             hosts=tuple(host._replace(slots=gpus) for host in allocation.hosts)
@@ -383,7 +382,7 @@ def _ranks(
         hosts = allocation.hosts
     slots = sum(host.slots for host in hosts)
     if options.ranks is None:
-        return slots or visible_gpus(environ) or 1
+        return slots or HERE.visible_nvidia(environ) or 1
     if not re.fullmatch("[1-9][0-9]{0,6}", options.ranks):
         raise UserError(
             f"-np {short(options.ranks)} is not a number of ranks",

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from hvdtrain.cli.launch.allocation import Host
-from hvdtrain.comm.launcher_variables import listed_devices
 from hvdtrain.errors import UserError, short
 from hvdtrain.training.replicas.software import variables
 
@@ -457,17 +456,6 @@ def output_of(command: Sequence[str]) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return "" if done.returncode else done.stdout + done.stderr
-
-
-def visible_gpus(environ: Mapping[str, str]) -> int:
-    """Returns how many GPUs CUDA_VISIBLE_DEVICES lists, or how many this machine has."""
-    listed = listed_devices(environ)
-    return nvidia_devices() if listed is None else len(listed)
-
-
-def nvidia_devices(folder: Path = Path("/dev")) -> int:
-    """Counts the GPUs: a container may only see nvidia4 and nvidia5, which CUDA numbers from 0."""
-    return len(list(folder.glob("nvidia[0-9]*")))
 
 
 def available_cores() -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NamedTuple
 
-from hvdtrain.cli.launch.launch_commands import visible_gpus
+from hvdtrain.comm.driver_files import HERE
 from hvdtrain.comm.launcher_variables import Placement, torchrun_variables
 from hvdtrain.comm.rendezvous import (
     LOOPBACK,
@@ -193,7 +193,11 @@ def spawn(arguments: Sequence[str]) -> int:
 def parse_node_options(arguments: Sequence[str]) -> tuple[NodeOptions, list[str]]:
     """The options of OPTIONS, and the other arguments, which belong to the job. Raises
     UserError."""
-    values = {"--num-nodes": 1, "--node-id": 0, "--num-gpus": max(1, visible_gpus(os.environ))}
+    values = {
+        "--num-nodes": 1,
+        "--node-id": 0,
+        "--num-gpus": max(1, HERE.visible_nvidia(os.environ)),
+    }
     job: list[str] = []
     left = list(arguments)
     while left:

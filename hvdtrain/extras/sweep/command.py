@@ -15,9 +15,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from hvdtrain.cli.launch.launch_commands import available_cores, visible_gpus
+from hvdtrain.cli.launch.launch_commands import available_cores
 from hvdtrain.cli.launch.run import ECHO_S, STOPPING
 from hvdtrain.cli.output import STANDARD_OUTPUT, print_result
+from hvdtrain.comm.driver_files import HERE
 from hvdtrain.comm.launcher_variables import listed_devices, placement
 from hvdtrain.core.early_signals import EarlySignals
 from hvdtrain.core.folder import Folder
@@ -269,7 +270,7 @@ def shares(environ: Mapping[str, str], slot: int, at_once: int, ranks: int) -> d
         if environ.get("OMP_NUM_THREADS")
         else {"OMP_NUM_THREADS": str(max(1, available_cores() // (at_once * ranks)))}
     )
-    gpus = visible_gpus(environ)
+    gpus = HERE.visible_nvidia(environ)
     if gpus >= at_once * ranks:
         names = listed_devices(environ) or [str(number) for number in range(gpus)]
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(names[slot * ranks : (slot + 1) * ranks])

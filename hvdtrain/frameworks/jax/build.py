@@ -1,10 +1,9 @@
-"""The JAX framework: builds a rank's learner; checks what JAX does not support, and sets up JAX's
-device and threads."""
+"""The JAX framework: builds a rank's learner; checks what JAX does not support, and picks the
+devices of a rank."""
 
 from __future__ import annotations
 
 import importlib
-import os
 from typing import Any
 
 import numpy as np
@@ -14,14 +13,15 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.ties import Ties
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.by_name import check_patterns
-from hvdtrain.frameworks.learner import Learner, asked_threads, fair_threads
+from hvdtrain.frameworks.learner import Learner
+from hvdtrain.frameworks.start_jax import start_jax
 from hvdtrain.tasks.task import Task
 
 
 def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     """The learner of framework=jax."""
     jax = load_jax(config.where("framework"))
-    start_threads(jax, communicator)
+    start_jax(jax, config, communicator)
     from hvdtrain.frameworks.jax.learner import JaxLearner, make_optimizer
     from hvdtrain.frameworks.jax.model import JaxDevice, build_model
 
@@ -51,23 +51,6 @@ def load_jax(where: str) -> Any:
             f"framework=jax needs jax 0.8 or later; this is {jax.__version__}", where, fix
         )
     return jax
-
-
-def start_threads(jax: Any, communicator: Communicator) -> None:
-    """Starts JAX with this rank's part of the cores that it may use. Every rank calls it.
-
-    JAX takes as many threads as the process may use cores, once, at its start; it does not read
-    OMP_NUM_THREADS, and no XLA flag changes the number. PJRT_NPROC sets it: the user's value wins,
-    then OMP_NUM_THREADS. No effect where JAX has started before.
-    """
-    fair = fair_threads(communicator)
-    ours = "PJRT_NPROC" not in os.environ
-    os.environ.setdefault("PJRT_NPROC", str(asked_threads() or fair))
-    try:
-        jax.devices()  # reads it
-    finally:
-        if ours:
-            del os.environ["PJRT_NPROC"]
 
 
 def pick_device(jax: Any, config: Config, communicator: Communicator) -> Any:

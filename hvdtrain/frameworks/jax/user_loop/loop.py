@@ -17,16 +17,17 @@ class JaxLoop(UserLoop):
     words = WORDS
 
     def begin(self, config: Config, communicator: Communicator) -> None:
-        """Starts JAX with this rank's share of the cores, unless the script already started it.
-        Every rank calls it.
+        """Starts JAX with this rank's share of the cores and its own devices, unless the script
+        already started it. Every rank calls it.
 
         From here on the script's arrays are created on this rank's device. Raises UserError if JAX
         or the device is missing.
         """
-        from hvdtrain.frameworks.jax.build import load_jax, start_threads
+        from hvdtrain.frameworks.jax.build import load_jax
+        from hvdtrain.frameworks.start_jax import start_jax
 
         jax = load_jax(config.where("framework"))
-        start_threads(jax, communicator)
+        start_jax(jax, config, communicator)
         device = self.device(config, communicator)
         if device != jax.local_devices()[0]:
             jax.config.update("jax_default_device", device)
