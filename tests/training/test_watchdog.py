@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -29,8 +30,16 @@ from ranks import (
 from waiting import is_stopped, wait_until
 
 from hvdtrain.comm.mesh import PIECES, ranks_summary
+from hvdtrain.core.metrics import host_value
 from hvdtrain.errors import REQUEUE, STALLED
-from hvdtrain.training.health.stall_report import SILENCE, StallReport, render, render_alone
+from hvdtrain.training.health.stall_report import (
+    SILENCE,
+    StallReport,
+    frames_of,
+    is_waiting,
+    render,
+    render_alone,
+)
 from hvdtrain.training.health.watchdog import IdleTime
 
 STALL_S = 1.0
@@ -352,6 +361,56 @@ def test_report_of_one_behind_one_silent_and_six_waiting() -> None:
         "waiting: ranks 0, 3-6 at step 121, epoch 3: step",
         TODO,
     ]
+
+
+def test_report_of_busy_ranks_begins_with_the_earliest_step() -> None:
+    """Where collectives run on the device, hosts go on for several steps: the rank that all wait
+    for is shown, with its stack, whatever its number."""
+    received = [report(rank, False, step=123) for rank in range(8)]
+    received[4] = report(4, False, "synchronizing", 130)
+    received[6] = report(6, False, "reading samples", 121)
+    received[7] = report(7, False, step=121)
+    lines = render(received, hosts(8), 300.0, "guard.stall_s").splitlines()
+    assert [line[:9] for line in lines[1:8]] == [
+        "behind:",
+        "  rank 6 ",
+        "    job.p",
+        "  rank 7 ",
+        "    job.p",
+        "  rank 0 ",
+        "    job.p",
+    ]
+    assert lines[8:] == [
+        "  and ranks 1-3, 5 at step 123, epoch 3: step",
+        "  and rank 4 at step 130, epoch 3: synchronizing",
+        TODO,
+    ]
+
+
+class OnDevice:
+    """A number that the device has once it is released."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.there = threading.Event()
+
+    def tolist(self) -> float:
+        self.asked.set()
+        assert self.there.wait(HANG_S)
+        return 1.0
+
+
+def test_a_rank_whose_host_waits_for_its_device_waits_for_other_ranks() -> None:
+    """With NCCL, whose collectives run on the device: in host_value(), not in a call of
+    hvdtrain.comm."""
+    number = OnDevice()
+    thread = threading.Thread(target=host_value, args=(number,))
+    thread.start()
+    assert number.asked.wait(HANG_S) and thread.ident is not None
+    frames = frames_of(thread.ident)
+    number.there.set()
+    thread.join()
+    assert is_waiting(frames) and not is_waiting(frames[-2:])
 
 
 def test_report_of_a_silent_host() -> None:

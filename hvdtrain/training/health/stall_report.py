@@ -20,6 +20,7 @@ DEPTHS = {1: 12, 2: 10, 3: 8}  # stacks shown -> lines of each
 DEPTH = max(DEPTHS.values())
 # what runs a script under `launch`
 _LAUNCHER = str(Path(__file__).parents[2] / "cli" / "launch" / "rank.py")
+_WAITS_FOR_DEVICE = "hvdtrain.core.metrics.host_value"
 GROUPS = 3  # lines of one section without stacks
 WIDTH = 160  # characters of a line of a stack
 SILENCE = "still busy, stopped, swapping, its host is down, or a C extension holds the interpreter"
@@ -37,7 +38,7 @@ class StallReport:
     step: int
     idle_s: float
     since: str  # the same as a wall-clock time of that host
-    waiting: bool  # inside a collective: other ranks are behind
+    waiting: bool  # for other ranks, in a collective or for the device: they are behind
     stack: tuple[str, ...]  # of its main thread, innermost last: "file:line in function: source"
     place: str = ""  # in the mesh: "stage 1, data 0"
     doing: str = ""  # the pass of a pipeline: "forward pass of micro-batch 2 in stage 1"
@@ -99,11 +100,18 @@ def frames_of_work(thread: int) -> list[FrameType]:
 
 
 def is_waiting(frames: Sequence[FrameType]) -> bool:
-    """Whether hvdtrain's innermost call is one of hvdtrain.comm, or goes through Horovod."""
+    """Whether hvdtrain's innermost call is one of hvdtrain.comm, or goes through Horovod, or waits
+    for the device.
+
+    With NCCL collectives run on the device: there the host of a rank waits for its device, which
+    waits for the other ranks.
+    """
     for frame in frames:
         name = f"{frame.f_globals.get('__name__')}."
         if name.startswith(("hvdtrain.", "horovod.")):
-            return name.startswith(("hvdtrain.comm.", "horovod."))
+            return name.startswith(("hvdtrain.comm.", "horovod.")) or (
+                f"{name}{frame.f_code.co_name}" == _WAITS_FOR_DEVICE
+            )
     return False
 
 
@@ -174,7 +182,7 @@ def _behind(
     received: Sequence[StallReport], silent: Sequence[int]
 ) -> tuple[str, list[StallReport], list[StallReport]]:
     """A title, the ranks that are behind, and the ranks to show in detail."""
-    busy = [report for report in received if not report.waiting]
+    busy = sorted((report for report in received if not report.waiting), key=_progress)
     if busy or silent or not received:  # those that do not answer are behind too
         return "behind:" * bool(busy), busy, busy[:STACKS]
     awaited = {report.waits_for for report in received}
@@ -202,6 +210,12 @@ def _behind(
         list(received),
         different[:STACKS],
     )
+
+
+def _progress(report: StallReport) -> tuple[int, int, bool, int]:
+    """Orders ranks, the one that is farthest behind first. With NCCL a rank that others wait for
+    may be several steps behind them, and a step that is full of queued work comes last."""
+    return report.epoch, report.step, report.phase == "step", report.rank
 
 
 def _heading(report: StallReport) -> str:
