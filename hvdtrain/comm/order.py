@@ -34,7 +34,7 @@ class SameOrder:
         self._rank = rank
         self._where = where
         self._fix = fix
-        self._lags = lags
+        self.lags = lags
         self._asked: Question | None = None
         self._waiting = ""  # in ask()
         self.at = (
@@ -53,7 +53,7 @@ class SameOrder:
         self._answer()
         self._waiting = doing
         code = _code(doing)
-        if self._lags:
+        if self.lags:
             self._asked = Question(
                 doing, self._ranks.start_allreduce(np.array([code, -code]), "order", "max")
             )

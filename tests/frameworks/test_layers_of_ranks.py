@@ -199,7 +199,10 @@ class Norms(nn.Module):
 
 
 class CountsQuestions(ThreadRank):
+    """As torchdist on a host with GPUs: NCCL reduces tensors on them, but not those of the CPU."""
+
     questions = 0
+    features = ThreadRank.features | {"nccl"}
 
     def allreduce(self, x: Buffer, name: str, op: str = "sum") -> Buffer:
         self.questions += name == "order"

@@ -310,7 +310,7 @@ def seeded(learner: Any) -> None:
 def lagging(learner: Any) -> None:
     """As where the host waits for no collective."""
     for order in learner.orders:
-        order._lags = True
+        order.lags = True
 
 
 def outcomes(

@@ -17,7 +17,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.order import SameOrder
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.private_api import BatchNorm
-from hvdtrain.frameworks.torch.strategy import reduction_device
+from hvdtrain.frameworks.torch.strategy import reduction_device, runs_ahead
 
 Kind = Literal["batch", "ghost", "sync"]
 Statistics = Literal["averaged", "sequential"]
@@ -260,6 +260,7 @@ class SyncBatchNorm(BatchNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or self.communicator.size == 1:
             return super().forward(x)
+        self.order.lags = runs_ahead(x.device, self.communicator)
         self.order.ask(f"forward pass of {self.layer}")
         total, mean, var = self._gather_statistics(x.detach())
         update_running(
@@ -384,13 +385,12 @@ class _Normalise(torch.autograd.Function):
 
 
 def order_of_norms(communicator: Communicator) -> SameOrder:
+    """What compares the order of norms on all ranks. The first norm of a pass knows the device."""
     fix = (
         "the same norms on every rank: with a weight of 0, or chosen by what all ranks have; or "
         "norm.kind=batch or ghost"
     )
-    return SameOrder(
-        communicator, communicator.rank, "norm.kind=sync", fix, lags="nccl" in communicator.features
-    )
+    return SameOrder(communicator, communicator.rank, "norm.kind=sync", fix)
 
 
 def orders_of_norms(model: torch.nn.Module) -> list[SameOrder]:

@@ -270,3 +270,9 @@ def reduction_device(device: torch.device, communicator: Communicator) -> torch.
     """The device on which tensors of a device are reduced: the host, unless the engine takes GPU
     memory."""
     return device if "device_memory" in communicator.features else torch.device("cpu")
+
+
+def runs_ahead(device: torch.device, communicator: Communicator) -> bool:
+    """Whether the host does not wait for collectives of the device's tensors: on a GPU with NCCL.
+    Tensors of the CPU are reduced by Gloo, for which it waits, on a host with GPUs too."""
+    return device.type != "cpu" and "nccl" in communicator.features

@@ -32,6 +32,7 @@ from hvdtrain.frameworks.torch.parallel.tensor.layers import (
     VocabularyHead,
 )
 from hvdtrain.frameworks.torch.private_api import BatchNorm
+from hvdtrain.frameworks.torch.strategy import runs_ahead
 from hvdtrain.tasks.task import Task
 
 _WAY = re.compile(r"(columns|rows|vocabulary)(?: of ([1-9]\d*))?(?: by ([1-9]\d*))?|sequence")
@@ -234,7 +235,7 @@ def order_of_layers(config: Config, mesh: Mesh, device: torch.device) -> SameOrd
         ", which gives them the same numbers"
         + "; parallel.sequence=false" * config.parallel.sequence
     )
-    lags = device.type == "cuda" and "nccl" in mesh.tensor.features
+    lags = runs_ahead(device, mesh.tensor)
     return SameOrder(mesh.tensor, mesh.world.rank, config.where("parallel.tensor"), fix, lags=lags)
 
 

@@ -42,7 +42,7 @@ from hvdtrain.frameworks.torch.parallel.zero_3.gathered_types import (
     reduce_all_of,
 )
 from hvdtrain.frameworks.torch.private_api import in_backward, tree_leaves
-from hvdtrain.frameworks.torch.strategy import Shard, Strategy, Wrapped
+from hvdtrain.frameworks.torch.strategy import Shard, Strategy, Wrapped, runs_ahead
 
 
 class ShardedModel(NamedTuple):
@@ -275,7 +275,7 @@ def _order(config: Config, mesh: Mesh, device: torch.device) -> SameOrder:
         "the same blocks on every rank: with a weight of 0, or chosen by what all ranks have; or "
         "shard.stage=2, where each rank may choose"
     )
-    lags = device.type == "cuda" and "nccl" in mesh.data.features
+    lags = runs_ahead(device, mesh.data)
     return SameOrder(mesh.data, mesh.world.rank, config.where("shard.stage"), fix, lags=lags)
 
 
