@@ -190,6 +190,16 @@ def test_steps_and_state_are_those_without_shards(
     )
 
 
+def test_rows_that_torch_moves_are_noticed(ranks: SingleProcessCommunicator) -> None:
+    """The optimizer would update the memory that the rows had before, and nothing would learn."""
+    learner = learner_of("model.name=mlp shard.stage=3", ranks)
+    parameter = next(learner.model.parameters())
+    parameter._local_tensor = parameter._local_tensor.clone()  # as FSDPParam.reset_sharded_param()
+    learner.evaluate(batch_of(learner, 2))
+    with pytest.raises(AssertionError, match=r"torch \S+ moved the rows of \S+: \(\d+,\) at 0x"):
+        learner.step([batch_of(learner, 3)], HYPER, 0)
+
+
 class Scalar(nn.Module):
     def __init__(self) -> None:
         super().__init__()

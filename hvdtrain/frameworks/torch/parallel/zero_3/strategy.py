@@ -391,6 +391,8 @@ class Fsdp(Strategy):
     def __init__(self, sharded: ShardedModel, on_host: bool) -> None:
         """on_host: the optimizer updates copies of the weights in host memory."""
         self._mesh = sharded.mesh
+        self._model = sharded.model
+        self._is_checked = False
         self.orders = sharded.orders
         mesh = sharded.mesh
         self._parts = {p: _held(p, mesh) for p in sharded.model.parameters()}
@@ -431,12 +433,27 @@ class Fsdp(Strategy):
     @torch.no_grad()
     def reduce(self) -> None:
         """Each backward has added the sum over ranks to p.grad."""
+        if not self._is_checked:  # after the first passes, in which FSDP2 sets itself up
+            self._check_memory()
+            self._is_checked = True
         for p, shard in self._shards.items():
             updated = shard.parameter
             updated.grad = (
                 torch.zeros_like(updated) if p.grad is None else _local(p.grad).to(updated.device)
             )
             p.grad = None
+
+    def _check_memory(self) -> None:
+        """Asserts that the model still has the memory that the optimizer updates. If FSDP2 had
+        replaced it, no update would reach the model, and nothing would say so."""
+        for name, p in self._model.named_parameters():
+            assert p in self._parts, f"torch {torch.__version__} replaced the parameter {name}"
+            kept = self._parts[p].parameter
+            now = _local(p)
+            assert (now.data_ptr(), now.shape) == (kept.data_ptr(), kept.shape), (
+                f"torch {torch.__version__} moved the rows of {name}: {tuple(kept.shape)} at "
+                f"{kept.data_ptr():#x} became {tuple(now.shape)} at {now.data_ptr():#x}"
+            )
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
