@@ -12,7 +12,7 @@ import torch
 
 from hvdtrain.cli.check import dry_run
 from hvdtrain.comm.communicator import SingleProcessCommunicator
-from hvdtrain.comm.driver_files import HERE, DriverFiles
+from hvdtrain.comm.driver_files import DriverFiles
 from hvdtrain.comm.launcher_variables import (
     VISIBLE_DEVICES,
     Placement,
@@ -20,6 +20,8 @@ from hvdtrain.comm.launcher_variables import (
     take_part_of_gpu,
 )
 from hvdtrain.config.read import configure
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.jax.build import pick_device as pick_device_of_jax
 from hvdtrain.frameworks.torch.device import describe_device, gpu, pick_device
 from hvdtrain.training.build import connect
 from hvdtrain.training.telemetry.energy import Unmeasured, gpu_counter
@@ -40,11 +42,113 @@ CUDA = torch.device("cuda", 0)
         ("-1", []),
         ("1,-1,2", ["1"]),  # "only the devices whose index precedes the invalid index are visible"
         ("0,,2", ["0"]),
+        ("NoDevFiles", []),  # SLURM's word on nodes without a GPU for the job
     ],
 )
 def test_a_list_ends_where_cuda_stops_reading(listed: str, expected: list[str]) -> None:
     environ = {VISIBLE_DEVICES: listed}
-    assert listed_devices(environ) == expected and HERE.visible_nvidia(environ) == len(expected)
+    assert listed_devices(environ) == expected and DriverFiles().visible_nvidia(environ) == len(
+        expected
+    )
+
+
+def host_with_gpus(tmp_path: Path, *numbers: int, amd: bool = False) -> DriverFiles:
+    for number in numbers:
+        (tmp_path / f"nvidia{number}").touch()
+    nodes = tmp_path / "class/kfd/kfd/topology/nodes/1"
+    nodes.mkdir(parents=True)
+    (nodes / "properties").write_text(f"simd_count {440 * amd}\n")
+    return DriverFiles(dev=tmp_path, sys=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("build", "listed", "what", "fix"),
+    [
+        (
+            {},
+            None,
+            "nvidia4 and 1 more), but torch {} sees none: it is built for CPUs",
+            "a torch that is built for them",
+        ),
+        (
+            {"cuda": "12.8"},
+            "0,1",
+            "nvidia4 and 1 more), but torch {} sees none, although it is built for CUDA 12.8",
+            "to use them: a driver that supports this build",
+        ),
+        (
+            {"hip": "6.4"},
+            None,
+            "kfd), but torch {} sees none, although it is built for ROCm 6.4",
+            "to use them: a driver that supports this build",
+        ),
+    ],
+)
+def test_a_host_whose_gpus_torch_does_not_see_is_no_cpu(
+    build: dict[str, str],
+    listed: str | None,
+    what: str,
+    fix: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """speed.device=auto would train on the CPU, and say so in one word."""
+    files = host_with_gpus(tmp_path, 4, 5, amd=True)
+    monkeypatch.delenv(VISIBLE_DEVICES, raising=False)
+    if listed is not None:
+        monkeypatch.setenv(VISIBLE_DEVICES, listed)
+    for name in ("cuda", "hip"):
+        monkeypatch.setattr(f"torch.version.{name}", build.get(name))
+    alone = SingleProcessCommunicator()
+    with pytest.raises(UserError) as caught:
+        pick_device(configure(None, []), alone, files)
+    assert caught.value.what.startswith(f"this host has GPUs ({tmp_path}/")
+    assert what.format(torch.__version__) in caught.value.what
+    assert caught.value.where == "speed.device, default"
+    assert caught.value.fix.startswith("speed.device=cpu to train on the CPU; ")
+    assert fix in caught.value.fix
+    assert pick_device(configure(None, ["speed.device=cpu"]), alone, files) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("hides", ["", "-1", "NoDevFiles"])
+def test_gpus_that_are_hidden_on_purpose_are_not_missed(
+    hides: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VISIBLE_DEVICES, hides)
+    files = host_with_gpus(tmp_path, 0)
+    assert pick_device(configure(None, []), SingleProcessCommunicator(), files).type == "cpu"
+
+
+def test_the_graphics_of_a_processor_are_no_gpu_to_train_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AMD's driver has the same files for them. A torch for the CPU is right there."""
+    monkeypatch.delenv(VISIBLE_DEVICES, raising=False)
+    files = host_with_gpus(tmp_path, amd=True)
+    assert pick_device(configure(None, []), SingleProcessCommunicator(), files).type == "cpu"
+
+
+def test_jax_does_not_miss_gpus_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VISIBLE_DEVICES, raising=False)
+    files = host_with_gpus(tmp_path, 0)
+    cpu = SimpleNamespace(platform="cpu")
+    jax = SimpleNamespace(
+        __version__="0.10.2",
+        config=SimpleNamespace(jax_platforms=None),
+        local_devices=lambda backend=None: [cpu],
+    )
+    alone = SingleProcessCommunicator()
+    config = configure(None, ["framework=jax"])
+    with pytest.raises(UserError) as caught:
+        pick_device_of_jax(jax, config, alone, files)
+    assert caught.value.what == (
+        f"this host has GPUs ({tmp_path}/nvidia0), but jax 0.10.2 sees none"
+    )
+    assert "pip install 'jax[cuda12]'" in caught.value.fix
+    on_cpu = configure(None, ["framework=jax", "speed.device=cpu"])
+    assert pick_device_of_jax(jax, on_cpu, alone, files) is cpu
+    jax.config.jax_platforms = "cpu"  # JAX_PLATFORMS=cpu
+    assert pick_device_of_jax(jax, config, alone, files) is cpu
 
 
 def test_a_container_may_see_devices_of_any_number(tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ devices of a rank."""
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
+from hvdtrain.comm.driver_files import HERE, DriverFiles
 from hvdtrain.config.schema import Config
 from hvdtrain.core.ties import Ties
 from hvdtrain.errors import UserError
@@ -53,10 +55,13 @@ def load_jax(where: str) -> Any:
     return jax
 
 
-def pick_device(jax: Any, config: Config, communicator: Communicator) -> Any:
+def pick_device(
+    jax: Any, config: Config, communicator: Communicator, files: DriverFiles = HERE
+) -> Any:
     """The device of this rank's local rank among those that JAX prefers, or the CPU.
 
-    Raises UserError if speed.device=cuda finds none.
+    Raises UserError if speed.device=cuda finds none, and if speed.device=auto would train on the
+    CPU because this jax does not see the GPUs of the host.
     """
     devices = (
         jax.local_devices(backend="cpu") if config.speed.device == "cpu" else jax.local_devices()
@@ -64,6 +69,17 @@ def pick_device(jax: Any, config: Config, communicator: Communicator) -> Any:
     if config.speed.device == "cuda" and devices[0].platform != "gpu":
         fix = "speed.device=cpu, or a jax built for this GPU: pip install 'jax[cuda12]'"
         raise UserError("no CUDA device is visible to jax", config.where("speed.device"), fix)
+    if (
+        devices[0].platform == "cpu"
+        and config.speed.device == "auto"
+        and not jax.config.jax_platforms
+        and (hidden := files.hidden_nvidia(os.environ))
+    ):
+        raise UserError(
+            f"this host has GPUs ({hidden}), but jax {jax.__version__} sees none",
+            config.where("speed.device"),
+            "speed.device=cpu to train on the CPU; to use them: pip install 'jax[cuda12]'",
+        )
     return devices[communicator.local_rank % len(devices)]
 
 

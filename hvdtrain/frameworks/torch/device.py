@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.driver_files import HERE, DriverFiles
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import fold
@@ -27,9 +28,14 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Gpu
 
 
-def pick_device(config: Config, communicator: Communicator) -> torch.device:
-    """The GPU of this rank's local rank, or the CPU. Raises UserError if speed.device=cuda and
-    there is none."""
+def pick_device(
+    config: Config, communicator: Communicator, files: DriverFiles = HERE
+) -> torch.device:
+    """The GPU of this rank's local rank, or the CPU.
+
+    Raises UserError if speed.device=cuda and there is none, and if speed.device=auto would train on
+    the CPU because this torch does not see the GPUs of the host.
+    """
     count = torch.cuda.device_count()
     if config.speed.device == "cuda" and not count:
         raise UserError(
@@ -43,7 +49,35 @@ def pick_device(config: Config, communicator: Communicator) -> torch.device:
         if config.speed.deterministic:
             give_same_bits()
         return device
+    if config.speed.device == "auto":
+        check_no_gpu_is_hidden(config, files)
     return torch.device("cpu")
+
+
+def check_no_gpu_is_hidden(config: Config, files: DriverFiles = HERE) -> None:
+    """Raises UserError if the drivers have files of GPUs, but torch sees none: a wrong build would
+    train on the CPU, a hundred times slower, and say so in one word of the header.
+
+    AMD's driver also serves the graphics of processors, so its files count only for a torch that is
+    built for them.
+    """
+    hip = torch.version.hip
+    hidden = (hip and files.hidden_amd(os.environ)) or files.hidden_nvidia(os.environ)
+    if not hidden:
+        return
+    what = f"this host has GPUs ({hidden}), but torch {torch.__version__} sees none"
+    fix = "speed.device=cpu to train on the CPU; "
+    if torch.version.cuda or hip:
+        build = f"ROCm {hip}" if hip else f"CUDA {torch.version.cuda}"
+        what += f", although it is built for {build}"
+        fix += (
+            "to use them: a driver that supports this build, and GPUs that the job was given "
+            "(srun --gpus, docker --gpus all, apptainer --nv)"
+        )
+    else:
+        what += ": it is built for CPUs"
+        fix += "to use them: a torch that is built for them (https://pytorch.org/get-started)"
+    raise UserError(what, config.where("speed.device"), fix)
 
 
 def give_same_bits() -> None:
