@@ -46,9 +46,11 @@ except (ImportError, RuntimeError) as error:  # comm.engine=torchdist needs no M
 }
 
 # One GPU for this rank, where each rank of the node sees several. With --gpus-per-task or --gpu-bind srun has already assigned one.
+# CUDA numbers the GPUs that it sees from 0: a container may have /dev/nvidia4 and nvidia5 alone. SRUN_WRAPPER_DEV: another /dev, for tests.
 pin_gpu() {
-    local -a gpus
-    local all=${CUDA_VISIBLE_DEVICES-$(compgen -G '/dev/nvidia[0-9]*' | tr -dc '0-9\n' | sort -n | paste -sd, || true)}
+    local -a gpus files
+    mapfile -t files < <(compgen -G "${SRUN_WRAPPER_DEV:-/dev}/nvidia[0-9]*" || true)
+    local all=${CUDA_VISIBLE_DEVICES-$(seq -s, 0 $((${#files[@]} - 1)))}
     [[ -z ${SLURM_GPUS_PER_TASK:-} ]] || return 0
     IFS=, read -ra gpus <<<"$all"
     ((${#gpus[@]} <= 1)) || export CUDA_VISIBLE_DEVICES=${gpus[SLURM_LOCALID % ${#gpus[@]}]}

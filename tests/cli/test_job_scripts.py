@@ -329,6 +329,35 @@ def test_a_command_of_the_wrapper_that_fails_is_named(tmp_path: Path) -> None:
     assert run(WRAPPER, "no-such-program", path=tmp_path).stderr.rstrip().endswith("not found")
 
 
+@pytest.mark.parametrize(
+    ("numbers", "listed", "given"),
+    [
+        ((4, 5), None, ["0", "1", "0"]),  # a container with the last two of six
+        ((0, 1, 2, 10), None, ["0", "1", "2"]),
+        ((4,), None, ["all", "all", "all"]),
+        ((), None, ["all", "all", "all"]),
+        ((0, 1, 2, 3), "6,7", ["6", "7", "6"]),  # by the user, in the numbers of this node
+    ],
+)
+def test_a_rank_gets_the_number_by_which_cuda_knows_its_gpu(
+    numbers: tuple[int, ...], listed: str | None, given: list[str], tmp_path: Path
+) -> None:
+    """CUDA numbers the GPUs that it sees from 0; with a minor number of /dev the rank would see
+    none, and train on its CPU."""
+    for number in numbers:
+        (tmp_path / f"nvidia{number}").touch()
+    (tmp_path / "nvidiactl").touch()
+    found = []
+    for local_rank in range(3):
+        variables = {"SLURM_LOCALID": f"{local_rank}", "SRUN_WRAPPER_DEV": f"{tmp_path}"}
+        if listed:
+            variables["CUDA_VISIBLE_DEVICES"] = listed
+        done = run(WRAPPER, "sh", "-c", "echo ${CUDA_VISIBLE_DEVICES-all}", **variables)
+        assert done.returncode == 0, done.stderr
+        found.append(done.stdout.strip())
+    assert found == given
+
+
 def test_a_container_that_is_not_there(tmp_path: Path) -> None:
     assert "CONTAINER=x.sif, but " in run(WRAPPER, "--pmi", CONTAINER="x.sif").stderr
     program(tmp_path / "apptainer", "exit 0")
