@@ -1,6 +1,6 @@
 """Training tokens/s of an image GPT in one process: a loop by hand as in nanoGPT, and hvdtrain, in turn; and how fast images are drawn.
 
-python benchmarks/gpt.py [--rounds 20] [--steps 5] [--draws 7] [--images 32] [--json FILE] [key=value ...]
+python benchmarks/gpt.py [--rounds 20] [--steps 5] [--draws 7] [--images 32] [--accelerate] [--json FILE] [key=value ...]
 
 By hand: all tokens on the device, batches by index, autocast, torch.optim.AdamW (foreach) with decay on matrices alone, clip_grad_norm_,
 the loss read at the end of a block; the model is hvdtrain's, from the same weights. Before the timing both must give the same loss, after
@@ -14,6 +14,7 @@ neighbours. --rounds 0 trains nothing, --draws 0 draws nothing.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from blocks import Trainer, spread
+from rows import append
 from step import device_name
 from torch.nn import functional
 
@@ -90,6 +92,10 @@ class ByHand:
             logits = self.model(tokens[:, :-1])
         return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+
     def block(self, steps: int) -> None:
         """Trains that many steps, and waits for the device at the end."""
         self.model.train()
@@ -97,12 +103,33 @@ class ByHand:
         for _ in range(steps):
             rows = torch.randint(len(self.tokens), (self.batch,), device=self.device)
             loss = self.loss_of(self.tokens[rows])
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+            self.backward(loss)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             total += loss.detach()
         self.loss = float(total) / steps
+
+
+class WithAccelerate(ByHand):
+    """The same loop as the documentation of Accelerate shows it."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        from accelerate import Accelerator
+
+        super().__init__(trainer)
+        self.accelerator = Accelerator(
+            cpu=self.device.type == "cpu", mixed_precision="bf16" if self.half else "no"
+        )
+        prepared: Any = self.accelerator.prepare(self.model, self.optimizer)
+        self.model, self.optimizer = prepared
+
+    def loss_of(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.model(tokens[:, :-1])
+        return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.accelerator.backward(loss)
+        self.accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
 
 
 def check_same_loss(trainer: Trainer, hand: ByHand) -> None:
@@ -138,9 +165,16 @@ def alternately(
     return {name: seconds[1:] for name, seconds in times.items()}
 
 
-def training(trainer: Trainer, hand: ByHand, rounds: int, steps: int) -> dict[str, Any]:
+def training(
+    trainer: Trainer, hand: ByHand, others: dict[str, ByHand], rounds: int, steps: int
+) -> dict[str, Any]:
     first = hand.loss_of(hand.tokens[:64]).item()
-    calls = {"by hand": lambda: hand.block(steps), "hvdtrain": lambda: trainer.block(steps)}
+    calls: dict[str, Callable[[], Any]] = {
+        "by hand": lambda: hand.block(steps),
+        "hvdtrain": lambda: trainer.block(steps),
+    }
+    for name, other in others.items():
+        calls[name] = functools.partial(other.block, steps)
     times = alternately(calls, rounds, hand.device)
     assert hand.loss < first, (hand.loss, first)
     tokens = hand.batch * (hand.tokens.shape[1] - 1) * steps
@@ -148,12 +182,20 @@ def training(trainer: Trainer, hand: ByHand, rounds: int, steps: int) -> dict[st
         [a / b for a, b in zip(times["by hand"], times["hvdtrain"], strict=True)], 3
     )
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    to_others = {
+        f"hvdtrain_to_{name}": spread(
+            [a / b for a, b in zip(times[name], times["hvdtrain"], strict=True)], 3
+        )
+        for name in others
+    }
     return {
+        "parameters": sum(p.numel() for p in hand.model.parameters()),
         "rounds": rounds,
         "steps_per_block": steps,
         "tokens_per_s": {name: round(tokens / seconds) for name, seconds in medians.items()},
         "hvdtrain_to_by_hand": ratio,
         "quartiles": quartiles,
+        **to_others,
         "of_medians": round(medians["by hand"] / medians["hvdtrain"], 3),
     }
 
@@ -206,6 +248,9 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=32)
     parser.add_argument("--json", type=Path)
     parser.add_argument(
+        "--accelerate", action="store_true", help="also Accelerate, which must be installed"
+    )
+    parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="for both, as in model.layers=12"
     )
     options = parser.parse_args()
@@ -216,9 +261,10 @@ def main() -> None:
             signals,
         )
         hand = ByHand(trainer)
+        others = {"accelerate": WithAccelerate(trainer)} if options.accelerate else {}
         check_same_loss(trainer, hand)
         found: dict[str, Any] = (
-            {"training": training(trainer, hand, options.rounds, options.steps)}
+            {"training": training(trainer, hand, others, options.rounds, options.steps)}
             if options.rounds
             else {}
         )
@@ -232,8 +278,7 @@ def main() -> None:
     found = facts | {"words": options.overrides} | found
     print(json.dumps(found, indent=2))
     if options.json:
-        with options.json.open("a") as out:
-            out.write(json.dumps(found) + "\n")
+        append(options.json, found)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,23 @@
 """What the reduction costs a step of fit(): KERAS_BACKEND=torch|jax|tensorflow mpirun -np 2 python
-benchmarks/horovod_keras.py [ROUNDS]
+benchmarks/horovod_keras.py [ROUNDS] [--json FILE]
 
 Epochs of plain fit() of this rank's share, without other ranks, and of fit() with
-hvdtrain.horovod.keras, in turn. Rank 0 appends a line to horovod_keras.jsonl: milliseconds a step,
-the slowest rank's, median and quartiles.
+hvdtrain.horovod.keras, in turn. Rank 0 appends a line to FILE: milliseconds a step, the slowest
+rank's, median and quartiles.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
+from rows import append
 
 import hvdtrain.horovod.keras as hvd
 
@@ -51,7 +52,11 @@ def spread(values: list[float]) -> list[float]:
 
 def main() -> None:
     hvd.init()
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 11
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("rounds", type=int, nargs="?", default=11)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rounds = options.rounds
     for name, widths in WIDTHS.items():
         x = (
             np.random.default_rng(hvd.rank())
@@ -78,8 +83,8 @@ def main() -> None:
         }
         if hvd.rank() == 0:
             print(json.dumps(row), flush=True)
-            with Path(__file__).with_suffix(".jsonl").open("a") as file:
-                print(json.dumps(row), file=file)
+            if options.json:
+                append(options.json, row)
 
 
 if __name__ == "__main__":

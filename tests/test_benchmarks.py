@@ -95,6 +95,35 @@ def test_the_numbers_of_the_readme_are_those_of_the_rows() -> None:
         assert claim in text, claim
 
 
+def test_all_compares_each_ratio_with_its_last_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    everything = importlib.import_module("all")
+    for name, part in everything.PARTS.items():
+        path = ROOT / "benchmarks" / f"{everything.FILES.get(name, name)}.jsonl"
+        assert not path.exists() or part.values(everything.last_rows(path)), name
+        script = next(word for word in part.command.split() if word.endswith(".py"))
+        assert (ROOT / script).exists(), script
+    script = "import json, sys; open(sys.argv[1], 'w').write(json.dumps(dict(what='a', ratio=3)))"
+    values = everything.by("ratio", "what")
+    part = everything.Part(f'{{python}} -c "{script}" {{json}}', values, "times", 60)
+    broken = part._replace(command="{python} -c 'exit(3)'")
+    monkeypatch.setattr(everything, "PARTS", {"one": part, "broken": broken})
+    monkeypatch.setattr(everything, "FOLDER", tmp_path)
+    rows = [{"run": "", "what": "a", "ratio": 9}, {"run": "2026", "what": "a", "ratio": 2}]
+    (tmp_path / "one.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(
+        "sys.argv", ["all.py", "--root", str(tmp_path), "--keep", "--part", "one", "broken"]
+    )
+    assert everything.main() == 1
+    out = capsys.readouterr().out
+    assert " 2.000    3.000   +50.0 %" in out
+    assert "broken failed: code 3" in out
+    kept = json.loads((tmp_path / "one.jsonl").read_text().splitlines()[-1])
+    assert {"commit", "date", "processor", "run"} <= kept.keys()
+
+
 GPU_DAY = [
     ["tests", "losses", "wide_resnet", "accuracy"],
     ["ranks", "resume", "zero3"],
