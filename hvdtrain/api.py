@@ -73,9 +73,9 @@ class Run:
         """
         if self.inputs is None:
             raise UserError(
-                "the task of this run makes the inputs of its model itself",
+                "this run's task computes the model's inputs itself",
                 "run.transform()",
-                "call inputs() of that task",
+                "call the task's inputs()",
             )
         found = self.inputs(x)
         return (
@@ -164,8 +164,8 @@ def train(
         after recipe.warmup
     hooks: the script's callbacks in the training loop, hvdtrain.Hook objects
 
-    In one process an error is raised: a UserError for a mistake in the arguments, of which a script
-    that does not catch it prints what, where and fix. If one of several ranks fails, its error is
+    In one process an error is raised. A mistake in the arguments is a UserError, which prints what,
+    where and fix if the script does not catch it. If one of several ranks fails, its error is
     printed and all ranks end.
     """
     from hvdtrain.comm.launcher_variables import placement

@@ -60,7 +60,7 @@ for argument in "${arguments[@]}"; do
     fi
 done
 if [[ -z $is_hvdtrain && -n $MAX_TIME ]]; then
-    echo "pbs.sh: MAX_TIME=$MAX_TIME is for key=value jobs, not for ${arguments[0]}; an own loop has guard.max_time=$MAX_TIME" >&2
+    echo "pbs.sh: MAX_TIME=$MAX_TIME is for key=value jobs, not for ${arguments[0]}; a custom loop has guard.max_time=$MAX_TIME" >&2
     exit 2
 fi
 [[ -z $MAX_TIME ]] || words+=(--max-time "$MAX_TIME")

@@ -192,7 +192,7 @@ def test_another_loss_in_the_folder_of_a_run_is_refused() -> None:
     ):
         train("run=one")
     with pytest.raises(
-        UserError, match="the checkpoint has another data.loss.beta: 0.5, this job has 0.25"
+        UserError, match="the checkpoint has another data.loss.beta: 0.5, but this job has 0.25"
     ):
         train("run=one", loss=nn.SmoothL1Loss(beta=0.25))
 
@@ -421,7 +421,9 @@ def test_a_loss_of_torch_that_is_no_mean_over_samples_is_refused(
             lambda value: True,
             str,
         )
-    with pytest.raises(UserError, match=r"loss=MSELoss compares outputs with y; the data have x"):
+    with pytest.raises(
+        UserError, match="loss=MSELoss compares outputs with y, but the data only have x"
+    ):
         of_torch_module(
             nn.MSELoss(), "where", {"x": Field("float64", (3,))}, lambda value: True, str
         )
@@ -474,14 +476,14 @@ def test_a_loss_of_torch_that_is_no_mean_over_samples_is_refused(
             r"metric mae has no direction\n.*\n  fix: \{\"mae\": \(function, \"max\"\)\}",
         ),
         ({"metrics": {"mae": (absolute, "lower")}}, "metric mae is .*'lower'"),
-        ({"metrics": {"loss": (absolute, "min")}}, "has a metric loss of its own"),
+        ({"metrics": {"loss": (absolute, "min")}}, "already has a metric loss"),
         (
             {"metrics": {"mean": (lambda outputs, batch: absolute(outputs, batch).mean(), "min")}},
-            r"metric mean gives \(\), not \(2,\)",
+            r"metric mean returns \(\), not \(2,\)",
         ),
         (
             {"metrics": {"all": hvdtrain.OwnMetric(absolute, "min", 5, np.sum)}},
-            r"metric all gives \(2,\), not \(2, 5\)",
+            r"metric all returns \(2,\), not \(2, 5\)",
         ),
         (
             {"metrics": {"all": hvdtrain.OwnMetric(absolute, "min", 5)}},
@@ -536,10 +538,10 @@ def test_bad_input_is_a_clear_error(objects: dict[str, Any], message: str) -> No
 def test_keys_that_an_object_does_not_have_are_refused() -> None:
     for argument, message in {
         "model.widths=[3]": "does not fit: got an unexpected keyword argument 'widths'",
-        "model.label_smoothing=0.1": "model.label_smoothing is of task.name=classification",
+        "model.label_smoothing=0.1": "model.label_smoothing needs task.name=classification",
         "data.val_share=0.2": "val_data and data.val_share=0.2 are both given",
         "task.share=3": "got an unexpected keyword argument 'share'",
-        "augment.mixup=0.2": "augmentation is of images",
+        "augment.mixup=0.2": "augmentation needs images",
         "framework=numpy": "framework=numpy",
     }.items():
         with pytest.raises(UserError, match=re.escape(message)):

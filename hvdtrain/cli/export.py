@@ -77,13 +77,13 @@ def _without_adapters(weights: Arrays, run: Path, is_asked: bool) -> Arrays:
     scale = scale_of(_run_config(run))
     if scale is None and is_asked:
         raise UserError(
-            f"{run} has no adapters", "--merged", "leave --merged out: they come of model.lora"
+            f"{run} has no adapters",
+            "--merged",
+            "leave --merged out: only a run with model.lora has adapters",
         )
     if scale is not None and not is_asked:
-        what = f"{run} has adapters (model.lora), without which its weights are another model"
-        raise UserError(
-            what, "command line of export", "--merged puts them into the weights of their layers"
-        )
+        what = f"{run} has adapters (model.lora); its weights without them are a different model"
+        raise UserError(what, "command line of export", "--merged merges them into the weights")
     return weights if scale is None else merged(weights, scale)
 
 

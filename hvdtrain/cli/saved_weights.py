@@ -122,8 +122,7 @@ def _skipped(folder: Path, error: Damaged) -> str:
 def _load(
     folder: Path, notes: list[str], mapped: bool, on_piece: Callable[[], None]
 ) -> LoadedCheckpoint:
-    """Every file is compared with its checksum, that of the optimizer's state too. Raises Damaged,
-    UserError."""
+    """Loads a checkpoint, and compares every file with its checksum. Raises Damaged, UserError."""
     checkpoint = files.read_numbers(folder)
     if mapped:
         return LoadedCheckpoint(
@@ -199,7 +198,7 @@ def _is_set(run: Path, key: str) -> bool:
 
 
 def with_averages(arrays: Arrays) -> Arrays:
-    """The averages in the place of the weights that they are of."""
+    """Returns the arrays with each averaged weight replaced by its average."""
     averaged = averages(arrays)
     return arrays | {
         name: array
@@ -280,7 +279,7 @@ def _inputs(data: dict[str, Any]) -> dict[str, str]:
 
 
 def _several_inputs(transforms: Transforms) -> dict[str, str]:
-    """What the model gets of each field, as JSON."""
+    """Returns the transform of each input field, as JSON."""
     fields = {
         name: {
             "inputs": of.formula,

@@ -208,8 +208,8 @@ def interruptible(communicator: Communicator, where: str) -> Interruptible:
     elastic(communicator, where)
     if not hasattr(communicator, "interrupt"):
         what = (
-            f"groups of ranks of the {communicator.name} engine do not survive the loss of a rank "
-            "outside of them"
+            f"with the {communicator.name} engine, a group of ranks does not survive the loss of "
+            "a rank outside it"
         )
         raise UserError(what, where, "comm.engine=mpi (mpirun --with-ft ulfm); or guard.lost=stop")
     return cast(Interruptible, communicator)
@@ -232,7 +232,7 @@ def point_to_point(communicator: Communicator, where: str) -> PointToPoint:
     """Returns the communicator itself. Raises UserError if its engine does not support
     point-to-point messages."""
     if "p2p" not in communicator.features:
-        what = f"the {communicator.name} engine has no messages from one rank to another"
+        what = f"the {communicator.name} engine cannot send messages from one rank to another"
         raise UserError(what, where, "comm.engine=mpi or comm.engine=torchdist")
     return cast(PointToPoint, communicator)
 
@@ -378,7 +378,10 @@ def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
     """The communicator of comm.engine=single. Raises UserError if a launcher started several
     processes."""
     if place.size > 1:
-        what = f"{place.launcher} started {place.size} processes, but the single engine is for one"
+        what = (
+            f"{place.launcher} started {place.size} processes, but the single engine supports "
+            "only one"
+        )
         raise UserError(
             what, "comm.engine=single", "comm.engine=auto, or start it without a launcher"
         )

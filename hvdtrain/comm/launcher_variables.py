@@ -268,18 +268,18 @@ def _refuse_unknown(environ: Mapping[str, str]) -> None:
             raise UserError(
                 what,
                 f"the environment: {key}={environ[key]}",
-                f"unset {key} where this process is alone; {supported}",
+                f"unset {key} if this is the only process; {supported}",
             )
     for key, size in environ.items():
         if _SIZE.fullmatch(key) and size.isdecimal() and int(size) > 1:
             what = (
-                f"{key}={size}, but no variable says which of {size} ranks this process is: each "
-                "of them would train alone"
+                f"{key}={size}, but no variable gives the rank of this process: each of the "
+                f"{size} ranks would train alone"
             )
             raise UserError(
                 what,
                 "the environment",
-                f"unset {key} where this process is alone; else one launcher starts all, "
+                f"unset {key} if this is the only process; otherwise start all with one launcher, "
                 f"{supported}",
             )
 

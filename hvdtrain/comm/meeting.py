@@ -114,7 +114,7 @@ def wait_for_all_ranks(
         raise UserError(
             f"two processes are rank {place.rank}",
             where,
-            "one launcher, one job at an address; comm.address=HOST:PORT",
+            "use one launcher, and one job per address; comm.address=HOST:PORT",
         )
     store.set(f"here/{place.rank}", mine)
     if place.rank == 0:
@@ -216,7 +216,7 @@ def _raise(refusal: UserError, rank: int) -> NoReturn:
 
 
 def not_of_this_job(where: str) -> UserError:
-    what = "a process that is at the job's address does not have its secret"
+    what = "the process at the job's address does not have the job's secret"
     return UserError(
         what, where, f"give every host the same {SECRET}; or another port of comm.address=HOST:PORT"
     )

@@ -91,8 +91,8 @@ def make_mesh(world: Communicator, config: Config) -> Mesh:
         return one_group(world)
     if len({len(ranks) for ranks in table}) > 1:
         what = (
-            f"the hosts have {', '.join(str(len(ranks)) for ranks in table)} ranks: parts of the "
-            "same sizes need equally many"
+            f"the hosts have {', '.join(str(len(ranks)) for ranks in table)} ranks, but "
+            "shard.group=node needs the same number on each"
         )
         raise UserError(
             what,

@@ -90,9 +90,9 @@ def connect_some(place: Placement, ranks: Any) -> MpiCommunicator:
         _initialize(mpi)
     world = mpi.COMM_WORLD
     if not isinstance(ranks, mpi.Comm) and world.rank not in ranks:
-        fix = "init() on these ranks alone"
+        fix = "call init() only on these ranks"
         raise UserError(
-            f"rank {world.rank} is not one of the ranks {list(ranks)} that the job has",
+            f"rank {world.rank} is not among the ranks {list(ranks)} of the job",
             "hvd.init(comm=...)",
             fix,
         )
@@ -145,7 +145,9 @@ def _initialize(mpi: Any) -> None:
     if code := library.MPI_Init_thread(
         None, None, int(mpi.THREAD_MULTIPLE), ctypes.byref(provided)
     ):
-        raise UserError(f"MPI does not start: MPI_Init_thread gave {code}", "comm.engine=mpi", _FIX)
+        raise UserError(
+            f"MPI does not start: MPI_Init_thread returned {code}", "comm.engine=mpi", _FIX
+        )
     for comm in (mpi.COMM_SELF, mpi.COMM_WORLD):
         comm.Set_errhandler(mpi.ERRORS_RETURN)  # errors are exceptions
 

@@ -89,8 +89,8 @@ def _on_one_host_only(rendezvous: Rendezvous, place: Placement, where: str) -> R
     )
     if is_loopback and place.local_size < place.size:
         what = (
-            f"{rendezvous.host} is another host on each of them, and only {place.local_size} of "
-            f"{place.size} ranks are on this one"
+            f"{rendezvous.host} means a different machine on each host, but only "
+            f"{place.local_size} of {place.size} ranks are on this one"
         )
         raise UserError(
             what,
@@ -144,7 +144,7 @@ def _by_torchrun(place: Placement, environ: Mapping[str, str]) -> Rendezvous:
         raise UserError(
             f"{place.launcher} did not set {' and '.join(missing)}",
             "the environment",
-            f"torchrun itself, or {_FIX_ADDRESS}",
+            f"start with torchrun itself, or {_FIX_ADDRESS}",
         )
     host, port = parse_address(f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}")
     hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -271,7 +271,7 @@ def listen(rendezvous: Rendezvous, one_host: bool, route: Route = address_toward
         local_address(rendezvous, one_host, route) or route(rendezvous.host) or rendezvous.host
     )
     if address.startswith("127.") and not one_host:
-        what = f"{rendezvous.host} is {address} on its own host, where other hosts do not reach it"
+        what = f"{rendezvous.host} is {address} on its own host, which other hosts cannot reach"
         raise UserError(
             what,
             f"rank 0 on {socket.gethostname()}",

@@ -1,2 +1,2 @@
-"""What a user can set: the schema, its reader, its errors and help, and the plugins that values
+"""The configuration: the schema, its reader, its errors and help, and the plugins that values
 name."""

@@ -19,22 +19,22 @@ USAGE = """\
 hvdtrain trains deep networks on many workers.
 
   hvdtrain [--config FILE] [key=value ...]                 one process
-  mpirun -np 8 -H n1:4,n2:4 hvdtrain [key=value ...]       eight
-  hvdtrain launch -np 8 [-H n1:4,n2:4] -- [key=value ...]  the command line for the MPI or SLURM that is here; --dry-run prints it
-  mpirun ... hvdtrain check [key=value ...]                what would fail on these ranks, and how to fix it; trains nothing
-  hvdtrain evaluate RUN [--split val] [data.root=DIR]      loss and accuracy of a checkpoint, of each class too, on any ranks
+  mpirun -np 8 -H n1:4,n2:4 hvdtrain [key=value ...]       eight processes
+  hvdtrain launch -np 8 [-H n1:4,n2:4] -- [key=value ...]  starts the job with the local MPI or SLURM; --dry-run prints how
+  mpirun ... hvdtrain check [key=value ...]                finds what would fail on these ranks, and how to fix it
+  hvdtrain evaluate RUN [--split val] [data.root=DIR]      loss and accuracy of a checkpoint, overall and by class
   hvdtrain predict RUN --data FILE --to FILE.csv           the outputs of a run's model for tables, arrays, tokens; --images DIR
   hvdtrain sample RUN --png FILE.png                       images or text drawn from a model with task.name=language
   hvdtrain export RUN --to FILE                            weights for inference elsewhere: model.safetensors, or model.pt
-  hvdtrain report RUN [RUN ...] [--to FOLDER]              one page with figures, of one or several jobs, running, done or killed
-  hvdtrain --num-nodes 2 --node-id 0 --num-gpus 4 comm.address=n1:29500 [key=value ...]    by hand, on each node, without MPI
+  hvdtrain report RUN [RUN ...] [--to FOLDER]              a page with figures of one or several jobs: running, done or killed
+  hvdtrain --num-nodes 2 --node-id 0 --num-gpus 4 comm.address=n1:29500 [key=value ...]    by hand on each node, without MPI
 
   COMMAND --help     the options of a command; --help SECTION: its keys and the options of each name; --help KEY
-  --help keys        the keys that most jobs set; --help all-keys: every key, a line each
+  --help keys        the keys that most jobs set; --help all-keys: every key, one per line
   --max-time 3.5h    stop with a checkpoint before that time is over, exit code 75: the same command continues the job
   --print-config     the resolved configuration, ready for --config; --version: the version
-  list               the names that data.name, task.name, model.name, optim.name, comm.engine, framework and log.trackers take
-  extras             more commands: hvdtrain extras shows those of the features that most users never need
+  list               the valid names for data.name, task.name, model.name, optim.name, comm.engine, framework and log.trackers
+  extras             more commands: hvdtrain extras lists those for features that few users need
   schema             a JSON Schema of configuration files, with which editors complete and check them
 
 {keys}
@@ -43,8 +43,8 @@ Exit codes:
 {codes}"""  # noqa: E501
 
 _OF_LISTS = {
-    "list": "hvdtrain list\n  prints the names that each key with names takes",
-    "extras": "hvdtrain extras\n  prints more commands, of features that most users never need",
+    "list": "hvdtrain list\n  prints the valid names of keys such as model.name",
+    "extras": "hvdtrain extras\n  prints additional commands, for features that few users need",
 }
 # Keys that most jobs set, in the order of the schema: `--help keys`.
 EVERYDAY = (

@@ -181,7 +181,7 @@ def _check_own(found: Callable[..., Any], name: str, where: str) -> None:
     )
     if origin and of_python(origin):
         raise UserError(
-            f"{name} is {origin}.{found.__name__}, a part of Python",
+            f"{name} is {origin}.{found.__name__}, part of Python itself",
             where,
             "give a class or function of your own",
         )
@@ -217,7 +217,7 @@ def check_names(config: Config) -> None:
         if (
             section is not config.optim and is_users_own(section) and of_python(section.name)
         ):  # it would be called: os:system
-            what = f"{short(section.name)} is a part of Python, not a {section.section}"
+            what = f"{short(section.name)} is part of Python itself, not a {section.section}"
             raise UserError(what, section.where("name"), "write package.module:Class")
         if section is config.model and config.framework != "torch" and is_library(section.name):
             what = (
@@ -260,10 +260,7 @@ def _refuse_object(section: OpenSection) -> None:
     have."""
     name: str = section.name  # type: ignore[attr-defined]
     if is_object(name) and section.given is None:
-        what = (
-            f"{section.section}.name={short(name)} is an object of a script, and only that script "
-            "has it"
-        )
+        what = f"{section.section}.name={short(name)} is an object that only its script defines"
         raise UserError(what, section.where("name"), go_on(section.section))
 
 
@@ -295,8 +292,8 @@ def call_own(section: OpenSection, known: dict[str, Any]) -> Any:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """What it is called with; of a class whose metaclass takes (*args, **kwargs) what its __init__
-    takes."""
+    """Returns the signature of a callable; for a class whose metaclass takes (*args, **kwargs), the
+    signature of __init__."""
     signature = inspect.signature(function)
     if not isinstance(function, type) or any(
         p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values()
@@ -359,8 +356,8 @@ def options_of(path: Path) -> type[BaseModel]:
 
 
 def _descriptions(docstring: str) -> dict[str, str]:
-    """option -> text, of the lines `option: text` of a docstring. A text goes on in lines that are
-    indented more."""
+    """Returns option -> text, from the lines `option: text` of a docstring. Lines that are indented
+    more continue a text."""
     descriptions: dict[str, str] = {}
     option = ""
     for line in docstring.splitlines():

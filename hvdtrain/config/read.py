@@ -235,7 +235,7 @@ class Recorded:
             )
             fix = f"if you want that, add the argument {shown}; if not, {key}={_elsewhere(key)}"
             raise UserError(
-                f"{shown} {does}, but only the configuration of a run sets it", origin, fix
+                f"{shown} {does}, but it is set only in the configuration of a run", origin, fix
             )
 
     def _says(self, key: str) -> bool:
@@ -418,10 +418,10 @@ def _of_this_copy(recorded: Iterable[Assignment]) -> Iterator[Assignment]:
             if right_key(one.key, one.value):  # a former name, or another tool's
                 _check_known(*one)
             raise UserError(
-                f"the run has {one.key}={short(f'{one.value}')}, and this copy of hvdtrain has no "
-                "such key",
+                f"the run has {one.key}={short(f'{one.value}')}, but this installation of "
+                "hvdtrain does not have that key",
                 one.origin,
-                "a copy with the extra that has it: `hvdtrain extras` lists those of a copy",
+                "install the extra that defines it: `hvdtrain extras` lists the installed ones",
             )
         yield one
 

@@ -275,7 +275,7 @@ def type_name(kind: Any) -> str:
 
 
 def fix_of_key(key: str, value: Any = None) -> str:
-    """What to write instead of an unknown key, or of a section with a value."""
+    """Returns the fix for an unknown key, or for a section with a value."""
     if key in SECTIONS:
         return _fix_of_section(key, value)
     if no_key := without_a_key(key):
@@ -297,7 +297,7 @@ def fix_of_key(key: str, value: Any = None) -> str:
 
 
 def _fix_of_section(section: str, value: Any) -> str:
-    """What to write instead of a section with a value: model.name=mlp for model=mlp."""
+    """Returns the fix for a section with a value: model.name=mlp for model=mlp."""
     data = data_of_path(value) if section == "data" else None
     if data is not None:
         return f"data is a section: write {data}; --help data lists its keys"
@@ -310,7 +310,7 @@ def _fix_of_section(section: str, value: Any) -> str:
 
 
 def fix_of_argument(argument: str, following: str) -> str:
-    """What to write instead of an argument that is not key=value."""
+    """Returns the fix for an argument that is not key=value."""
     word = argument.lstrip("-").replace("-", "_")
     if fix := without_a_key(word) or (_HELP if word == "help" else None):
         return fix

@@ -244,7 +244,9 @@ class References:
             return self._value(reference[1])
         text = check_text(REFERENCE.sub(lambda found: str(self._value(found[1])), value))
         if "${" in text:
-            raise ValueError(f"{short(text)} is composed of references")
+            raise ValueError(
+                f"{short(text)} is itself built from references, which is not supported"
+            )
         return text
 
     def _value(self, key: str) -> Any:

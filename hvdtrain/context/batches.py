@@ -33,9 +33,9 @@ class Batches:
         loop.need("ctx.samples()")
         if loop.stream is not None:
             raise UserError(
-                "a second ctx.samples()",
+                "ctx.samples() was called twice",
                 "ctx.samples()",
-                "one loop with epochs=N; what is read once: ctx.each(dataset, batch=...)",
+                "one loop with epochs=N; to read data once: ctx.each(dataset, batch=...)",
             )
         stream = SampleStream(
             loop.config,
@@ -70,7 +70,7 @@ class Batches:
             raise UserError(
                 what,
                 str(loop.run.path),
-                "the data set and seed that it was made with; or another run=",
+                "the data set and seed of the checkpoint; or another run=",
             )
         if loop.ranks is not None and not loop.is_resumed:
             what = (
@@ -98,7 +98,7 @@ class Batches:
             yield self._samples
             if not loop.learner.has_stepped:
                 words = loop.words
-                what = f"the batch of step {p.step + 1} is over, and {words.step} was not called"
+                what = f"the batch of step {p.step + 1} ended without a call of {words.step}"
                 fix = (
                     f"{words.whole_step}: once for each batch, on every rank; to accumulate "
                     f"gradients: {words.parts}"
@@ -149,11 +149,13 @@ class Batches:
     def _count_of_mean(self) -> float:
         """The weight of a mean without a count. Raises UserError if it is not known."""
         fix = (
-            "ctx.mean({...}, count=NUMBER), of the samples or tokens that this rank's values are "
-            "means over"
+            "ctx.mean({...}, count=NUMBER), the number of samples or tokens that this rank "
+            "averaged over"
         )
         if self._is_evaluated:
-            what = "a mean after ctx.each() without a count would weight the ranks by another batch"
+            what = (
+                "without a count, a mean after ctx.each() would weight the ranks by the wrong batch"
+            )
             raise UserError(what, "ctx.mean()", fix)
         if self._evaluated is not None and self._loop.config.data.pad:
             raise UserError(
@@ -170,7 +172,7 @@ class Batches:
         divisor: Divisor = self._loop.learner.divisor
         if divisor.is_missing:
             what = (
-                "the mean of this batch is not over samples, and what it is over is not known yet"
+                "the loss of this batch is not a mean over samples, and its count is not known yet"
             )
             raise UserError(what, where, f"after {self._loop.words.counted}")
         return float(self._samples.count) if divisor.items is None else divisor.items

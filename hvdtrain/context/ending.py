@@ -101,11 +101,11 @@ def different_calls(error: BaseException) -> UserError | None:
         else f"{frame.filename}:{frame.lineno}: {frame.line}"
     )
     fix = (
-        "the same calls of ctx on every rank: none under `if ctx.rank == 0`, no break or continue "
-        "on one rank alone"
+        "make the same calls of ctx on every rank: none under `if ctx.rank == 0`, no break or "
+        "continue on one rank only"
     )
     return UserError(
-        "ranks make different calls: another rank is not in the one that this rank is in",
+        "ranks made different calls: another rank did not make this call",
         where,
         fix,
     )

@@ -95,7 +95,7 @@ class ScriptLoop:
     ) -> tuple[Any, Any]:
         """Implements Context.prepare(). on_step: called after each step."""
         if self.learner is not None:
-            raise UserError("a second ctx.prepare()", "ctx.prepare()", self.words.one)
+            raise UserError("ctx.prepare() was called twice", "ctx.prepare()", self.words.one)
         former = self.model()
         if former is not None and any(
             former is one for one in (model, getattr(model, "_orig_mod", None))
@@ -104,7 +104,7 @@ class ScriptLoop:
             raise UserError(
                 what,
                 "ctx.prepare()",
-                "make the model and the optimizer inside of the function that hvdtrain.run() calls",
+                "create the model and the optimizer inside the function that hvdtrain.run() calls",
             )
         self.heartbeat.beat("preparing the model", 0, 0)
         learner = self.framework.learner(self.config, self.mesh, model, optimizer, on_step, example)

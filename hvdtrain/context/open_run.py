@@ -75,7 +75,7 @@ class OpenRun:
                 raise UserError(
                     "resume= needs run=",
                     self._config.where("resume"),
-                    "run=DIR, where this script writes",
+                    "run=DIR, the folder that this script writes to",
                 )
             return None, None, []
         former = former_run(self._config)

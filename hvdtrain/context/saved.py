@@ -123,7 +123,7 @@ def evaluated(
     where = "ctx.checkpoint(objective=...)"
     if better not in ("min", "max"):
         raise UserError(
-            f"better={better!r:.40}", where, "min, as of a loss, or max, as of an accuracy"
+            f"better={better!r:.40}", where, "min, as for a loss, or max, as for an accuracy"
         )
     if not math.isnan(now.best) and better != now.better:
         what = f"better={better}, but earlier evaluations had better={now.better}"
@@ -141,7 +141,7 @@ def decoded(extra: Arrays, decode: Callable[[Arrays], dict[str, Any]], run: Path
         return decode(extra)
     except ValueError as error:
         raise UserError(
-            f"what the script has saved cannot be read: {error}",
+            f"the extra values that the script saved cannot be read: {error}",
             str(run),
             "an older checkpoint, or another run=",
         ) from None

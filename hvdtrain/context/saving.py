@@ -33,7 +33,9 @@ class Saving:
         loop.learner.check_resume(prepared)
         if loop.stream is not None:
             raise UserError(
-                "ctx.resume() after ctx.samples()", "ctx.resume()", "right after ctx.prepare()"
+                "ctx.resume() was called after ctx.samples()",
+                "ctx.resume()",
+                "call it right after ctx.prepare()",
             )
         loop.run.need("ctx.resume()")
         loop.is_resumed = True
@@ -111,16 +113,16 @@ class Saving:
         loop.learner.check_prepared(model, optimizer, "ctx.checkpoint()")
         if loop.stream is None:
             raise UserError(
-                "ctx.checkpoint() before ctx.samples()",
+                "ctx.checkpoint() was called before ctx.samples()",
                 "ctx.checkpoint()",
-                f"inside of the loop, after {loop.words.step}",
+                f"call it inside the loop, after {loop.words.step}",
             )
         loop.run.need("ctx.checkpoint()")
         if not loop.learner.has_stepped:
             raise UserError(
-                "the step of this batch is not made yet",
+                "the step of this batch has not been made yet",
                 "ctx.checkpoint()",
-                f"after {loop.words.whole_step}",
+                f"call it after {loop.words.whole_step}",
             )
         return loop.points
 

@@ -88,19 +88,21 @@ def refuse_other_keys(config_file: str | None, arguments: Sequence[str], where: 
         if key in known_keys() and key not in KEYS:
             fix = _OF_THE_CALLS.get(
                 key,
-                "hvdtrain.train() has it; an own loop has "
+                "use hvdtrain.train(); a custom loop has "
                 f"{', '.join(sorted({key.split('.')[0] for key in KEYS}))}",
             )
-            raise UserError(f"{key} is not of an own loop", f"{key}, {origin}", fix)
+            raise UserError(f"{key} is not supported in a custom loop", f"{key}, {origin}", fix)
         if key not in KEYS:
             raise UserError(f"there is no key {short(key)}", f"{key}, {origin}", nearest(key, KEYS))
         if key == "framework" and value not in frameworks_of_user_loops():
             fix = f"framework={' or '.join(frameworks_of_user_loops())}; or hvdtrain.train()"
-            raise UserError(f"framework={short(value)} has no own loop", f"{key}, {origin}", fix)
+            raise UserError(
+                f"framework={short(value)} does not support custom loops", f"{key}, {origin}", fix
+            )
         if (key, value) == ("guard.nonfinite", "rollback"):
             fix = "guard.nonfinite=stop or skip"
             raise UserError(
-                "guard.nonfinite=rollback would go back behind the script's back",
+                "guard.nonfinite=rollback cannot undo what a custom loop has done",
                 f"{key}, {origin}",
                 fix,
             )

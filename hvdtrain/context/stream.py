@@ -98,11 +98,13 @@ def checked_source(dataset: object, where: str, config: Config) -> Source:
         padding_of(config),
     )
     if missing := [name for name in config.data.inputs if name not in found.fields]:
-        what = f"data.inputs names {missing[0]}, and the samples have {', '.join(found.fields)}"
+        what = (
+            f"data.inputs names {missing[0]}, but the samples only have {', '.join(found.fields)}"
+        )
         raise UserError(
             what,
             config.where("data.inputs"),
-            "names of the data set's fields, which they keep in each batch",
+            "names of fields of the data set",
         )
     return as_declared(found, found.fields)
 

@@ -43,7 +43,7 @@ def merged(arrays: Mapping[str, np.ndarray], scale: float) -> dict[str, np.ndarr
         weight = weights.get(f"{layer}.weight")
         b = arrays.get(layer + B)
         if weight is None or b is None:
-            what = f"{layer}{A} has no {layer}.weight or no {layer}{B} beside it"
+            what = f"{layer}{A} lacks its {layer}.weight or its {layer}{B}"
             raise UserError(what, "model.lora", "the weights of the whole model with its adapters")
         for name, array in weights.items():
             if (
@@ -51,11 +51,11 @@ def merged(arrays: Mapping[str, np.ndarray], scale: float) -> dict[str, np.ndarr
                 and arrays.get(name.removesuffix(".weight") + A) is not arrays[layer + A]
             ):
                 what = (
-                    f"{layer}.weight has an adapter and is {name} too (tied weights), so a merge "
-                    "would make two arrays of one"
+                    f"{layer}.weight has an adapter and is tied to {name}, so merging would make "
+                    "two arrays of one"
                 )
                 raise UserError(
-                    what, "model.lora", f"a job that ties neither, or without an adapter of {layer}"
+                    what, "model.lora", f"a model that does not tie them, or no adapter for {layer}"
                 )
         sums[id(weight)] = (weight + scale * (b.astype(np.float64) @ arrays[layer + A])).astype(
             weight.dtype

@@ -17,8 +17,7 @@ Part = tuple[tuple[np.ndarray, ...], ...]
 
 
 class Concatenated:
-    """What passes keep of their samples, in their order, where it cannot be added up; among sums
-    "+" puts one behind the other."""
+    """Values of samples that are concatenated, not summed; "+" appends."""
 
     def __init__(self, parts: Sequence[Part] = ()) -> None:
         self._parts = tuple(parts)

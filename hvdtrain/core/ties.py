@@ -48,11 +48,11 @@ class Ties:
         its patterns."""
         for name, others in self.half_fitted(fits).items():
             raise UserError(
-                f"{what} fits {name}, and not {' and '.join(others)}, which is the same array "
+                f"{what} matches {name}, but not {' and '.join(others)}, which is the same array "
                 "(tied weights)",
                 where,
-                f"patterns that fit all its names: {short(', '.join([name, *others]))}; or none "
-                "of them",
+                "patterns that match all of its names or none: "
+                f"{short(', '.join([name, *others]))}",
             )
 
     def lines(self, names: Collection[str], key: str) -> list[str]:

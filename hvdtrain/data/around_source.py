@@ -75,7 +75,7 @@ class AroundSource(Source):
 
 
 def inner_source(source: Source) -> Source | None:
-    """The source that another one is around, or part of; None of one that reads by itself."""
+    """Returns the source that another one wraps or is a part of; None if it reads by itself."""
     inner: Source | None = getattr(source, "source", None)
     return inner
 

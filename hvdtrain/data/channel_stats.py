@@ -24,7 +24,7 @@ class ChannelStats(NamedTuple):
 
 
 def channel_stats(x: np.ndarray) -> ChannelStats:
-    """Over all of x, uint8 (n, H, W, C)."""
+    """Computes statistics over all of x, uint8 (n, H, W, C)."""
     return stats_of_counts(channel_counts(x))
 
 
@@ -42,7 +42,7 @@ def channel_counts(x: np.ndarray) -> np.ndarray:
 
 
 def stats_of_counts(counts: np.ndarray) -> ChannelStats:
-    """From channel_counts(), int64 (C, 256)."""
+    """Computes statistics from channel_counts(), int64 (C, 256)."""
     pairs = [_mean_and_std(histogram) for histogram in counts.tolist()]
     return ChannelStats(np.array([mean for mean, _ in pairs]), np.array([std for _, std in pairs]))
 
@@ -91,7 +91,7 @@ def sampled_stats(source: Images) -> ChannelStats:
 
 
 def stats_of_images(source: Images, indices: np.ndarray) -> ChannelStats:
-    """Over the images at `indices`, read in blocks of about 2**24 values."""
+    """Computes statistics over the images at `indices`, read in blocks of about 2**24 values."""
     block = max(1, _BLOCK_VALUES // math.prod(source.shape))
     counts = np.zeros((source.shape[2], 256), np.int64)
     for start in range(0, len(indices), block):

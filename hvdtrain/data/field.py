@@ -11,7 +11,7 @@ from hvdtrain.errors import UserError
 
 
 class Padding(NamedTuple):
-    """The padding behind the rows of a sample that is read together with a longer one."""
+    """The padding after the rows of a sample that is read together with a longer one."""
 
     value: float
     mask: str  # the field, bool (T,), that says which rows are real; empty: this is a mask itself
@@ -21,13 +21,13 @@ _TARGETS = ("y", "label", "labels", "target", "targets")
 
 
 def padded_by(field: str) -> str:
-    """The words that pad a field: targets by what torch's cross_entropy() ignores, since a 0 there
-    would be a class."""
+    """Returns the configuration that pads a field. Targets are padded with the value that torch's
+    cross_entropy() ignores, since 0 would be a class."""
     return f"data.pad={{{field}: {-100 if field in _TARGETS else 0}}}"
 
 
 class Field(NamedTuple):
-    """What each sample has under one name."""
+    """One named value of each sample: its dtype, shape and range."""
 
     dtype: str  # as numpy calls it: "uint8", "int64", "float32"
     shape: tuple[int, ...]  # of one sample
@@ -50,12 +50,12 @@ class Field(NamedTuple):
 
     @property
     def is_mask(self) -> bool:
-        """Whether it says which rows of another field are real."""
+        """Whether the field is a mask that marks the real rows of another field."""
         return self.padding is not None and not self.padding.mask
 
     def fits(self, other: Field) -> bool:
-        """Whether a model for samples of this shape takes those of another field: of different
-        lengths those that are not longer."""
+        """Whether a model for this field also accepts samples of another field; variable-length
+        samples must not be longer."""
         if self.padding is None or other.padding is None:
             return self.shape == other.shape and self.padding == other.padding
         return self.shape[1:] == other.shape[1:] and self.shape[0] >= other.shape[0]
@@ -71,7 +71,7 @@ class Field(NamedTuple):
 
 
 def field_of_facts(facts: Sequence[Any]) -> Field:
-    """The field of Field.facts(). Raises TypeError or ValueError if they are none."""
+    """Rebuilds a field from Field.facts(). Raises TypeError or ValueError if they are invalid."""
     dtype, shape, values, *padding = facts
     field = Field(np.dtype(dtype).name, tuple(shape), values)
     if not padding:
@@ -92,7 +92,7 @@ def check_numbers(
     """Raises UserError if a number is not finite, or is an integer outside the field's range; reads
     about 16 MB at once.
 
-    samples: the numbers of the rows, for the message; None: from 0 on.
+    samples: the indices of the rows, for the message; None: 0, 1, 2 and so on.
     """
     if array.dtype.kind not in "iufb":
         raise UserError(

@@ -15,8 +15,8 @@ def digest_of_labels(y: np.ndarray) -> str:
 
 
 def first_outside(y: np.ndarray, classes: int) -> int | None:
-    """Which of the labels, integers (n,), is the first that is not in 0..classes-1; a piece at a
-    time: they may be mapped from a file."""
+    """Returns the index of the first label, of integers (n,), outside 0..classes-1; reads piece by
+    piece, as they may be mapped from a file."""
     for start in range(0, len(y), _LABELS):
         part = y[start : start + _LABELS]
         wrong = np.flatnonzero((part < 0) | (part >= classes))
@@ -26,13 +26,12 @@ def first_outside(y: np.ndarray, classes: int) -> int | None:
 
 
 def read_labels(y: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """The labels of some samples, as a batch has them: int64. All of them are kept in the type that
-    the data have."""
+    """Returns the labels of some samples as int64. The whole array keeps its dtype."""
     return y[indices].astype(np.int64, copy=False)
 
 
 def smallest(y: np.ndarray) -> np.ndarray:
-    """Integers (n,) in the smallest type that has them: a byte for each label of up to 256
+    """Converts integers (n,) to the smallest dtype that can represent them: one byte for up to 256
     classes."""
     return (
         y.astype(np.result_type(np.min_scalar_type(y.min()), np.min_scalar_type(y.max())))

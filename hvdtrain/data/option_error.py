@@ -1,4 +1,4 @@
-"""Errors in the options of a data set, which does not know how the user gave them."""
+"""OptionError: an error in an option of a data set, which does not know how the user set it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from hvdtrain.errors import UserError
 
 
 class OptionError(UserError):
-    """An error whose `where` is the name of an option, as build() of the data set has it.
+    """An error whose `where` is the name of an option of the data set's build().
 
-    Who opened the data names the key and where it was set: with_keys() of configured/opened.py.
+    The caller adds the key and where it was set: with_keys() of configured/opened.py.
     """
 
 
 def expanded(path: str | Path, option: str) -> Path:
-    """The path that an option names, with ~ or ~user replaced. Raises OptionError as expand()."""
+    """The path that an option names, with ~ or ~user replaced. Raises OptionError if expand()
+    fails."""
     try:
         return expand(path, option)
     except UserError as error:

@@ -21,14 +21,13 @@ TOKENS = "tokens"
 SEGMENTS = "segments"
 # of the sequences before they are packed
 PADDING: Mapping[str, Padding] = {TOKENS: Padding(0, "real_tokens")}
-# rows with room, of which a sequence goes into the first that has enough: a set of millions is
-# packed in seconds
+# rows that are searched for room, so that millions of sequences are packed in seconds
 _OPEN = 64
 
 
 def is_packed(fields: Mapping[str, Field]) -> bool:
-    """Whether the fields are those of PackedRows: segments say which tokens are real, and to which
-    sequence each belongs."""
+    """Whether the fields belong to PackedRows, whose segments mark real tokens and the sequence of
+    each."""
     return SEGMENTS in fields and fields[SEGMENTS].is_mask and fields[SEGMENTS].dtype == "int64"
 
 
@@ -40,9 +39,9 @@ def segment_fields(tokens: Field) -> dict[str, Field]:
 def first_fit(lengths: np.ndarray, length: int) -> Ragged:
     """Returns the sequences of each row, int64; a row has at most `length` tokens in all.
 
-    In their order each goes into the first of the 64 newest rows with room for it, else into a new
-    one (first-fit, Johnson et al. 1974, but for the bound on the rows that are looked at).
-    Sequences of less than two tokens, in which nothing is predicted, are in none.
+    In order, each sequence goes into the first of the 64 newest rows with room for it, else into a
+    new row (first-fit, Johnson et al. 1974, except that only 64 rows are searched). Sequences of
+    less than two tokens are dropped, since nothing in them is predicted.
     """
     rows: list[list[int]] = []
     open_rows: list[list[int]] = []
@@ -131,8 +130,7 @@ class PackedRows(AroundSource):
             raise UserError(
                 what,
                 "data.pack",
-                "sequences that keep their lengths; or data.pad={tokens: 0} in the place of "
-                "data.pack",
+                "sequences that keep their lengths; or data.pad={tokens: 0} instead of data.pack",
             )
         real = mask_of(np.bincount(row, lengths, samples).astype(np.int64), self.length)
         filled = {
@@ -158,7 +156,7 @@ class PackedRows(AroundSource):
         return None
 
     def known_lengths(self, name: str) -> np.ndarray | None:
-        """The real tokens of each row."""
+        """Returns the number of real tokens in each row."""
         ends = np.concatenate([[0], np.cumsum(self.lengths[self.rows.values])])
         return np.diff(ends[self.rows.edges]) if name == TOKENS else None
 
@@ -172,20 +170,23 @@ class PackedRows(AroundSource):
 
 
 def packed(source: Source, length: int, name: str, where: str) -> PackedRows:
-    """The sequences of a source in rows of `length` tokens; name: of the set, for the header.
+    """Packs the sequences of a source into rows of `length` tokens; name: of the set, for the
+    header.
 
     Raises UserError if one is longer, none has two tokens, or their lengths are not known.
     """
     if SEGMENTS in source.fields:
-        what = (
-            f"the data have a field {SEGMENTS}, and data.pack makes one of the sequences of a row"
+        what = f"the data have a field {SEGMENTS}, but data.pack creates a field of that name"
+        raise UserError(
+            what,
+            where,
+            "remove it from the data; or leave data.pack out if they are already packed",
         )
-        raise UserError(what, where, "leave it out of the data, or data.pack where they are packed")
     lengths = _lengths(source, length, where, "data.pack={longest}, or cut the longer ones")
     rows = first_fit(lengths, length)
     if not len(rows):
         raise UserError(
-            f"no {name} sequence has two tokens: nothing is predicted",
+            f"no {name} sequence has two tokens, so there is nothing to predict",
             where,
             "sequences of two tokens or more",
         )
@@ -193,7 +194,7 @@ def packed(source: Source, length: int, name: str, where: str) -> PackedRows:
     share = used.sum() / (len(rows) * length)
     note = (
         f"{name}: {len(used):,} sequences in {len(rows):,} rows of {length:,} tokens, {share:.1%} "
-        "of which are real"
+        "real tokens"
     )
     if len(used) < len(lengths):
         note += f"; left out, as nothing is predicted in one token: {len(lengths) - len(used):,}"
@@ -216,8 +217,7 @@ def _lengths(source: Source, length: int, where: str, fix: str) -> np.ndarray:
         raise UserError(
             what,
             where,
-            "data.pad={tokens: 0} in the place of data.pack; or known_lengths('tokens') of the "
-            "source",
+            "data.pad={tokens: 0} instead of data.pack; or known_lengths('tokens') of the source",
         )
     if len(longer := np.flatnonzero(lengths > length)):
         what = f"sequence {longer[0]} has {lengths[longer[0]]:,} tokens, and a row has {length:,}"

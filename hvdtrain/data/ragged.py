@@ -70,7 +70,7 @@ def ragged(samples: Sequence[np.ndarray], what: str, where: str) -> Ragged:
                 f"sample {number} of {what} is {sample.dtype} {sample.shape}, and another one "
                 f"{first.dtype} {first.shape}"
             )
-            raise UserError(shown, where, "the same type, and the same shape behind the first axis")
+            raise UserError(shown, where, "the same type, and the same shape after the first axis")
     edges = np.cumsum([0, *map(len, samples)], dtype=np.int64)
     return Ragged(
         np.concatenate([sample for sample in samples if len(sample)] or samples[:1]), edges
@@ -79,11 +79,10 @@ def ragged(samples: Sequence[np.ndarray], what: str, where: str) -> Ragged:
 
 @dataclass(frozen=True, eq=False)
 class PaddedArrays(Source):
-    """A source of arrays in memory, some of which have variable-length samples.
+    """A source of arrays in memory, some with variable-length samples.
 
-    A read pads these to the longest sample that it reads, and tells by the mask of each which rows
-    are real. Raises UserError if the arrays do not have the same samples, or a number is not
-    finite.
+    A read pads these to the longest sample that it reads, and returns a mask of the real rows for
+    each. Raises UserError if the arrays do not have the same samples, or a number is not finite.
     """
 
     arrays: Mapping[str, np.ndarray | Ragged]
@@ -101,7 +100,7 @@ class PaddedArrays(Source):
             raise UserError(
                 f"the fields do not have the same samples: {shown}",
                 self.where,
-                "one array of each for each sample",
+                "one array of each field for each sample",
             )
         for name, kind in self.fields.items():
             array = self.arrays.get(name)
@@ -185,7 +184,7 @@ class PaddedArrays(Source):
 
 
 def padded_fields(name: str, kind: Field, padding: Padding) -> dict[str, Field]:
-    """The field of samples of at most kind.shape[0] rows, and its mask."""
+    """Returns the field of samples with at most kind.shape[0] rows, and its mask."""
     is_outside = bool(kind.values) and not 0 <= padding.value < kind.values
     found = kind._replace(
         padding=padding, ignored=int(padding.value) if is_outside else kind.ignored
@@ -200,7 +199,8 @@ def check_padding(padding: Mapping[str, Padding], dtypes: Mapping[str, str], whe
         if name not in dtypes:
             fix = "a field of the data, or leave it out"
             raise UserError(
-                f"the data have {', '.join(dtypes)}, and no {name!r} for data.pad or data.pack",
+                f"data.pad or data.pack names the field {name!r}, but the data only have "
+                f"{', '.join(dtypes)}",
                 where,
                 fix,
             )
@@ -211,7 +211,8 @@ def check_padding(padding: Mapping[str, Padding], dtypes: Mapping[str, str], whe
         ):
             fix = f"another name: data.mask={{{name}: real}}"
             raise UserError(
-                f"the mask of {name} cannot be called {pad.mask!r}: not a name, or another field's",
+                f"the mask of {name} cannot be called {pad.mask!r}: that is not a valid name, or "
+                "another field has it",
                 where,
                 fix,
             )
@@ -221,5 +222,5 @@ def check_padding(padding: Mapping[str, Padding], dtypes: Mapping[str, str], whe
             raise UserError(
                 f"data.pad has {pad.value:g} for {name}, which is {dtypes[name]}",
                 where,
-                f"a number that {dtypes[name]} has",
+                f"a number that {dtypes[name]} can represent",
             )

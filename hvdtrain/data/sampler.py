@@ -62,23 +62,24 @@ class BlockShuffle(NamedTuple):
     window: int  # blocks, neighbours in the order of an epoch
 
     def positions(self, start: int, count: int, dataset: int, seed: int) -> Positions:
-        """Positions of the stream, those of one window and epoch by block."""
+        """Returns positions of the stream, sorted by block within each window and epoch."""
         return _by_block(start, count, dataset, seed, self)
 
 
 @dataclass(frozen=True, eq=False)
 class WeightedDraws:
-    """Draws with replacement: each position holds sample i with probability weights[i] /
-    sum(weights), whatever the others hold.
+    """Draws with replacement: each position contains sample i with probability weights[i] /
+    sum(weights), independently of the others.
 
-    An epoch is as many draws as there are samples.
+    An epoch has as many draws as there are samples.
     """
 
     weights: np.ndarray  # (dataset,), finite, none negative, at least one above 0
 
     @cached_property
     def _sums(self) -> np.ndarray:
-        """float64 (dataset,): up to each sample, of weights whose largest is 1."""
+        """Returns the cumulative sums of weights, float64 (dataset,), scaled so that the largest
+        weight is 1."""
         return np.cumsum(self.weights / self.weights.max(), dtype=np.float64)
 
     @cached_property
@@ -97,8 +98,8 @@ class WeightedDraws:
 
 
 class BlocksOfRanks(NamedTuple):
-    """A full shuffle, of whose steps each rank takes blocks of neighbours that other ranks do not,
-    as far as shares are equal.
+    """A full shuffle in which each rank reads different blocks of neighbouring samples, as far as
+    equal shares allow.
 
     The blocks have a random order in each epoch, by which the samples of a step are sorted.
     """
@@ -106,7 +107,7 @@ class BlocksOfRanks(NamedTuple):
     block: int  # samples, neighbours in the data set
 
     def positions(self, start: int, count: int, dataset: int, seed: int) -> Positions:
-        """Positions of the stream, those of an epoch by block."""
+        """Returns positions of the stream, sorted by block within each epoch."""
         samples, epochs = positions_of_rank(start, count, 0, 1, dataset, seed)
         places = fold(
             fold(seed, _OWNERS), epochs.astype(np.uint64), (samples // self.block).astype(np.uint64)
@@ -245,7 +246,7 @@ def _share_of_part(first: int, last: int, rank: int, size: int) -> tuple[int, in
 
 
 def _dealt_below(count: int, rank: int, size: int) -> int:
-    """How many of `count` positions, dealt to the ranks in turn, go to those below `rank`."""
+    """Returns how many of `count` positions, dealt to ranks in turn, go to ranks below `rank`."""
     return count // size * rank + min(count % size, rank)
 
 
@@ -258,7 +259,7 @@ def indices(
     seed: int,
     sampling: Sampling = "global",
 ) -> np.ndarray:
-    """The samples of positions_of_rank(), int64 (n,)."""
+    """Returns the samples of positions_of_rank(), int64 (n,)."""
     return positions_of_rank(start, count, rank, size, dataset, seed, sampling).samples
 
 
@@ -280,8 +281,8 @@ def evaluation_batches(samples: int, batch: int, rank: int, size: int) -> list[n
 
 
 def evaluated_samples(samples: int, count: int, seed: int) -> np.ndarray:
-    """`count` of range(samples), rising, int64 (count,): those that the keyed permutation of `seed`
-    puts first, in memory of their own."""
+    """Returns `count` of range(samples), ascending, int64 (count,): those that the keyed
+    permutation of `seed` puts first."""
     return np.sort(permuted(np.arange(count), samples, seed, _EVALUATION))
 
 
@@ -298,13 +299,13 @@ def largest_share(
 
 
 def shuffle_version(dataset: int) -> str | None:
-    """What a checkpoint names the order of so many samples by; None for the order of permutation(),
-    which has no other version."""
+    """Returns the name of the shuffle algorithm for `dataset` samples, which a checkpoint stores;
+    None for permutation(), which has only one version."""
     return KEYED_VERSION if dataset > LARGEST_SORTED else None
 
 
 def _order(seed: int, epoch: int, dataset: int, positions: range) -> np.ndarray:
-    """The samples at these positions of one epoch, int64 (len(positions),)."""
+    """Returns the samples at these positions of one epoch, int64 (len(positions),)."""
     if dataset <= LARGEST_SORTED:
         return permutation(seed, epoch, dataset)[positions.start : positions.stop : positions.step]
     return permuted(
@@ -328,7 +329,7 @@ BLOCKS_VERSION = "blocks-1"  # of the order of shuffled_by_blocks(), which a che
 
 
 def _by_block(start: int, count: int, dataset: int, seed: int, shuffle: BlockShuffle) -> Positions:
-    """Positions of the stream, those of one window and epoch by block."""
+    """Returns positions of the stream, sorted by block within each window and epoch."""
     samples = [np.empty(0, np.int64)]
     epochs = [np.empty(0, np.int64)]
     for epoch, first, last in _epochs(start, start + count, dataset):
@@ -411,8 +412,8 @@ _STREAM = 0x66656973  # of counters, apart from those of other random numbers
 
 
 def permuted(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """What a permutation of 0 ... n - 1, drawn by (seed, epoch), has at `positions`: int64 (m,) for
-    int64 (m,), each in 0 ... n - 1.
+    """Returns the values of a permutation of 0 ... n - 1, drawn by (seed, epoch), at `positions`:
+    int64 (m,) for int64 (m,).
 
     A Feistel network on pairs (left, right) of Z_b x Z_a with a b >= n, whose rounds add a hash of
     one half to the other (Black, Rogaway 2002, "Ciphers with arbitrary finite domains", method 3);

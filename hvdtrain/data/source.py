@@ -1,4 +1,4 @@
-"""Source: a data set as the trainer reads it, samples by index."""
+"""Source: the interface through which the trainer reads samples by index."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ class Foresight(NamedTuple):
         """Samples to know in advance, so that 0.85 of `kept` are in memory, and seldom more than
         `kept`.
 
-        Of L next samples L^2 / (2 (L + samples / rows)) are: a block is decoded once in L + samples
-        / rows reads, and what it has of the next L waits for L / 2 of them.
+        With L samples known in advance, L^2 / (2 (L + samples / rows)) are in memory: a block is
+        decoded once in L + samples / rows reads, and its samples among the next L wait for L / 2
+        reads.
         """
         most = 0.85 * self.kept
         return min(
@@ -55,7 +56,7 @@ class Foresight(NamedTuple):
         return 1 / (1 + (self.rows - 1) * self.ahead / self.samples)
 
     def divided(self, ranks: int) -> Foresight:
-        """The foresight of each of ranks that read other blocks than the others."""
+        """Returns the foresight of one rank if all ranks read different blocks."""
         return self._replace(samples=max(1, self.samples // ranks))
 
 
@@ -73,8 +74,8 @@ class Pictures(Protocol):
 class Source(ABC):
     """Samples by index, each with named fields: no rank, no randomness, no framework.
 
-    The abstract members are what every source has; the defaults of the others are those of samples
-    of which nothing is known before they are read.
+    The abstract members are what every source has; the defaults of the others assume that nothing
+    is known about samples before they are read.
     """
 
     @property
@@ -98,7 +99,7 @@ class Source(ABC):
         """Returns 64 bits over the samples in their order, as 16 hex digits, by what they cover:
         "labels", "images".
 
-        Of all samples, or where that takes long of some that the seed draws.
+        They cover all samples, or, if that takes too long, some that the seed draws.
         """
 
     @abstractmethod
@@ -106,7 +107,7 @@ class Source(ABC):
         """Returns digests that do not depend on a seed; a checkpoint keeps them to recognize the
         data."""
 
-    if TYPE_CHECKING:  # of dataclasses a field, of which a property would become the default
+    if TYPE_CHECKING:  # a field of dataclasses, whose default a property would become
 
         @property
         def where(self) -> str:
@@ -118,8 +119,7 @@ class Source(ABC):
 
         @property
         def columns(self) -> Mapping[str, Sequence[str]]:
-            """The columns of each field of a table whose first line alone says which they are;
-            empty of all others."""
+            """The column names of each field, for tables with a header; empty for other data."""
     else:
         where = ""
         class_names = ()
@@ -142,13 +142,13 @@ class Source(ABC):
         return None
 
     def known_lengths(self, name: str) -> np.ndarray | None:
-        """int64 (n,): how many rows of a field each sample has, where they differ and no sample has
-        to be read for them."""
+        """Returns int64 (n,), the number of rows of a field in each sample, if it varies and is
+        known without reading samples."""
         return None
 
     def known_stats(self, name: str, indices: np.ndarray | None = None) -> np.ndarray | None:
-        """Mean and deviation of a field over all samples, or some, float64 (2, C) by its last axis,
-        where the source knows them."""
+        """Returns mean and deviation of a field over all or some samples, float64 (2, C) along its
+        last axis, if the source knows them."""
         return None
 
     @property
@@ -184,13 +184,13 @@ class Source(ABC):
 
     @property
     def nested_inputs(self) -> tuple[str, ...]:
-        """The fields that the data have inside of x, as {"x": {"image": ..., "table": ...}}: inputs
-        of a model."""
+        """The fields inside x, as in {"x": {"image": ..., "table": ...}}, which are inputs of the
+        model."""
         return ()
 
     @property
     def pictures(self) -> Pictures | None:
-        """What its tokens show, where they are the pixels of images."""
+        """How to display tokens that are pixels of images; else None."""
         return None
 
     @property
@@ -235,8 +235,8 @@ class LabelledImages(Source):
         return digest_of_labels(self.labels())
 
     def image_digest(self, seed: int) -> str:
-        """64 bits over the images in their order: all of them, or where that takes long some that
-        the seed draws."""
+        """Returns 64 bits over the images in order: all of them or, if that takes too long, some
+        that the seed draws."""
         return digest_of_some(self, seed)
 
     def digests(self, seed: int) -> dict[str, str]:
@@ -266,7 +266,8 @@ class NamedArrays(Source):
     field.
 
     Raises UserError if they do not have the same samples, an integer is outside of 0 ... values
-    - 1, or a number is not finite: of more than LARGE_BYTES when a sample is read.
+    - 1, or a number is not finite: arrays of more than LARGE_BYTES are checked when a sample is
+    read.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -288,7 +289,7 @@ class NamedArrays(Source):
             raise UserError(
                 f"the arrays do not have the same samples: {shown}",
                 self.where,
-                "one row of each array for each sample",
+                "arrays with one row for each sample",
             )
         for name, array in self.arrays.items():
             check_numbers(
@@ -319,7 +320,8 @@ class NamedArrays(Source):
         return y if y is not None and y.ndim == 1 and y.dtype.kind in "iub" else None
 
     def digests(self, seed: int) -> dict[str, str]:
-        """Digests of all arrays, 0.1 s for 200 MB; of large ones of some samples."""
+        """Returns digests of all arrays (0.1 s for 200 MB); for large arrays, digests of some
+        samples."""
         return self.identity()
 
     def identity(self) -> dict[str, str]:
@@ -332,13 +334,13 @@ class NamedArrays(Source):
 
     @property
     def is_large(self) -> bool:
-        """Whether reading all of it at the start would take long: its numbers are then checked when
+        """Whether reading everything at the start would take too long; values are then checked when
         they are read."""
         return sum(array.nbytes for array in self.arrays.values()) > LARGE_BYTES
 
 
 def _rows_of_digest(samples: int) -> np.ndarray:
-    """At most 4,096, always the same."""
+    """Returns at most 4,096 rows, always the same ones."""
     return np.unique(fold(np.arange(4096, dtype=np.uint64)) % np.uint64(samples)).astype(np.int64)
 
 

@@ -37,10 +37,10 @@ class Division(NamedTuple):
 
 
 def divide(source: Source, val_share: float, labels: np.ndarray | None = None) -> Division:
-    """Two parts, each sample in one: val_share of the samples validates, of labelled images of each
-    class, the same ones in every run.
+    """Divides a source into training and validation samples: val_share of the samples (for labelled
+    images, of each class) are for validation, the same ones in every run.
 
-    labels: integers (n,) of the classes of other samples.
+    labels: class numbers (n,) for samples that are not labelled images.
 
     A class with at least two samples has one in each part; the only sample of a class is trained
     on. Raises UserError if nothing is left to validate with.
@@ -62,7 +62,7 @@ def divide(source: Source, val_share: float, labels: np.ndarray | None = None) -
 
 
 def validation_mask(labels: np.ndarray, share: float) -> np.ndarray:
-    """bool (n,): which samples validate; labels from 0 on."""
+    """Returns bool (n,): which samples are for validation; labels start at 0."""
     count = np.bincount(labels)
     # of each class; -1 of a class without samples
     wanted = np.minimum(np.maximum(np.rint(share * count).astype(np.int64), 1), count - 1)
@@ -75,7 +75,7 @@ def validation_mask(labels: np.ndarray, share: float) -> np.ndarray:
 
 
 def subset(source: Source, indices: np.ndarray) -> Source:
-    """The samples at `indices`, in memory where the source is."""
+    """Returns the samples at `indices`, in memory if the source is."""
     if isinstance(source, ArraySource):
         return replace(source, x=source.x[indices], y=source.y[indices])
     return (
@@ -222,7 +222,7 @@ class SubsetOfImages(LabelledImages):
 
 
 def relabelled_rows(source: Source, class_names: Sequence[str]) -> Source:
-    """relabelled() of a table."""
+    """Does the work of relabelled() for a table."""
     own = source.class_names
     numbers = np.array([class_names.index(name) for name in own], np.int64)
     return source if own == tuple(class_names) else _RelabelledRows(source, numbers, class_names)
@@ -254,7 +254,8 @@ class _RelabelledRows(AroundSource):
 
 
 def relabelled(source: LabelledImages, class_names: Sequence[str]) -> LabelledImages:
-    """The source with the labels that its classes have in `class_names`, which has all of them."""
+    """Returns the source with labels renumbered by `class_names`, which contains all its
+    classes."""
     numbers = np.array([class_names.index(name) for name in source.class_names], np.int64)
     if isinstance(source, ArraySource):
         return replace(

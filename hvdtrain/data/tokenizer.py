@@ -1,5 +1,4 @@
-"""A tokenizer.json of the package tokenizers: its largest number; every mistake in it is a
-UserError."""
+"""Tokenizer: a tokenizer.json of the package tokenizers; every mistake in it is a UserError."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Texts as numbers below `vocabulary`, and back."""
+    """Converts strings to numbers below `vocabulary`, and back."""
 
     path: Path
     of_library: Any  # tokenizers.Tokenizer
@@ -43,7 +42,7 @@ class Tokenizer:
         return digest({"tokens": np.frombuffer(tokens.encode(), np.uint8)})
 
     def encode(self, text: str) -> list[int]:
-        """Raises UserError if the tokenizer fails, as for a word that it does not have."""
+        """Raises UserError if the tokenizer fails, for example for an unknown word."""
         try:
             tokens: list[int] = _called(
                 lambda: self.of_library.encode(text, add_special_tokens=False).ids,
@@ -58,15 +57,16 @@ class Tokenizer:
             raise self._unknown(dropped)
         if max(tokens, default=0) >= self.vocabulary:
             raise UserError(
-                f"the tokenizer gives {max(tokens)}, and has numbers below {self.vocabulary}",
+                f"the tokenizer returned token {max(tokens)}, but its vocabulary has only "
+                f"{self.vocabulary}",
                 str(self.path),
                 _FIX,
             )
         return tokens
 
     def _dropped(self, text: str, found: Sequence[int]) -> str:
-        """A word of the text with a character that the library drops without an error: one that a
-        BPE model without an unknown token does not have. found: the tokens of the text.
+        """Finds a word with a character that the library silently drops, because a BPE model
+        without an unknown token lacks it. found: the tokens of the text.
 
         Empty where there is none, and where these words do not have the tokens that were found.
         """
@@ -125,14 +125,14 @@ class Tokenizer:
                     yield from (word for word, _ in library.pre_tokenizer.pre_tokenize_str(piece))
 
     def _unknown(self, text: str) -> UserError:
-        """The error for text that has no tokens, by the first word of it."""
+        """Returns the error for a string without tokens; it names the first such word."""
         word = next((word for word in text.split() if not self._has(word)), text)
         return UserError(
-            f"the tokenizer has no tokens for {short(repr(word), 40)}, and no unknown token that "
-            "would stand for it",
+            f"the tokenizer has no tokens for {short(repr(word), 40)}, and no unknown token to "
+            "replace it",
             str(self.path),
             "train it on this text, with unk_token='[UNK]' in the model and '[UNK]' in the "
-            "special_tokens of its trainer; or a tokenizer of bytes; or none, data.tokenizer=null: "
+            "special_tokens of its trainer; or a byte-level tokenizer; or data.tokenizer=null: "
             "each byte is a token",
         )
 
@@ -153,7 +153,7 @@ class Tokenizer:
 
 
 class _Added:
-    """Added tokens that cut a text; the longest is the first where several begin."""
+    """Added tokens that divide a string; the longest one wins if several match."""
 
     def __init__(self, tokens: Mapping[int, tuple[Any, str]]) -> None:
         """tokens: number -> tokenizers.AddedToken, and its content in the text."""
@@ -163,7 +163,8 @@ class _Added:
         )
 
     def cut(self, text: str) -> Iterator[str | int]:
-        """The parts of a text between the tokens, without empty ones, and the tokens' numbers."""
+        """Returns the parts of a string between added tokens, without empty ones, and the tokens'
+        numbers."""
         present = [each for each in self._tokens if each[0] in text]
         end = 0
         if present:
@@ -178,8 +179,8 @@ class _Added:
 
 
 def _pattern(content: str, token: Any) -> str:
-    """What an added token fits: blanks beside it where it strips them, a whole word where it is of
-    such words alone."""
+    """Returns the pattern of an added token: with the spaces that it strips, and only whole words
+    if it is defined so."""
     left = r"\s*" * token.lstrip + r"(?<!\w)" * token.single_word
     right = r"(?!\w)" * token.single_word + r"\s*" * token.rstrip
     return left + re.escape(content) + right
@@ -193,7 +194,7 @@ def _letters(word: str, first: str, last: str) -> set[str]:
 
 
 def _end(tokens: Sequence[Any]) -> int:
-    """Bytes of a word that its tokens are of."""
+    """Returns the number of bytes of a word that its tokens cover."""
     return int(tokens[-1].offsets[1]) if tokens else 0
 
 
@@ -202,8 +203,8 @@ def _bytes(word: str) -> int:
 
 
 def read_tokenizer(path: Path, notes: list[str] | None = None) -> Tokenizer:
-    """It neither truncates nor pads; `notes` gets lines where the file says so, and where its
-    numbers have gaps.
+    """Reads a tokenizer without truncation and padding; appends to `notes` if the file asks for
+    these, or if its numbers have gaps.
 
     Raises UserError if the package is missing, or the file is absent, damaged, or would make a
     text far longer.
@@ -243,8 +244,8 @@ def read_tokenizer(path: Path, notes: list[str] | None = None) -> Tokenizer:
     vocabulary = 1 + max(numbers, default=0)
     if vocabulary > _MOST_VOCABULARY:
         raise UserError(
-            f"the tokenizer has the number {vocabulary - 1}, at most {_MOST_VOCABULARY - 1} is "
-            "read",
+            f"the tokenizer has token number {vocabulary - 1}; the largest supported one is "
+            f"{_MOST_VOCABULARY - 1}",
             str(path),
             _FIX,
         )
@@ -292,7 +293,7 @@ def _check_file(path: Path) -> None:
 
 
 def _growths(tree: Any) -> list[int]:
-    """By how much each replacement within it may lengthen a text."""
+    """Returns the factors by which its replacements may lengthen a string."""
     if isinstance(tree, list):
         return [growth for inner in tree for growth in _growths(inner)]
     if not isinstance(tree, dict):

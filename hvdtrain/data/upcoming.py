@@ -24,7 +24,7 @@ class Upcoming:
 
     samples_of: the samples that this rank reads in the step that follows some progress, int64 (n,).
     following: the progress after each step from a progress on, up to the end of the job.
-    ranks: how many, this one among them, that each read blocks of their own.
+    ranks: the number of ranks, including this one, that each read different blocks.
     """
 
     def __init__(
@@ -44,7 +44,8 @@ class Upcoming:
         self._steps: Iterator[Progress] = iter(())
 
     def reads(self, progress: Progress) -> None:
-        """Called before the step after `progress` is read: announces it and the steps after it."""
+        """Announces the step after `progress` and the following ones. Called before that step is
+        read."""
         if not self._ahead:
             return
         # the first step, or another one than was expected

@@ -243,7 +243,10 @@ class _Worker:
             )
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         fix = (
-            "look for its own message above; signal 9 is often too little memory: fewer workers"
+            (
+                "look for its message above; signal 9 often means too little memory: use fewer "
+                "workers"
+            )
             if code < 0
             else "see its own message above"
         )
@@ -306,8 +309,8 @@ def _pack(samples: Readable) -> bytes:
     program = _program() if b"__main__" in packed else None
     if b"__main__" in packed and program is None:
         what = (
-            f"{samples.name} is defined in a notebook or a command line, which a worker process "
-            "cannot import"
+            f"{samples.name} is defined in a notebook or on a command line, where a worker "
+            "process cannot import it"
         )
         raise UserError(
             what,
@@ -415,5 +418,7 @@ def _define(program: str) -> None:
 def _for_the_rank(error: BaseException, doing: str) -> UserError:
     if isinstance(error, UserError):
         return UserError(error.what, error.where, error.fix)
-    what = f"a worker process that {doing}: {type(error).__name__}: {first_line(Exception(error))}"
+    what = (
+        f"in a worker process that {doing}: {type(error).__name__}: {first_line(Exception(error))}"
+    )
     return UserError(what, own_line(error), "correct it there; or data.workers=0")

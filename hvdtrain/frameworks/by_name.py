@@ -1,5 +1,5 @@
-"""What model.name, optim.name and optim.groups mean, whatever the framework: a plugin, or the
-user's own class or function."""
+"""Resolves model.name, optim.name and optim.groups in any framework: a plugin, or the user's class
+or function."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from hvdtrain.tasks.task import Task
 def build_model(
     config: Config, task: Task, folder: str, more: Mapping[str, Any] | None = None
 ) -> Any:
-    """What build() of a plugin in `folder` returns, or the user's own package.module:name with the
-    options of `model`.
+    """Builds the model: calls build() of a plugin in `folder`, or the user's package.module:name,
+    with the options of `model`.
 
-    Both get those of Task.sizes that their parameters have the names of, the user's own those of
-    `more` too. Raises UserError if a plugin needs another one, or options do not fit.
+    Both get the values of Task.sizes whose names they have as parameters; the user's function also
+    those of `more`. Raises UserError if a plugin needs a size that the task does not have, or
+    options do not fit.
     """
     name = config.model.name
     where = config.where("model.name")
@@ -54,7 +55,7 @@ def build_model(
 
 
 def _check_images(config: Config, task: Task, signature: inspect.Signature) -> None:
-    """Raises UserError if a plugin whose shape is (H, W, C) gets other data than images."""
+    """Raises UserError if a plugin for images (H, W, C) gets other data."""
     shape = signature.parameters.get("shape")
     if (
         shape is not None
@@ -62,8 +63,8 @@ def _check_images(config: Config, task: Task, signature: inspect.Signature) -> N
         and len(task.sizes["shape"]) != 3
     ):
         what = (
-            f"model.name={config.model.name} takes images (H, W, C); the inputs of this job are "
-            f"{tuple(task.sizes['shape'])}"
+            f"model.name={config.model.name} takes images (H, W, C), but the inputs of this job "
+            f"are {tuple(task.sizes['shape'])}"
         )
         raise UserError(
             what, config.where("model.name"), "model.name=mlp or linear, or a class of your own"
@@ -71,8 +72,8 @@ def _check_images(config: Config, task: Task, signature: inspect.Signature) -> N
 
 
 def is_made_with_the_model(config: Config) -> bool:
-    """Whether optim.name means a class of torch.optim or of the user's, or a function of optax or
-    of the user's, not a rule."""
+    """Whether optim.name is a class of torch.optim, a function of optax, or the user's class or
+    function, and not a rule of hvdtrain."""
     others = {"torch": ("optax.", "optax:"), "jax": ("torch.", "torch:")}.get(
         config.framework, ("",)
     )
@@ -80,8 +81,8 @@ def is_made_with_the_model(config: Config) -> bool:
 
 
 def makes_groups(optimizer: Any) -> bool:
-    """Whether it is a function that takes the parameters by name, as `named`, and makes a torch
-    optimizer with groups of its own."""
+    """Whether it is a function of `named` parameters that creates a torch optimizer with its own
+    groups."""
     if inspect.isclass(optimizer) or not callable(optimizer):
         return False
     try:
@@ -91,7 +92,7 @@ def makes_groups(optimizer: Any) -> bool:
 
 
 def build_rule(config: Config, ties: Ties | None = None) -> Rule:
-    """The rule, with the options of `optim`, for its groups, and with averages.
+    """Builds the rule with the options of `optim`, its groups and averages.
 
     Raises UserError for a user's own optimizer, which is not a rule.
     """
@@ -106,7 +107,7 @@ def build_rule(config: Config, ties: Ties | None = None) -> Rule:
         )
         fix = f"framework={'jax' if kind.endswith('optax') else 'torch'}, or a name of `list`"
         raise UserError(
-            f"{name} is {kind}, framework={config.framework} needs a rule{takes}", where, fix
+            f"{name} is {kind}, but framework={config.framework} needs a rule{takes}", where, fix
         )
     build = plugins.load("optim", name, where).build
     rule: Rule = build(**plugins.convert_options(config.optim, "optim"))
@@ -128,7 +129,7 @@ def build_rule(config: Config, ties: Ties | None = None) -> Rule:
 
 
 def thaw_entries(model: ModelConfig, ties: Ties | None = None) -> ThawEntries:
-    """The entries of a job, with what decides whether a weight is frozen."""
+    """Returns the entries of model.thaw, with the rule that decides whether a weight is frozen."""
     return ThawEntries(
         tuple(tuple(entry.names) for entry in model.thaw),
         tuple(model.freeze),
@@ -143,12 +144,11 @@ def check_patterns(
     ties: Ties | None = None,
     frozen: Callable[[], Iterable[str]] = tuple,
 ) -> list[str]:
-    """Lines of the header on patterns of optim.groups and of muon's optim.rest that fit one name of
-    a parameter with several.
+    """Returns header lines on patterns of optim.groups and of muon's optim.rest that match one of
+    several names of a parameter.
 
-    shapes: of the trained parameters; frozen: gives the names of the others. Raises UserError if
-    a pattern would change nothing of a model with these parameters, or fits only a name that does
-    not count.
+    shapes: of the trained parameters; frozen: gives the names of the others. Raises UserError if a
+    pattern would have no effect on these parameters.
     """
     # its default is for many models
     given = config.optim.options.get("rest", ()) if config.optim.name == "muon" else ()
@@ -169,8 +169,8 @@ def check_patterns(
 
 
 def _lines_of_ties(key: str, patterns: Sequence[str], ties: Ties, where: str) -> list[str]:
-    """Raises UserError if a pattern fits a name of a parameter whose first name is of another
-    entry, or of none."""
+    """Raises UserError if a pattern matches a name of a tied parameter whose first name belongs to
+    another entry, or to none."""
     lines = []
     for own, *others in ties.groups():
         entry = number_of_group(own, patterns)
@@ -178,13 +178,14 @@ def _lines_of_ties(key: str, patterns: Sequence[str], ties: Ties, where: str) ->
             number = number_of_group(other, patterns)
             if number is not None and number != entry:
                 what = (
-                    f"{key}[{number}], {short(patterns[number])}, fits {other}, which is {own} "
-                    "too (tied weights), and is not of that entry"
+                    f"{key}[{number}], {short(patterns[number])}, matches {other} but not {own}, "
+                    "which is the same array (tied weights)"
                 )
                 raise UserError(
                     what,
                     where,
-                    f"names that fit {own}, or not {other}; or a model that does not tie them",
+                    f"patterns that match both {own} and {other} or neither; or a model that does "
+                    "not tie them",
                 )
         if entry is not None and others:
             lines.append(
@@ -202,23 +203,23 @@ def _check_fits(
     shapes: Mapping[str, tuple[int, ...]],
     frozen: Callable[[], Iterable[str]],
 ) -> None:
-    """Raises UserError if the pattern of an entry fits no trained parameter."""
+    """Raises UserError if the pattern of an entry matches no trained parameter."""
     if _fitting(pattern, shapes):
         return
     fitting = _fitting(pattern, frozen())
     if not fitting:
-        what = f"{entry} fits no parameter of the model"
+        what = f"{entry} matches no parameter of the model"
         raise UserError(what, config.where(key), _meant(pattern, shapes))
     if number_of_group(fitting[0], config.model.freeze) is not None:
         frozen_by = "which model.freeze freezes"
-        fix = "leave the entry out, or patterns of model.freeze that do not fit them"
+        fix = "leave the entry out, or use patterns of model.freeze that do not match them"
     elif config.model.lora:
         frozen_by = "which model.lora freezes"
-        fix = "leave the entry out; model.lora_train has what is trained beside the adapters"
+        fix = "leave the entry out; model.lora_train lists what is trained besides the adapters"
     else:
         frozen_by = "which the model does not train"
         fix = "leave the entry out, or requires_grad=True (Keras: trainable=True) in the model"
-    what = f"{entry} fits only {short(', '.join(fitting))}, {frozen_by}"
+    what = f"{entry} matches only {short(', '.join(fitting))}, {frozen_by}"
     raise UserError(what, config.where(key), fix)
 
 
@@ -240,13 +241,13 @@ def _check_groups(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> None
         own = [name for name in shapes if number_of[name] == number]
         if not own:
             fitting = short(", ".join(_fitting(group.names, shapes)))
-            what = f"{entry} fits only parameters of entries before it: {fitting}"
+            what = f"{entry} matches only parameters that earlier entries match: {fitting}"
             raise UserError(what, where, "put it before them, or leave it out")
         _check_layers(group, entry, own, where)
         if group.decay != 1 and excludes and all(is_excluded(shapes[name]) for name in own):
             what = (
-                f"{entry} has decay={group.decay:g}, and optim.exclude={config.optim.exclude} "
-                f"leaves {own[0]} without decay"
+                f"{entry} has decay={group.decay:g}, but optim.exclude={config.optim.exclude} "
+                f"excludes {own[0]} from decay"
             )
             raise UserError(what, where, "optim.exclude=none, or an entry without decay")
 
@@ -264,21 +265,21 @@ def _check_layers(group: GroupConfig, entry: str, own: Sequence[str], where: str
         found = 1 + max(number_of_layer(name, group.names) or 0 for name in own)
         if found != group.layers:
             raise UserError(
-                f"{entry} has layers={group.layers}, and the model's are numbered from 0 to "
-                f"{found - 1}",
+                f"{entry} has layers={group.layers}, but the model's layers are numbered from 0 "
+                f"to {found - 1}",
                 where,
                 f"layers: {found}",
             )
 
 
 def _fitting(pattern: str, names: Iterable[str]) -> list[str]:
-    """The names that a pattern fits."""
+    """Returns the names that a pattern matches."""
     return [name for name in names if number_of_group(name, [pattern]) is not None]
 
 
 def _meant(pattern: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """The fix for a pattern that fits no parameter: the name that was meant, or a pattern and the
-    names that there are."""
+    """Returns the fix for a pattern that matches no parameter: the nearest name, or the existing
+    names."""
     found = nearest(pattern, list(shapes))
     return (
         found
@@ -288,20 +289,21 @@ def _meant(pattern: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def _example(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """A pattern that fits some of the names: '*.bias'; or the last name."""
+    """Returns a pattern that matches some of the names, such as '*.bias', or the last name."""
     last = list(shapes)[-1]
     return f"'*.{last.rpartition('.')[2]}'" if "." in last else last
 
 
 class Activation(NamedTuple):
-    """What the loss of a task applies to the outputs of a model, so that the model should not."""
+    """The activation that the loss of a task applies to outputs, so that the model should not apply
+    it."""
 
     name: str
     line: str  # of the header, where the model does
 
 
 def twice_activated(config: Config) -> Activation | None:
-    """None for a loss that takes outputs as they are, or that is the user's."""
+    """Returns that activation; None for a loss that applies none, or that is the user's."""
     names = {
         "classification": "softmax",
         "segmentation": "softmax",
@@ -319,16 +321,16 @@ def twice_activated(config: Config) -> Activation | None:
 
 
 def momentum(config: Config) -> float:
-    """optim.momentum, or where it is not set the rule's own; 0 for a class of torch.optim, whose
-    constructor has its own default."""
+    """Returns optim.momentum, or the rule's default if it is not set; 0 for a class of torch.optim,
+    which has its own default."""
     if config.optim.momentum is not None or plugins.is_dotted(config.optim.name):
         return config.optim.momentum or 0.0
     return build_rule(config).momentum
 
 
 def decay(config: Config) -> float | None:
-    """optim.weight_decay, or where it is not set the default of a class of torch.optim; None if
-    it has none, or makes groups."""
+    """Returns optim.weight_decay, or the default of a class of torch.optim if it is not set; None
+    if it has none, or creates groups."""
     if config.optim.weight_decay is not None:
         return config.optim.weight_decay
     constructor = plugins.own_function(config.optim)

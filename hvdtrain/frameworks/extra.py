@@ -1,5 +1,5 @@
-"""What a script keeps in a checkpoint beside model and optimizer: plain values as JSON, tensors as
-arrays by name. No pickle."""
+"""Extra values of a script in a checkpoint: plain values as JSON, tensors as arrays by name; never
+pickle."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _MAPPINGS: dict[str, type[dict[Any, Any]]] = {
 }
 _WHERE = "ctx.checkpoint()"
 _FIX = (
-    "numbers, texts, None, lists, tuples, dicts, arrays, tensors, or an object with state_dict() "
-    "of these, as a scheduler"
+    "numbers, texts, None, lists, tuples, dicts, arrays, tensors, or an object whose "
+    "state_dict() contains these, such as a scheduler"
 )
 
 
@@ -39,29 +39,30 @@ class Numbers(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """How a framework's tensors go into a checkpoint and come back."""
+    """Converts a framework's tensors for a checkpoint and back."""
 
     numbers: Callable[[Any], Numbers | None]  # None of anything else
     made: Callable[[Numbers], Any]  # raises ValueError
 
 
 def to_arrays(extra: Mapping[str, Any], tensors: Tensors) -> Arrays:
-    """A copy of each value. Raises UserError for one that is of another kind, and where all take
-    more than MOST_BYTES."""
+    """Copies each value. Raises UserError for unsupported values, and if all take more than
+    MOST_BYTES."""
     arrays: Arrays = {}
     tree = _Encoder(arrays, tensors).encoded(extra, "", 0)
     arrays[_TREE] = np.frombuffer(json.dumps(tree).encode(), np.uint8).copy()
     taken = sum(array.nbytes for array in arrays.values())
     if taken > MOST_BYTES:
         what = (
-            f"{taken / 2**20:.0f} MiB beside model and optimizer, at most {MOST_BYTES / 2**20:.0f}"
+            f"the extra values take {taken / 2**20:.0f} MiB, but at most {MOST_BYTES / 2**20:.0f} "
+            "are allowed"
         )
-        raise UserError(what, _WHERE, "larger tensors as buffers of the model")
+        raise UserError(what, _WHERE, "store large tensors as buffers of the model")
     return arrays
 
 
 def from_arrays(arrays: Arrays, tensors: Tensors) -> dict[str, Any]:
-    """The values of to_arrays(). Raises ValueError if they cannot be such."""
+    """Restores the values of to_arrays(). Raises ValueError if they are invalid."""
     try:
         values = _decoded(json.loads(arrays[_TREE].tobytes()), arrays, tensors)
     except (LookupError, TypeError, RecursionError, RuntimeError, AttributeError) as error:
@@ -113,7 +114,7 @@ class _Encoder(NamedTuple):
             ]
             return {"tuple" if isinstance(value, tuple) else "list": items}
         raise UserError(
-            f"{path or 'a value'} is a {type(value).__name__}, which no checkpoint holds",
+            f"{path or 'a value'} is a {type(value).__name__}, which a checkpoint cannot store",
             _WHERE,
             _FIX,
         )

@@ -1,5 +1,4 @@
-"""Footprint: the bytes of one rank, by what they are for, at the moment of a step at which it has
-most."""
+"""Footprint: the memory of one rank by purpose, at the peak of a step."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ KINDS = (
 
 
 class PlannedStep(NamedTuple):
-    """What a rank does in a job, as far as its memory depends on it."""
+    """The properties of a job that determine the memory of a rank."""
 
     samples: int  # of the rank with most, in a step
     passes: int  # forward passes of a step
@@ -29,13 +28,13 @@ class PlannedStep(NamedTuple):
 
     @property
     def micro(self) -> int:
-        """The most samples of one pass."""
+        """The largest micro-batch."""
         return -(-self.samples // self.passes)
 
 
 class Footprint(NamedTuple):
-    """Memory of rank 0, whose parts are the largest. The kinds add up to the most that is alive at
-    once, not to the most of each."""
+    """Memory of rank 0, whose parts are the largest. The kinds add up to the peak, not to the peak
+    of each kind."""
 
     weights: int = 0
     gradients: int = 0  # and the buckets in which they stay
@@ -56,7 +55,7 @@ class Footprint(NamedTuple):
 
     @property
     def step(self) -> int:
-        """The most of a step, with all that stays."""
+        """The peak of a step, including everything that stays in memory."""
         return sum(self[: len(KINDS)])
 
     @property
@@ -66,7 +65,7 @@ class Footprint(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The most of the rank, beyond the interpreter, the libraries and the data set."""
+        """The peak of the rank without interpreter, libraries and data set."""
         return self.tensors + self.inputs + self.checkpoint + self.copies
 
     @property
@@ -76,7 +75,7 @@ class Footprint(NamedTuple):
         return 1 << (self.largest_array - 1).bit_length() if self.largest_array else 0
 
     def named(self) -> dict[str, int]:
-        """By kind, and the sums."""
+        """The bytes by kind, and their sums."""
         return {
             **self._asdict(),
             "tensors": self.tensors,

@@ -1,5 +1,5 @@
-"""HostLearner: a model whose outputs and gradients come to host memory, where NumPy computes
-losses, reductions and updates."""
+"""HostLearner: a model with outputs and gradients in host memory, where NumPy computes losses,
+reductions and updates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hvdtrain.tasks.task import DeviceAndDtype, NumpyPart, Task, part_of
 
 
 class HostModel(Protocol):
-    """What a HostLearner computes with. Arrays are NumPy's, weights by name in one order."""
+    """The model of a HostLearner. Arrays are NumPy arrays; weights are named and ordered."""
 
     title: str  # for people: what it is, and with what it computes
     notes: list[str]  # lines for the header
@@ -35,16 +35,16 @@ class HostModel(Protocol):
     module: Any  # as its framework knows it; None if it has no such object
 
     def inputs(self, batch: Mapping[str, Any]) -> np.ndarray:
-        """What it is called with, (n, ...), of the fields of a batch."""
+        """Returns the model's input, (n, ...), from the fields of a batch."""
 
     def assign(self, weights: Mapping[str, np.ndarray]) -> None:
-        """From now on it computes with these weights."""
+        """Sets the weights."""
 
     def outputs(self, x: np.ndarray) -> np.ndarray:
-        """(n, outputs), as an evaluation has them."""
+        """Returns (n, outputs) in evaluation mode."""
 
     def training_outputs(self, x: np.ndarray) -> np.ndarray:
-        """(n, outputs), as training has them; gradient() follows."""
+        """Returns (n, outputs) in training mode; gradient() follows."""
 
     def gradient(self, error: np.ndarray, share: float) -> np.ndarray:
         """The gradient of all weights, flat, of the sum of error (n, outputs) times the last
@@ -55,12 +55,13 @@ class HostModel(Protocol):
     # nothing.
 
     def added_loss(self) -> float:
-        """What layers of the last call add to the mean loss of its samples: penalties of weights,
-        of activations."""
+        """Returns what layers of the last call add to the mean loss: penalties of weights or
+        activations."""
         return 0.0
 
     def constrained(self) -> dict[str, np.ndarray]:
-        """After an update and assign(): the weights that constraints of layers set, by name."""
+        """Returns the weights that constraints of layers change after an update and assign(), by
+        name."""
         return {}
 
     def seed(self, seed: int) -> None:
@@ -68,15 +69,15 @@ class HostModel(Protocol):
         return
 
     def buffers(self) -> dict[str, np.ndarray]:
-        """Copies of its running statistics and the like, by name."""
+        """Returns copies of the buffers, such as running statistics, by name."""
         return {}
 
     def assign_buffers(self, buffers: Mapping[str, np.ndarray]) -> None:
-        """Sets them."""
+        """Sets the buffers."""
         return
 
     def is_mean(self, buffer: str) -> bool:
-        """Whether ranks make it equal by its mean; all others get rank 0's."""
+        """Whether ranks average the buffer; other buffers are copied from rank 0."""
         return False
 
 

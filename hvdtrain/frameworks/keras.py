@@ -100,8 +100,8 @@ def _use_gpu(backend: str, config: Config, communicator: Communicator) -> None:
 
 
 def load_keras(where: str, dtype: np.dtype[Any]) -> Any:
-    """The module keras, whose layers are of this number type unless they say another. Raises
-    UserError where it cannot be imported."""
+    """Imports keras and sets the default dtype of layers. Raises UserError if it cannot be
+    imported."""
     try:
         keras = importlib.import_module("keras")
     except ImportError as error:
@@ -117,7 +117,7 @@ def load_keras(where: str, dtype: np.dtype[Any]) -> Any:
             "pip install 'keras>=3'",
         )
     if keras.backend.backend() not in _BACKENDS:
-        what = f"the backend {keras.backend.backend()} of Keras computes no gradients"
+        what = f"the Keras backend {keras.backend.backend()} cannot compute gradients"
         raise UserError(what, where, f"KERAS_BACKEND={' or '.join(_BACKENDS)}")
     if dtype == np.float64 and keras.backend.backend() == "jax":
         importlib.import_module("jax").config.update("jax_enable_x64", True)
@@ -143,18 +143,18 @@ def _make(keras: Any, config: Config, task: Task) -> Any:
     where = config.where("model.name")
     if not is_dotted(config.model.name):
         what = (
-            f"framework=keras trains a model of yours, and model.name={config.model.name} is "
-            "hvdtrain's"
+            f"framework=keras trains your own models, but model.name={config.model.name} is a "
+            "model of hvdtrain"
         )
         raise UserError(
             what,
             where,
-            "model.name=package.module:function that makes a keras.Model; or "
+            "model.name=package.module:function that returns a keras.Model; or "
             "hvdtrain.train(model=...)",
         )
     model = call_own(config.model, dict(task.sizes))
     if not isinstance(model, keras.Model):
-        what = f"{config.model.name} gave a {type(model).__name__}, not a keras.Model"
+        what = f"{config.model.name} returned a {type(model).__name__}, not a keras.Model"
         raise UserError(what, where, "a keras.Sequential or keras.Model; or framework=torch, jax")
     return model
 
@@ -189,7 +189,7 @@ class OfKernels:
     def update(
         self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops
     ) -> tuple[Array, tuple[Any, ...]]:
-        """P, g and the arrays of the state are as Keras has them."""
+        """Applies the rule to P, g and state arrays in Keras' layout."""
         p, kept = self.rule.update(
             _turned(g, self.order),
             tuple(_turned(one, self.order) for one in state),
@@ -206,7 +206,7 @@ def _turned(array: Any, order: tuple[int, ...]) -> Any:
 
 
 class KerasOutputs(NamedTuple):
-    """What a model gives for a batch."""
+    """The outputs of a model for a batch."""
 
     outputs: np.ndarray
     added_loss: float  # of its layers
@@ -220,7 +220,7 @@ class Backend(Protocol):
         """gradient() follows."""
 
     def seed(self, seed: int) -> None:
-        """What draws beside the model's own seeds."""
+        """Seeds random generators other than the model's own seeds."""
 
     def gradient(self, error: np.ndarray, share: float) -> Sequence[Any]:
         """The gradient of each trainable variable, in order, of the sum of `error` times the
@@ -290,7 +290,7 @@ class OnTensorFlow:
         return KerasOutputs(_to_host(outputs), _to_float(added))
 
     def seed(self, seed: int) -> None:
-        """Nothing draws beside them."""
+        """Does nothing: there are no other random generators."""
 
     def gradient(self, error: np.ndarray, share: float) -> Sequence[Any]:
         values = [variable.value for variable in self._model.trainable_variables]
@@ -348,7 +348,7 @@ class OnJax:
         return (outputs, self.jax.numpy.asarray(added_loss(losses), outputs.dtype)), others
 
     def seed(self, seed: int) -> None:
-        """Nothing draws beside them."""
+        """Does nothing: there are no other random generators."""
 
     def gradient(self, error: np.ndarray, share: float) -> Sequence[Any]:
         of_ends = self.jax.numpy.asarray(error), self.jax.numpy.asarray(share, error.dtype)
@@ -419,9 +419,9 @@ class KerasModel(HostModel):
         self.kernels = frozenset(name for name, v in self._trained.items() if id(v) in kernels)
         self._order = [id(v) for v in model.trainable_variables]
         if wrong := {str(v.dtype) for v in self._trained.values()} - {dtype.name}:
-            what = f"the model has numbers of {', '.join(sorted(wrong))}, the job of {dtype}"
+            what = f"the model computes in {', '.join(sorted(wrong))}, but the job in {dtype}"
             fix = (
-                "keras.config.set_floatx('float64') before the model is made; or "
+                "keras.config.set_floatx('float64') before the model is created; or "
                 "speed.precision=fp32"
             )
             raise UserError(what, config.where("speed.precision"), fix)
@@ -475,7 +475,7 @@ class KerasModel(HostModel):
         )
 
     def saved(self) -> bytes:
-        """The model with its weights, as a file of Keras has it."""
+        """Returns the model with its weights as the content of a Keras file."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.keras"
             self.model.save(path)
@@ -542,12 +542,12 @@ def _checked_outputs(
         build_variables(model, config, x)
         if isinstance(several := model(x, training=False), (dict, list, tuple)):
             what = (
-                f"the model gives {len(several)} outputs, and framework=keras trains models with "
-                "one"
+                f"the model returns {len(several)} outputs, but framework=keras trains models "
+                "with one"
             )
             fix = (
-                "keras.Model(model.inputs, the output to learn from); or framework=torch with "
-                "KERAS_BACKEND=torch, which takes the first"
+                "keras.Model(model.inputs, the output to train); or framework=torch with "
+                "KERAS_BACKEND=torch, which uses the first output"
             )
             raise UserError(what, where, fix)
         outputs = backend.outputs(model, x).outputs
@@ -561,7 +561,7 @@ def _checked_outputs(
             f"the model gets (n, {', '.join(map(str, x.shape[1:]))})",
         ) from error
     if not task.fits(outputs.shape, len(x)):
-        what = f"for inputs {x.shape} the model gives {outputs.shape}, not {task.outputs(len(x))}"
+        what = f"for inputs {x.shape} the model returns {outputs.shape}, not {task.outputs(len(x))}"
         raise UserError(
             what,
             where,

@@ -46,7 +46,7 @@ def check_and_describe(model: Any, where: str) -> list[str]:
     if found := _overridden(model, _LEARNS):
         what = (
             f"{type(model).__name__} has its own {_calls(found)}, which hvdtrain.train() does not "
-            "call: the loss is that of the task"
+            "call: it uses the loss of the task"
         )
         fix = (
             "hvdtrain.train(loss=a function (outputs, batch)) with framework=torch; add_loss() in "
@@ -131,13 +131,13 @@ class GivenKerasModel:
             raise UserError(
                 what,
                 "hvdtrain.train(), model",
-                "a function that makes the model; or a get_config() of its own",
+                "a function that returns the model; or define its get_config()",
             ) from error
         return model
 
     def take(self, learner: Any) -> None:
-        """Copies the weights that an evaluation has, the averages where there are some, and all
-        else that the layers keep."""
+        """Copies the weights of evaluations (averages, if there are any), and all other variables
+        of the layers."""
         variables = dict(named_variables(self.model))
         for name, array in _weights_of(learner).items():
             variables[name].assign(array)
@@ -165,13 +165,13 @@ def build_variables(model: Any, config: Config, x: np.ndarray) -> None:
     variables = dict(named_variables(original))
     if different := sorted(copies.keys() ^ variables.keys()):
         what = (
-            f"the copy of model={type(original).__name__} that is trained has other variables "
-            f"than the object: {', '.join(different[:4])}"
+            f"hvdtrain trains a copy of model={type(original).__name__}, but the copy has "
+            f"different variables: {', '.join(different[:4])}"
         )
         raise UserError(
             what,
             "hvdtrain.train(), model",
-            "a function that makes the model; or a get_config() of its own",
+            "a function that returns the model; or define its get_config()",
         )
     for name, variable in variables.items():
         copies[name].trainable = variable.trainable
@@ -200,8 +200,8 @@ def assigned_in_call(model: Any, where: str, x: np.ndarray) -> list[str]:
             "fit() on JAX does not store it either"
         ]
     what = (
-        f"call() of a layer assigns {names[0]}, a trainable variable, which the optimizer updates "
-        "once for all passes and ranks of a step"
+        f"call() of a layer assigns to the trainable variable {names[0]}, but only the optimizer "
+        "may change it, once in each step"
     )
     fix = (
         "framework=keras with KERAS_BACKEND=jax, where the assigned value is part of one call, as "
@@ -258,8 +258,8 @@ def _named(layer: Any, prefix: str, taken: dict[str, int]) -> Iterator[tuple[str
 
 
 def _name_of(variable: Any, layer: Any) -> str:
-    """Its own name, or that of the layer's attribute; Keras names others by a counter of the
-    process."""
+    """Returns the variable's name, or that of the layer's attribute; Keras names others by a
+    counter of the process."""
     if not re.fullmatch(rf"{_snake(type(variable).__name__)}(_\d+)?", variable.name):
         return str(variable.name)
     return next(

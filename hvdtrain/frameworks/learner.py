@@ -1,5 +1,5 @@
-"""Learner: what the trainer needs of a framework, whose build() returns one; the names in its
-state; how many threads a rank has."""
+"""Learner: the interface of a framework for the trainer, returned by its build(); names in its
+state; threads of a rank."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Gpu(NamedTuple):
 
 
 class Predictions(NamedTuple):
-    """What a model says about the samples of a batch."""
+    """The predictions of a model for the samples of a batch."""
 
     # (n, ...) of the model, the first where it has several, on the host, in the order of the
     # samples
@@ -108,7 +108,7 @@ class TimedPass(NamedTuple):
 
 
 class HasState(Protocol):
-    """What a checkpoint, and the comparison of ranks, need of a learner."""
+    """The part of a learner that checkpoints and the comparison of ranks use."""
 
     is_sharded: bool  # this rank has only parts of some arrays of state()
 
@@ -122,8 +122,8 @@ class HasState(Protocol):
         """
 
     def pieces(self) -> Iterator[Piece]:
-        """What this rank has of the arrays of state(); nothing is copied before Piece.read(), which
-        may be called until the next step.
+        """Returns this rank's pieces of the arrays of state(); nothing is copied before
+        Piece.read(), which may be called until the next step.
 
         The names are the same on all ranks, in the same order.
         """
@@ -133,8 +133,8 @@ class HasState(Protocol):
         array has two names."""
 
     def load(self, state: Arrays | ArrayStream) -> None:
-        """Copies a state into the live arrays, of each what this rank has. Raises UserError if a
-        name or a shape does not fit."""
+        """Copies a state into the live arrays, this rank's part of each. Raises UserError if a name
+        or a shape does not fit."""
 
 
 class Learner(HasState, Protocol):
@@ -243,12 +243,12 @@ class Learner(HasState, Protocol):
         return 0
 
     def begin_with(self, batch: Any) -> None:
-        """Computes them from a DeviceBatch of so many. Rank 0 alone calls it, before its state is
-        sent to all."""
+        """Computes these weights from a DeviceBatch of first_samples() samples. Only rank 0 calls
+        it, before its state is broadcast."""
         assert not self.first_samples, "a learner that asks for samples takes them"
 
     def trains_one_sample(self) -> bool:
-        """Whether a forward pass in training takes one sample: tried. A collective where forward
+        """Whether a forward pass in training accepts one sample; tries it. A collective if forward
         passes are."""
         return True
 
@@ -274,7 +274,8 @@ class Learner(HasState, Protocol):
         return []
 
     def read_waited(self) -> Waited | None:
-        """In a pipeline, since it was last called; None if every rank has all layers."""
+        """Returns what ranks of a pipeline waited since the last call; None if every rank has all
+        layers."""
         return None
 
     def last_passes(self) -> list[TimedPass]:
@@ -288,8 +289,8 @@ class Learner(HasState, Protocol):
         return None
 
     def divide_anew(self) -> None:
-        """After ranks were lost, if is_sharded: takes this rank's part among the remaining ranks.
-        load() brings its numbers."""
+        """Takes this rank's part among the remaining ranks after a loss, if is_sharded. load() then
+        restores the values."""
         raise TypeError(f"the parts of {type(self).__name__} cannot become those of other ranks")
 
     def how_to_go_on(self, former_rank: int, kept: int) -> GoOn | None:
@@ -323,8 +324,8 @@ def global_weight(task: Task, own: int, batch: int, communicator: Communicator) 
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
-    """Names in a state dict, see Learner.state_dict_names(), of a framework whose users know the
-    same names without "p." and "b."."""
+    """Returns Learner.state_dict_names() for frameworks whose state dict has the same names without
+    "p." and "b."."""
     return {name[2:]: name for name in names if name.startswith(("p.", "b."))}
 
 
@@ -385,10 +386,7 @@ def check_fit(model: Shapes, state: Shapes, is_partial: bool = False) -> None:
     """Raises UserError if `state` lacks an array of the model (a partial one may), has one more,
     or has one in another shape."""
     where = "state of the model"
-    fix = (
-        "give the model and options that the checkpoint was made with: they are in its run "
-        "folder's config.yaml"
-    )
+    fix = "use the model and options of the checkpoint, which are in its run folder's config.yaml"
     if differing := sorted(
         state.keys() - model.keys() if is_partial else model.keys() ^ state.keys()
     ):
@@ -413,7 +411,7 @@ def check_maker(maker: str, names: Iterable[str]) -> None:
         here = maker or "one of hvdtrain's own"
         fix = f"optim.name={theirs}" if theirs else "the optim.name of its run folder's config.yaml"
         raise UserError(
-            f"the checkpoint was made with {there}, this job has optim.name={here}",
+            f"the checkpoint was written with {there}, but this job has optim.name={here}",
             "state of the optimizer",
             fix,
         )

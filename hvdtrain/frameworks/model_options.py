@@ -1,4 +1,4 @@
-"""Options that make no network, of the models that torch and JAX both have: one error for both."""
+"""Checks of the options of models that exist in torch and in JAX, with the same errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def check_mlp(widths: tuple[int, ...], dropout: float) -> None:
     """Also of wide_resnet. Raises UserError for widths below 1 and a dropout outside of 0 to 1."""
     if min(widths, default=1) < 1 or not 0 <= dropout < 1:
         raise UserError(
-            f"widths {widths} with dropout {dropout} make no network",
+            f"widths {widths} with dropout {dropout} are not valid",
             "model.widths, model.dropout",
             "widths of 1 or more, 0 <= dropout < 1",
         )
@@ -32,13 +32,13 @@ def check_convnet(widths: tuple[int, ...], dense: tuple[int, ...]) -> None:
     """Raises UserError for widths below 1."""
     if min(dense, default=1) < 1:
         raise UserError(
-            f"dense {dense} makes no layers",
+            f"dense {dense} is not valid",
             "model.dense",
             "1 or more for each hidden dense layer, or leave it out",
         )
     if min(widths, default=0) < 1:
         raise UserError(
-            f"widths {widths} make no convolutions",
+            f"widths {widths} are not valid",
             "model.widths",
             "one width of 1 or more for each convolution",
         )
@@ -47,10 +47,10 @@ def check_convnet(widths: tuple[int, ...], dense: tuple[int, ...]) -> None:
 def check_unet(
     shape: tuple[int, int, int], widths: tuple[int, ...], norm: str, groups: int
 ) -> None:
-    """Raises UserError for widths that make no layers, or images that cannot be halved so often."""
+    """Raises UserError for widths that are not valid, or images that cannot be halved so often."""
     if min(widths, default=0) < 1:
         raise UserError(
-            f"widths {widths} make no layers",
+            f"widths {widths} are not valid",
             "model.widths",
             "one width of 1 or more for each size",
         )
@@ -67,7 +67,7 @@ def check_gpt(layers: int, heads: int, width: int, **dropouts: float) -> None:
     """Raises UserError for sizes below 1, heads that do not divide the width, and a dropout outside
     of 0 to 1. dropouts: by the names of their options."""
     if min(layers, heads, width) < 1 or width % heads:
-        what = f"{layers} layers of {heads} heads and width {width} make no network"
+        what = f"{layers} layers of {heads} heads and width {width} are not valid"
         raise UserError(
             what,
             "model.layers, model.heads, model.width",
@@ -76,5 +76,7 @@ def check_gpt(layers: int, heads: int, width: int, **dropouts: float) -> None:
     for option, share in dropouts.items():
         if not 0 <= share < 1:
             raise UserError(
-                f"a dropout of {share} leaves nothing", f"model.{option}", "0 or more, below 1"
+                f"a dropout of {share} would drop everything",
+                f"model.{option}",
+                "0 or more, below 1",
             )

@@ -1,5 +1,5 @@
-"""What a script's own loop needs of a framework: a UserLoop, the LoopLearner that it makes, and the
-Samples that the script gets."""
+"""The interface of a framework for custom loops: a UserLoop, the LoopLearner that it creates, and
+the Samples that the script gets."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Samples:
         return len(next(iter(self.fields.values())))
 
     def micro_batches(self, number: int) -> list[Self]:
-        """So many parts of the samples, in order. One without samples has the first sample, which
-        does not count there."""
+        """Splits the samples into `number` parts, in order. An empty part gets the first sample,
+        which does not count there."""
         samples_of_parts = []
         for part in range(number):
             begin = len(self) * part // number
@@ -87,8 +87,8 @@ class Words(NamedTuple):
 
 
 class UserLoop:
-    """What a framework has for scripts with a loop of their own. Its methods import the tensor
-    library, not its module."""
+    """The support of a framework for custom loops. Its methods import the tensor library, not its
+    module."""
 
     words: Words
 
@@ -108,7 +108,7 @@ class UserLoop:
         on_step: Callable[[], None],
         example: Any,
     ) -> Any:
-        """The LoopLearner of what the script prepares; on_step: called after each of its steps."""
+        """Creates the LoopLearner for the prepared objects; on_step: called after each step."""
         return self.learner_class()(config, mesh, model, optimizer, on_step, example)
 
     def to_arrays(self, values: Mapping[str, Any]) -> Arrays:
@@ -132,7 +132,7 @@ class UserLoop:
 
 
 class Divisor:
-    """What the mean loss of a batch is divided by: its samples, or the items that the script counts
+    """The divisor of the mean loss of a batch: its samples, or the items that the script counts
     (tokens, labelled pixels)."""
 
     def __init__(self, config: Config, data: Communicator) -> None:
@@ -153,10 +153,10 @@ class Divisor:
         """Called for a loss without a count. Raises UserError if data.pad needs one."""
         if self._padded is not None:
             what = (
-                f"data.pad gives {self._padded} samples of different lengths, and the call does "
-                "not say what the loss is the mean over"
+                f"data.pad makes samples of {self._padded} variable-length, but the call does not "
+                "say how many items the loss averages over"
             )
-            raise UserError(what, where, f"{fix}; of a mean over samples N is batch.count")
+            raise UserError(what, where, f"{fix}; for a mean over samples, N is batch.count")
 
     def agree(self, where: str, *, is_counted: bool) -> None:
         """Raises UserError if other ranks or steps count and this one does not, or the other
@@ -174,9 +174,9 @@ class Divisor:
             self._is_counted = is_counted
         if self._is_counted != is_counted:
             what = (
-                "the steps before have a count, and this one has none"
+                "earlier steps have a count, but this one does not"
                 if self._is_counted
-                else "a count that the steps before do not have"
+                else "this step has a count, but earlier ones do not"
             )
             raise UserError(what, where, "a count in every step on every rank, or in none")
 
@@ -190,7 +190,7 @@ class Divisor:
 def item_count(count: Any, where: str) -> float:
     """The count that a script gives: a number, or an array of one, for which the host waits. Raises
     UserError for anything else."""
-    fix = "how many items the loss is the mean over: count=(targets != -100).sum()"
+    fix = "the number of items that the loss averages over: count=(targets != -100).sum()"
     if isinstance(count, bool):
         raise UserError(f"count={count} is not a number of items", where, fix)
     check_one_number("count", count, where)
@@ -201,8 +201,7 @@ def item_count(count: Any, where: str) -> float:
 
 
 class LoopLearner:
-    """A script's model and optimizer on this rank: HasState, the samples, and what the calls of a
-    Context do; the script has the loop.
+    """A script's model and optimizer on this rank: implements HasState and the calls of a Context.
 
     A call that the framework does not have raises UserError, as it does here.
     """
@@ -219,12 +218,12 @@ class LoopLearner:
         raise NotImplementedError
 
     def begin_step(self, batch: Any, global_batch: int, seed: int) -> Any:
-        """This batch as the script gets it. seed: of the samples."""
+        """Begins a step; returns the batch for the script. seed: of the samples."""
         raise NotImplementedError
 
     @property
     def prepared(self) -> tuple[Any, Any]:
-        """What Context.prepare() returns."""
+        """Returns the result of Context.prepare()."""
         raise NotImplementedError
 
     @property
@@ -243,7 +242,7 @@ class LoopLearner:
         raise NotImplementedError
 
     def resumed(self, extra: dict[str, Any]) -> Any:
-        """What Context.resume() returns."""
+        """Returns the result of Context.resume()."""
         raise NotImplementedError
 
     @property
@@ -252,39 +251,39 @@ class LoopLearner:
         raise NotImplementedError
 
     def under_way(self) -> CurrentPass | None:
-        """What is under way: Learner.under_way()."""
+        """Returns Learner.under_way()."""
         return None
 
     def backward(self, loss: Any, count: Any) -> None:
-        """What Context.backward() does. A collective."""
+        """Implements Context.backward(). A collective."""
         self._refuse("ctx.backward()", self.words.gradient)
 
     def accumulate(self, loss_of: Callable[[Any], Any], at_most: int) -> Any:
-        """What Context.accumulate() does. A collective."""
+        """Implements Context.accumulate(). A collective."""
         self._refuse("ctx.accumulate()", self.words.parts)
 
     def value_and_grad(
         self, loss_of: Callable[..., Any], *, has_aux: bool, has_count: bool, at_most: int | None
     ) -> Callable[..., Any]:
-        """What Context.value_and_grad() returns, which is a collective."""
+        """Returns the function of Context.value_and_grad(), which is a collective."""
         self._refuse("ctx.value_and_grad()", self.words.gradient)
 
     def update(
         self, gradient: Any, state: Any, params: Any, extra: Mapping[str, Any]
     ) -> tuple[Any, Any]:
-        """What Context.update() does."""
+        """Implements Context.update()."""
         self._refuse("ctx.update()", self.words.step)
 
     def _refuse(self, call: str, instead: str) -> NoReturn:
         raise UserError(
-            f"{call} is of another framework than this loop's",
+            f"{call} does not support the framework of this loop",
             call,
             f"{instead}; or another framework= in hvdtrain.init()",
         )
 
 
 def frameworks_of_user_loops() -> list[str]:
-    """By the files that there are."""
+    """Returns the frameworks with a file for custom loops."""
     return sorted(path.parent.name for path in Path(__file__).parent.glob("*/user_loop"))
 
 

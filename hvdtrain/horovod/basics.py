@@ -227,7 +227,7 @@ class ProcessSet:
             raise BadCall(
                 f"rank {rank} is not part of the process set of ranks {ranks}",
                 "process_set.rank()",
-                "process_set.included() first",
+                "check process_set.included() first",
             )
         return ranks.index(rank)
 
@@ -255,9 +255,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     ranks = process_set.ranks or []
     if not ranks or len(set(ranks)) < len(ranks) or ranks[0] < 0 or ranks[-1] >= JOB.engine.size:
         raise BadCall(
-            f"{ranks} are not different ranks of {JOB.engine.size}",
+            f"{ranks} are not distinct ranks of a job of {JOB.engine.size}",
             "hvd.add_process_set()",
-            f"some of 0 to {JOB.engine.size - 1}",
+            f"distinct ranks from 0 to {JOB.engine.size - 1}",
         )
     process_set.process_set_id = JOB.engine.add_set(ranks)
     _added.append(process_set)

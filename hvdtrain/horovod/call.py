@@ -56,13 +56,15 @@ class CollectiveCall:
             for stride, n in zip(tensor.stride(), tensor.shape, strict=True)
         ):
             raise BadCall(
-                "numbers of this tensor share their memory",
+                "elements of this tensor share memory",
                 self.where,
-                "tensor.contiguous(), or the call without _",
+                "tensor.contiguous(), or the call without the underscore",
             )
         self._gets_copies = in_place and not all(map(is_target, given, self.tensors))
         if not given:
-            raise BadCall("no tensors", self.where, "a list of at least one tensor")
+            raise BadCall(
+                "the list of tensors is empty", self.where, "a list of at least one tensor"
+            )
 
     def needs_rows(self) -> None:
         """Raises BadCall if a tensor has no axis 0."""
@@ -195,19 +197,23 @@ def as_torch(x: Any, where: str, *, in_place: bool = False) -> tuple[torch.Tenso
     if isinstance(x, torch.Tensor):
         if x.layout != torch.strided:
             raise BadCall(
-                "a sparse tensor", where, "tensor.to_dense(); or hvd.sparse_allreduce_async()"
+                "sparse tensors are not supported here",
+                where,
+                "tensor.to_dense(); or hvd.sparse_allreduce_async()",
             )
         return (x.detach() if x.requires_grad else x), _same
     if isinstance(x, np.ndarray):
         if in_place and not x.flags.writeable:
-            raise BadCall("this array is read-only", where, "a copy of it, or the call without _")
+            raise BadCall(
+                "this array is read-only", where, "a copy of it, or the call without the underscore"
+            )
         return _of_array(x, where), _to_numpy
     if isinstance(x, np.generic):
         if in_place:
             raise BadCall(
-                "a NumPy scalar does not change",
+                "a NumPy scalar cannot be changed in place",
                 where,
-                "the call without _, which returns a new one",
+                "the call without the underscore, which returns a new tensor",
             )
         return _of_array(np.asarray(x), where), lambda tensor: _to_numpy(tensor)[()]
     if _is_of_jax(x):
@@ -225,11 +231,13 @@ def as_torch(x: Any, where: str, *, in_place: bool = False) -> tuple[torch.Tenso
 def _of_jax(x: Any, where: str, in_place: bool) -> tuple[torch.Tensor, Back]:
     if in_place:
         raise BadCall(
-            "a JAX array does not change", where, "the call without _, which returns a new one"
+            "a JAX array cannot be changed in place",
+            where,
+            "the call without the underscore, which returns a new tensor",
         )
     if is_traced_by_jax([x]):
         fix = "import hvdtrain.horovod.keras as hvd"
-        raise BadCall("an array in a function that JAX compiles or differentiates", where, fix)
+        raise BadCall("called inside a function that JAX compiles or differentiates", where, fix)
     jax = sys.modules["jax"]
     return _of_array(np.asarray(x), where), lambda tensor: jax.numpy.asarray(_to_numpy(tensor))
 
@@ -237,13 +245,13 @@ def _of_jax(x: Any, where: str, in_place: bool) -> tuple[torch.Tensor, Back]:
 def _of_tensorflow(tf: Any, x: Any, where: str, in_place: bool) -> tuple[torch.Tensor, Back]:
     if in_place:
         raise BadCall(
-            "a tensor of TensorFlow does not change",
+            "a TensorFlow tensor cannot be changed in place",
             where,
-            "the call without _, which returns a new one",
+            "the call without the underscore, which returns a new tensor",
         )
     if not tf.executing_eagerly():
         raise BadCall(
-            "a tensor in a function that TensorFlow compiles",
+            "called inside a function that TensorFlow compiles",
             where,
             "import hvdtrain.horovod.tensorflow as hvd",
         )

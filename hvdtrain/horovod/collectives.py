@@ -219,7 +219,7 @@ def alltoall_async(
         listed = splits.tolist() if hasattr(splits, "tolist") else list(splits)
         if any(not isinstance(n, Integral) for n in listed):
             raise BadCall(
-                f"splits of {type(listed[0]).__name__}",
+                f"splits contains a {type(listed[0]).__name__}",
                 call.where,
                 "splits=[...], a whole number of rows for each rank",
             )

@@ -70,7 +70,7 @@ def refuse_zeros(has_zeros: bool, where: str) -> None:
     other rank waits for this one."""
     if has_zeros:
         raise BadCall(
-            "hvd.Product has no gradient here where an input is 0",
+            "hvd.Product has no gradient here if an input is 0",
             where,
             "op=hvd.Sum of logarithms, or inputs other than 0",
         )
@@ -111,9 +111,9 @@ def check_reducescatter(op: int, where: str) -> None:
     """Raises BadCall for an op without a gradient."""
     if op not in (Average, Sum):
         raise BadCall(
-            "gradients go through a reducescatter of Average or Sum alone",
+            "only a reducescatter with Average or Sum has gradients",
             where,
-            "hvd.allreduce(), and this rank's rows",
+            "hvd.allreduce(), then take this rank's rows",
         )
 
 

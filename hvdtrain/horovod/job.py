@@ -129,7 +129,7 @@ class HorovodJob:
         self._check(handle, "hvd.poll()")
         if handle not in self._under_way:
             raise BadCall(
-                f"handle {handle!r} was not made, or is synchronized already",
+                f"handle {handle!r} does not exist, or was already synchronized",
                 "hvd.poll()",
                 "a handle of an ..._async() call",
             )
@@ -148,8 +148,8 @@ class HorovodJob:
     def _check(self, handle: int, where: str) -> None:
         if isinstance(handle, int) and handle < self.first_handle:
             what = (
-                f"handle {handle!r} is of a call before hvd.shutdown(), or before a rank was "
-                "lost: it has no result any more"
+                f"handle {handle!r} belongs to a call before hvd.shutdown(), or before a rank was "
+                "lost: its result is no longer available"
             )
             raise BadCall(what, where, "synchronize() before shutdown()")
 

@@ -138,10 +138,10 @@ def from_bytes(content: bytes, secret: str | None, purpose: str, where: str) -> 
         return pickle.loads(pickled)
     except Exception as error:  # the constructor of a user's class may raise anything
         raise BadCall(
-            f"this rank cannot make the object of {purpose}: {type(error).__name__}: "
+            f"this rank cannot load the object of {purpose}: {type(error).__name__}: "
             f"{first_line(error)}",
             where,
-            "the same modules and classes on every rank, and objects that pickle.loads() can make",
+            "the same modules and classes on every rank, and objects that pickle.loads() can load",
         ) from error
 
 
@@ -281,8 +281,8 @@ def plain(thing: Any, where: str, place: str = "") -> Any:  # noqa: PLR0911 (one
         return thing if kind is np.ndarray else _Scalar(np.asarray(thing))
     at = f", at object{place}" if place else ""
     raise BadCall(
-        f"an object of {kind.__module__}.{kind.__qualname__} is not sent over a connection that "
-        f"the job does not sign: {thing!r:.100}{at}",
+        f"an object of {kind.__module__}.{kind.__qualname__} cannot be sent over an unsigned "
+        f"connection: {thing!r:.100}{at}",
         where,
         f"give every rank the same {SECRET}, or use MPI; or send it as numbers, strings, bytes, "
         "lists, tuples, dicts, arrays and tensors",

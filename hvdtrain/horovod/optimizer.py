@@ -69,9 +69,9 @@ def DistributedOptimizer(
         raise BadCall("backward_passes_per_step must be > 0", _WHERE, "1 or more")
     if isinstance(optimizer, (GradientSteps, AdasumSteps)):
         raise BadCall(
-            "this optimizer is a DistributedOptimizer already",
+            "this optimizer is already a DistributedOptimizer",
             _WHERE,
-            "wrap the optimizer of torch, once",
+            "wrap the torch optimizer once",
         )
     names = named(optimizer, named_parameters)
     if op == Adasum and JOB.engine.size > 1:

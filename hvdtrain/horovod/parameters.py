@@ -136,8 +136,8 @@ def broadcast_optimizer_state(
         )
         if own != sent:
             what = (
-                f"the optimizer has groups of {own[:8]} parameters here, of {sent[:8]} on rank "
-                f"{root_rank}"
+                f"the optimizer has groups of {own[:8]} parameters here, but of {sent[:8]} on "
+                f"rank {root_rank}"
             )
             raise BadCall(what, "hvd.broadcast_optimizer_state()", "the same groups on every rank")
         groups = [
@@ -156,7 +156,7 @@ def _makes_empty_step(environ: Mapping[str, str]) -> bool:
         raise UserError(
             f"{EMPTY_STEP}={value!r} is neither 0 nor 1",
             "the environment",
-            "1: a fresh optimizer makes a step as by Horovod",
+            "1: a new optimizer makes an empty step, as with Horovod",
         )
     return value == "1"
 

@@ -70,7 +70,7 @@ def check_moments(beta2: float, eps: float, key: str = "optim.beta2") -> None:
     """Raises UserError if beta2 does not define a running mean, or if eps cannot be added to a
     divisor."""
     if not 0 <= beta2 < 1:
-        what = f"a beta2 of {beta2} makes no running mean"
+        what = f"a beta2 of {beta2} does not define a running mean"
         raise UserError(what, key, f"give 0 or more and less than 1, as in {key}=0.999")
     if not 0 <= eps < math.inf:
         raise UserError(

@@ -70,7 +70,7 @@ def check_ratio(trust: float, eps: float) -> None:
     """Raises UserError for a trust or eps with which no trust ratio can be computed."""
     if not 0 < trust < math.inf:
         raise UserError(
-            f"a trust of {trust} moves no layer",
+            f"with a trust of {trust} no layer would be updated",
             "optim.trust",
             "give a number above 0, as in optim.trust=0.001",
         )

@@ -98,11 +98,11 @@ def build(
     rest_momentum: float = 0.9,
     rest_beta2: float = 0.95,
 ) -> Rule:
-    """The rule of optim.name=muon, of which a usual rate is 0.02; with match_rms_adamw and
-    rest_rate=1 it is that of AdamW.
+    """The rule of optim.name=muon. A usual rate is 0.02, or that of AdamW with match_rms_adamw and
+    rest_rate=1.
 
     nesterov: true: look ahead along the momentum (Nesterov)
-    rounds: of Newton-Schulz: how nearly orthogonal a step is
+    rounds: iterations of Newton-Schulz, which decide how nearly orthogonal a step is
     bf16: true: the rounds in bfloat16, as in torch.optim.Muon; torch and jax
     adjust: factor of a step: original: sqrt(max(1, rows / columns)); match_rms_adamw: 0.2
         sqrt(max(rows, columns)); none: 1
@@ -127,7 +127,7 @@ def build(
             "give 0 or more, as in optim.rest_rate=0.015",
         )
     if not 0 <= rest_momentum < 1:
-        what = f"a rest_momentum of {rest_momentum} makes no running mean"
+        what = f"a rest_momentum of {rest_momentum} does not define a running mean"
         raise UserError(
             what,
             "optim.rest_momentum",

@@ -45,8 +45,8 @@ class Clock:
             case "tokens":
                 if self.context is None:
                     what = (
-                        f"a length of {length.words()}, and the samples have no tokens, or not "
-                        "all as many"
+                        f"a length of {length.words()} needs samples that all have the same "
+                        "number of tokens"
                     )
                     raise UserError(
                         what,

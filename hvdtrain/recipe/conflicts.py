@@ -113,7 +113,7 @@ def _unread(name: str, example: float, in_chain: bool) -> Exclusion:
     return Exclusion(
         f"recipe.{name}",
         _set(f"recipe.{name}", example),
-        what="{key} has no effect: recipe.schedule={config.recipe.schedule} does not read it",
+        what="{key} has no effect: recipe.schedule={config.recipe.schedule} does not use it",
         fix=f"recipe.schedule={' or '.join(_READ_BY[name])}, or leave it out{piece}",
         when=lambda config: not _is_read(name, config) and _has_chain(config) == in_chain,
     )
@@ -178,7 +178,7 @@ def _chain(config: Config) -> Iterator[UserError]:
             yield UserError(what, where, "{kind: steps, milestones: [30, 60]}")
         if piece.length is None and index < len(chain) - 1:
             yield UserError(
-                f"{name} has no length, which only the last piece may leave out",
+                f"{name} has no length; only the last piece may omit it",
                 where,
                 "give its length: 5, or 500 steps",
             )
@@ -195,7 +195,7 @@ def _warmup(config: Config) -> Iterator[UserError]:
         words = length.words(epoch_multiplier(config))
         what = (
             f"a warm-up of {words} leaves nothing of {epochs:g} epoch{'s' if epochs != 1 else ''} "
-            "to the schedule"
+            "for the schedule"
         )
         yield UserError(
             what,
@@ -207,12 +207,12 @@ def _warmup(config: Config) -> Iterator[UserError]:
 def _shares_of_no_end(config: Config) -> Iterator[UserError]:
     if not _has_no_known_end(config):
         return
-    unknown = f"stop.time={config.stop.time} alone ends the job, at a step that is not known before"
-    fix = "a length in epochs, steps, samples or tokens; or stop.steps or epochs as well"
+    unknown = f"only stop.time={config.stop.time} ends the job, at an unknown step"
+    fix = "a length in epochs, steps, samples or tokens; or also set stop.steps or epochs"
     for key, lengths in _lengths(config).items():
         for length in lengths:
             if read_length(length).unit == "%":
-                what = f"{key}: {length} is a share of the job; {unknown}"
+                what = f"{key}: {length} is a share of the job, but {unknown}"
                 yield UserError(what, config.where(key), fix)
 
 
@@ -275,8 +275,8 @@ def _shares_of_two_ends(
     for length in lengths:
         if read_length(length).unit == "%":
             what = (
-                f"{key}: the batch grows at {length} of the job, which epochs and stop.steps both "
-                "may end"
+                f"{key}: the batch grows at {length} of the job, but either epochs or stop.steps "
+                "may end it"
             )
             yield UserError(
                 what,
@@ -298,10 +298,10 @@ def _not_rising(key: str, lengths: Sequence[float | str], where: str) -> Iterato
         )
 
 
-NO_END = "stop.time={config.stop.time} alone ends the job, at a step that is not known before"
+NO_END = "only stop.time={config.stop.time} ends the job, at an unknown step"
 LONGER = (
-    "stop.steps or epochs as well, and the job ends with whichever comes first; or recipe.chain "
-    "with a length of each piece"
+    "also set stop.steps or epochs; the job ends with whichever comes first; or recipe.chain "
+    "with a length for each piece"
 )
 # in the order in which they are reported: the first one is the message
 ROWS: tuple[Exclusion | Rule, ...] = (
@@ -338,7 +338,7 @@ ROWS: tuple[Exclusion | Rule, ...] = (
         "recipe.cycle_momentum",
         Values(_is_no_momentum, [0.9]),
         what="{key} is {config.recipe.cycle_momentum}",
-        fix="two numbers from 0 to less than 1, the smaller one first: [0.85,0.95]",
+        fix="two numbers, at least 0 and less than 1, the smaller one first: [0.85,0.95]",
     ),
     Exclusion(
         "optim.momentum",
@@ -374,9 +374,9 @@ ROWS: tuple[Exclusion | Rule, ...] = (
     Exclusion(
         "recipe.function",
         other_than(None, "mine:rate"),
-        what="{key} is of the share of the job, and stop.time={config.stop.time} alone ends it, at "
-        "a step not known before",
-        fix="stop.steps or epochs as well, and the job ends with whichever comes first",
+        what="{key} depends on the share of the job that is done, but only "
+        "stop.time={config.stop.time} ends it, at an unknown step",
+        fix="also set stop.steps or epochs; the job ends with whichever comes first",
         when=_has_no_known_end,
     ),
     _chain,
@@ -392,7 +392,7 @@ ROWS: tuple[Exclusion | Rule, ...] = (
     Exclusion(
         "recipe.schedule",
         among(*FALLING),
-        what=f"{{set}} falls to the end of the job; {NO_END}",
+        what=f"{{set}} falls to the end of the job, but {NO_END}",
         fix=LONGER,
         when=_has_no_known_end,
     ),
@@ -402,7 +402,7 @@ ROWS: tuple[Exclusion | Rule, ...] = (
             lambda chain: bool(chain) and chain[-1].kind in FALLING and chain[-1].length is None,
             ["{kind: cosine}"],
         ),
-        what=f"the last piece of recipe.chain falls to the end of the job; {NO_END}",
+        what=f"the last piece of recipe.chain falls to the end of the job, but {NO_END}",
         fix=LONGER,
         when=_has_no_known_end,
     ),

@@ -127,9 +127,9 @@ def users_function(config: Config) -> Callable[[float], float] | None:
         return None
     if of_python(recipe.function):
         raise UserError(
-            f"{short(recipe.function)} is a part of Python, not a schedule",
+            f"{short(recipe.function)} is part of Python itself, not a schedule",
             config.where("recipe.function"),
-            "one of your own",
+            "a function of your own",
         )
     return load_dotted(recipe.function, config.where("recipe.function"))
 
@@ -168,7 +168,7 @@ def lr_schedule(config: Config, time: Clock, growth: Growth) -> Schedule:
     if warmup >= end and needs_time_after_warmup(recipe):
         length = _with_epochs(read_length(recipe.warmup), warmup)
         what = (
-            f"a warm-up of {length} leaves nothing of {end:g} epoch{'s' if end != 1 else ''} to "
+            f"a warm-up of {length} leaves nothing of {end:g} epoch{'s' if end != 1 else ''} for "
             "the schedule"
         )
         raise UserError(what, config.where("recipe.warmup"), f"{SHORTER_WARMUP}; or a longer job")

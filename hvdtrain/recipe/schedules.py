@@ -91,11 +91,12 @@ class UsersSchedule:
         except (TypeError, ValueError):
             found = math.nan
         if not 0 <= found < math.inf:
-            what = f"the schedule gives {short(repr(factor))} after {share:.3g} of the job"
+            what = f"the schedule returns {short(repr(factor))} after {share:.3g} of the job"
             raise UserError(
                 what,
                 self.where,
-                "a function of one number, 0 to 1, that gives a factor of the rate, 0 or more",
+                "a function that takes a number from 0 to 1 and returns a factor of the rate, 0 "
+                "or more",
             )
         return self.peak * found
 

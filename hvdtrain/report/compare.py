@@ -210,7 +210,7 @@ def _by_communication(runs: list[RunRecord]) -> list[list[RunRecord]]:
 
 
 def _at_constant_batch(runs: list[RunRecord], scaling: _Scaling) -> list[ScalingComparison]:
-    """In ascending order of the batch; batches with only one number of ranks are skipped."""
+    """Groups runs by batch, ascending; batches with only one number of ranks are skipped."""
     known = [run for run in runs if math.isfinite(scaling.batch(run))]
     groups = sorted(_groups(known, scaling.batch), key=lambda group: scaling.batch(group[0]))
     return [

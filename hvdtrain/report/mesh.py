@@ -55,7 +55,7 @@ class StageTimes(NamedTuple):
 
 
 def mesh_of(run: RunRecord) -> RunMesh | None:
-    """None if every rank has a whole model, or the event is another's."""
+    """Returns the mesh of a run; None if every rank has a whole model."""
     start = run.start_event
     sizes = [number(start, f"mesh.{axis}") for axis in _AXES]
     coordinates = start.get("coordinates_of_rank")
@@ -130,7 +130,7 @@ def bubble(run: RunRecord) -> list[float]:
 
 
 def predicted_bubble(run: RunRecord) -> float:
-    """By the schedule, with stages that take the same time; NaN where it is not known."""
+    """Returns the bubble of the schedule with equally slow stages; NaN if unknown."""
     return next(
         (
             share

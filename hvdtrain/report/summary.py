@@ -146,8 +146,8 @@ def measured_hardware(event: Fields) -> set[str] | None:
 
 
 def energy_summary(run: RunRecord) -> str:
-    """Joules per sample and of which hardware, or why there are none: 0.6 J (GPUs); not measured:
-    processors: no counter"""
+    """Summarizes joules per sample with the kind of hardware, or why they were not measured: 0.6 J
+    (GPUs); not measured: processors: no counter"""
     # kind of hardware -> empty where it is measured, else why not
     energy = run.start_event.get("energy")
     if not isinstance(energy, dict):
@@ -330,7 +330,7 @@ def _shortened(name: str) -> str:
 
 
 class WorldSize(NamedTuple):
-    """From here on a run has these ranks."""
+    """The number of ranks from one start of a run on."""
 
     step: int
     seconds: float  # since its first event
@@ -340,7 +340,7 @@ class WorldSize(NamedTuple):
 
 
 def world_sizes(run: RunRecord) -> list[WorldSize]:
-    """In order; one alone where the run has had the same ranks from its only start on."""
+    """Returns the changes of the number of ranks, in order; a single one if it never changed."""
     sizes: list[WorldSize] = []
     living: dict[int, Any] = {}  # host of each rank, by the numbers of the launcher
     before: Mapping[str, Any] = {}

@@ -1,2 +1,2 @@
-"""What is learned, whatever the framework: the fields of a sample, the loss, and the metrics. A
-file for each task."""
+"""Tasks, independent of the framework: the fields of a sample, the loss and the metrics. One file
+for each task."""

@@ -1,5 +1,5 @@
-"""Tasks that wrap another one: DelegatingTask and AroundTask, by what they delegate; UserTask, an
-object of the user."""
+"""Tasks that wrap another one: DelegatingTask, AroundTask, and UserTask for an object of the
+user."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvdtrain.tasks.transform import Transform, Transforms
 
 
 class DelegatingTask(Task):
-    """What every task has, taken from another object that has it."""
+    """A task that delegates the abstract members of Task to another object."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -68,10 +68,10 @@ class DelegatingTask(Task):
 
 
 class AroundTask(DelegatingTask):
-    """What a task that wraps another one takes from it.
+    """A task that delegates most members to the task that it wraps.
 
-    It has the defaults of `drawn`, `takes_lengths` and `takes_split_logits`: what is added to the
-    task computes on whole outputs of samples of one length.
+    It has the defaults of `drawn`, `takes_lengths` and `takes_split_logits`: the wrapper computes
+    on whole outputs of samples of one length.
     """
 
     @property
@@ -133,13 +133,13 @@ class AroundTask(DelegatingTask):
 
 
 def as_task(found: Any) -> Task:
-    """What the user's code provides for a task."""
+    """Returns the user's object as a Task."""
     return found if isinstance(found, Task) else UserTask(found)
 
 
 class UserTask(DelegatingTask):
-    """An object of the user's that has the abstract members of Task, and maybe others, without
-    being one. The others have Task's defaults."""
+    """Wraps a user's object with at least the abstract members of Task; missing members have Task's
+    defaults."""
 
     def __getattribute__(self, name: str) -> Any:
         if name in _OPTIONAL and hasattr(task := super().__getattribute__("task"), name):

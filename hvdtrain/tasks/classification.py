@@ -36,17 +36,16 @@ _NEEDS = "x (images uint8 (H, W, C), or numbers) with integer labels y"
 
 
 def metrics_over(counted: str) -> tuple[Metric, ...]:
-    """Loss and accuracy, the means over a sum."""
+    """Returns the metrics loss and accuracy, as means over the sum `counted`."""
     loss = Metric("loss", ratio("loss", counted), "min")
     return loss, Metric("accuracy", ratio("right", counted), "max", column="acc", percent=True)
 
 
 @dataclass(frozen=True)
 class Classification(Task):
-    """Images in, one of `classes` labels out; model.loss and model.label_smoothing say what is
-    learned from.
+    """Images in, one of `classes` labels out; model.loss and model.label_smoothing choose the loss.
 
-    Images are uint8 (H, W, C); floats (C, H, W) are what torchvision's transforms make of images.
+    Images are uint8 (H, W, C); floats (C, H, W) come from torchvision's transforms.
     """
 
     shape: tuple[int, ...]  # (H, W, C) of images
@@ -243,12 +242,12 @@ def build(
 
     standardize: true: (x - mean) / std of the training set, by the last axis; false: x as it is;
         default: docs/tasks.md
-    ignore_label: label of samples without a class, as -1 or -100, which are in no loss, metric or
-        count (none: every label is a class)
-    top_k: a metric more, as top5 with 5: how often the class of a sample is among so many with the
+    ignore_label: label of samples without a class, such as -1 or -100; they are excluded from loss,
+        metrics and counts (none: every label is a class)
+    top_k: adds a metric, such as top5 with 5: how often the class of a sample is among the top_k
         largest outputs
-    class_weights: what the loss of a sample is multiplied by, for each class; balanced: samples /
-        (classes x samples of the class)
+    class_weights: factor of a sample's loss, for each class; balanced: samples / (classes x samples
+        of the class)
 
     Raises UserError if the data have no x with labels y, their number of classes is not known,
     or the sets do not fit each other.
@@ -257,7 +256,7 @@ def build(
         raise UserError(
             f"task.ignore_label={ignore_label} is not a label",
             "task.ignore_label",
-            "a number of 32 bits, as -1 or 255",
+            "a 32-bit integer, such as -1 or 255",
         )
     for source in (train, val):
         if not isinstance(source, LabelledImages):
@@ -275,7 +274,7 @@ def build(
     mean, std = input_stats(train, standardize, users_model)
     if top_k is not None and not 2 <= top_k < classes:
         raise UserError(
-            f"task.top_k={top_k} of {classes} classes",
+            f"task.top_k={top_k} is not possible with {classes} classes",
             "task.top_k",
             f"2 to {classes - 1}, or leave it out",
         )
@@ -291,8 +290,8 @@ def _weights_of_classes(
     classes: int,
     ignored: int | None,
 ) -> tuple[float, ...] | None:
-    """One for each class; balanced: their mean over the training set is 1. Raises UserError if
-    they are not known, or impossible."""
+    """Returns one weight for each class; with balanced, their mean over the training set is 1.
+    Raises UserError if they are unknown or invalid."""
     where = "task.class_weights"
     if asked == "balanced":
         labels = train.known_labels()
@@ -363,7 +362,7 @@ def restore(facts: dict[str, Any]) -> Classification:
 def without_statistics(
     shape: tuple[int, int, int], classes: int, ignored: int | None = None
 ) -> Classification:
-    """A task for models that are only described: mean 0, deviation 1."""
+    """Returns a task with mean 0 and deviation 1, for models that are only described."""
     return _of_kind(ignored)(shape, classes, np.zeros(shape[2]), np.ones(shape[2]), ignored=ignored)
 
 
@@ -372,7 +371,7 @@ def _are_counts(values: list[Any]) -> bool:
 
 
 class NumpyClassification:
-    """The oracle of the other frameworks, with its gradient written by hand.
+    """The reference implementation for the other frameworks, with its gradient written by hand.
 
     Images are uint8 (n, H, W, C), flattened as torch does, other numbers (n, ...); logits (n,
     outputs), at least one for each class.
@@ -445,12 +444,14 @@ def check_fields(source: Source, where: str) -> None:
     found = ", ".join(f"{field} {kind}" for field, kind in source.fields.items())
     what = f"task.name=classification needs {_NEEDS}; the data have {found}"
     raise UserError(
-        what, where, f"{_as_labels(y)}another task.name (regression, language), or data of classes"
+        what,
+        where,
+        f"{_as_labels(y)}another task.name (regression, language), or data with classes",
     )
 
 
 def _as_labels(y: Field | None) -> str:
-    """What makes labels of a field that has none of them yet."""
+    """Returns code that converts a field to labels, for an error message."""
     if y is None:
         return ""
     if y.shape == (1,):
@@ -465,8 +466,8 @@ def _as_labels(y: Field | None) -> str:
 
 
 class LabelledPart:
-    """Another part, and the sum "labelled": how many samples have a class, which is any label but
-    `ignored`."""
+    """Adds the sum "labelled" to a part: the number of samples with a class, that is, any label
+    except `ignored`."""
 
     def __init__(self, part: Any, ignored: int | None) -> None:
         self._part = part
@@ -490,7 +491,7 @@ class LabelledPart:
         )
 
     def _labels(self, batch: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Which samples have a class, bool (n,); and the batch, in which all others are of class
+        """Returns which samples have a class, bool (n,), and the batch with all others set to class
         0."""
         has_class = batch["y"] != self._ignored
         return has_class, {**batch, "y": self._where(has_class, batch["y"], 0)}

@@ -1,5 +1,5 @@
-"""Tasks in JAX, as in torch.py: what is here is compiled. Functions of a script see rows of
-padding, which are not counted."""
+"""Tasks in JAX, like those in torch.py; this code is compiled. Functions of a script also get rows
+of padding, which are not counted."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Arrays = Mapping[str, jax.Array]
 
 
 class JaxInputs:
-    """x of a batch, images uint8 (n, H, W, C), as the model gets it: (n, ...), single numbers (n,
-    1)."""
+    """Computes the model's input from x of a batch, images uint8 (n, H, W, C): (n, ...), single
+    numbers (n, 1)."""
 
     def __init__(self, transform: Transform, place: DeviceAndDtype, users_model: bool) -> None:
         self._transform = transform
@@ -46,8 +46,8 @@ class JaxInputs:
 
 
 def as_given(array: jax.Array, field: Field, dtype: np.dtype) -> jax.Array:
-    """Floats in the model's number type, integers as int32, which a field without a bound is not on
-    the device."""
+    """Converts floats to the model's dtype and integers to int32; fields without a bound are not
+    int32 on the device."""
     if np.dtype(field.dtype).kind == "f":
         return array.astype(dtype)
     is_integer = np.dtype(field.dtype).kind in "iu" and array.dtype != jnp.uint8
@@ -144,7 +144,7 @@ class JaxMultilabel:
 
 
 class JaxSegmentation:
-    """Logits (n, classes, H, W), which a model may also give as (n, H, W, classes); y (n, H, W).
+    """Logits (n, classes, H, W), which a model may also return as (n, H, W, classes); y (n, H, W).
     The model gets images (n, H, W, C)."""
 
     counts_exactly = True
@@ -174,7 +174,7 @@ class JaxSegmentation:
         return x.transpose(0, 2, 3, 1) if self._turned else x
 
     def outputs_of(self, found: Any) -> Any:
-        """What each() takes of what the model gives."""
+        """Converts the model's outputs to those that each() takes."""
         is_last = getattr(found, "shape", ())[1:] == (*self._pixels, self._classes)
         return jnp.moveaxis(found, 3, 1) if is_last else found
 
@@ -203,7 +203,7 @@ class JaxSegmentation:
         )
 
     def _dice_of_each(self, outputs: jax.Array, labels: jax.Array, counts: jax.Array) -> jax.Array:
-        """(n,), as TorchSegmentation has it."""
+        """Returns (n,), as in TorchSegmentation."""
         shares = jax.nn.softmax(outputs, axis=1) * counts[:, None]
         is_there = (
             jax.nn.one_hot(labels, self._classes, dtype=outputs.dtype, axis=1) * counts[:, None]
@@ -256,7 +256,7 @@ class JaxFunctions:
     ) -> None:
         if loss.ignore is not None or "class" in loss.facts:
             raise UserError(
-                "loss is a module of torch",
+                "loss is a torch module",
                 "hvdtrain.train(), loss",
                 "a function of JAX arrays, or framework=torch",
             )
@@ -285,7 +285,7 @@ class JaxFunctions:
                 "one number for each sample: hvdtrain takes the mean over the samples of all ranks"
             )
             raise UserError(
-                f"loss gives {found} for {samples} samples, not ({samples},)",
+                f"loss returns {found} for {samples} samples, not ({samples},)",
                 "hvdtrain.train(), loss",
                 fix,
             )
@@ -293,7 +293,7 @@ class JaxFunctions:
 
 
 class JaxMeasured:
-    """A part with the terms of metrics of the user's own."""
+    """A part with the terms of user-defined metrics."""
 
     def __init__(self, part: TaskPart, metrics: UserMetrics, place: DeviceAndDtype) -> None:
         refuse_parts(metrics)
@@ -311,5 +311,5 @@ class JaxMeasured:
 
 
 def _rows(value: Any, samples: int, whole: bool) -> jax.Array:
-    """An array; one number of all samples would count padding."""
+    """Converts to an array. Rejects one number for all samples, which would count padding."""
     return jnp.asarray(value)

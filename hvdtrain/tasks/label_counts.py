@@ -14,14 +14,15 @@ from hvdtrain.tasks.transform import without_stats
 
 
 def edges_of_bins(bins: int) -> tuple[np.ndarray, np.ndarray]:
-    """Bounds of the bins of probabilities, float64 (bins,) each; the last bin includes 1."""
+    """Returns the bounds of the bins of probabilities, two arrays float64 (bins,); the last bin
+    includes 1."""
     lower = np.arange(bins) / max(bins, 1)
     return lower, np.append(lower[1:], np.inf)[:bins]
 
 
 def terms(logits: Any, probabilities: Any, y: Any, edges: tuple[Any, Any]) -> dict[str, Any]:
-    """The terms of Multilabel.sums, in any framework: logits and probabilities (n, labels), y bool
-    (n, labels), edges (bins,)."""
+    """Computes the terms of Multilabel.sums in any framework, from logits and probabilities (n,
+    labels), y bool (n, labels) and edges (bins,)."""
     said, (lower, upper) = logits > 0, edges
     terms_by_name = {
         "true_positives": said & y,
@@ -51,8 +52,8 @@ class LossForm(NamedTuple):
 
 
 def right_terms(logits: Any, labels: Any, top_k: int | None) -> dict[str, Any]:
-    """Whether the largest output is the class, bool (n,); and whether fewer than top_k outputs are
-    larger than its, or no number."""
+    """Returns, bool (n,) each, whether the largest output is the class, and whether fewer than
+    top_k outputs are larger than the class's output or NaN."""
     terms_by_name = {"right": logits.argmax(1) == labels}
     if top_k is None:
         return terms_by_name
@@ -65,10 +66,11 @@ _SHOWN = 5  # ranges of a message
 
 
 def notes_on_gaps(train: Source, name: str, classes: int, ignored: int | None) -> list[str]:
-    """A line for the user where training labels that are in memory leave out classes of the model,
-    as 11 to 254 beside 255.
+    """Returns a note if training labels in memory skip classes of the model, for example 11 to 254
+    before 255.
 
-    name: of the task, whose labels are classes of samples or pixels, or columns of zeros and ones.
+    name: the task's name; its labels are classes of samples or pixels, or columns of zeros and
+    ones.
     """
     found = _labels_in_memory(train)
     if found is None or not len(found[0]):
@@ -103,8 +105,8 @@ def notes_on_gaps(train: Source, name: str, classes: int, ignored: int | None) -
 
 
 def _labels_in_memory(source: Source) -> tuple[np.ndarray, bool] | None:
-    """Labels y (n, ...), all or evenly spread ones of many; None if samples would have to be
-    read for them."""
+    """Returns labels y (n, ...), all of them or an evenly spaced selection; None if samples would
+    have to be read for them."""
     labels = source.known_labels()
     if labels is not None:
         return labels, True
@@ -122,7 +124,7 @@ def _labels_in_memory(source: Source) -> tuple[np.ndarray, bool] | None:
 
 
 def _ranges(numbers: np.ndarray) -> str:
-    """3, 5 to 9 and 4 more."""
+    """Formats numbers as ranges: 3, 5 to 9 and 4 more."""
     parts = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
     shown = [
         f"{part[0]} to {part[-1]}" if len(part) > 1 else f"{part[0]}" for part in parts[:_SHOWN]

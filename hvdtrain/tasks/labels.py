@@ -1,4 +1,4 @@
-"""The labels of a data set: of how many classes they are, and what of them is worth a note."""
+"""The labels of a data set: the number of classes, and notes on unusual labels."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _MOST_CLASSES = 2**20  # by the largest label
 
 
 def number_of_classes(train: Source, val: Source, ignored: int | None, where: str) -> int:
-    """What the data declare, else one more than the largest label of both sets. Raises UserError
-    if neither is known."""
+    """Returns the number of classes that the data declare, or the largest label of both sets plus
+    one. Raises UserError if neither is known."""
     of_train = classes_of(train, ignored)
     of_val = classes_of(val, ignored)
     for source in (train, val):
@@ -28,19 +28,19 @@ def number_of_classes(train: Source, val: Source, ignored: int | None, where: st
                 else f"is task.ignore_label={ignored}, or below zero"
             )
             raise UserError(
-                f"no {name} sample has a class: every label {every}", where, "labels from 0 on"
+                f"no {name} sample has a class: every label {every}", where, "labels from 0"
             )
     fix = (
         "give the Dataset an attribute `classes`: their names, or how many there are, or its "
         "labels as `targets`"
     )
     what = "the number of classes is not known: labels are read sample by sample"
-    raise UserError(what, where, f"{fix}; or for numbers to predict task.name=regression")
+    raise UserError(what, where, f"{fix}; or to predict numbers: task.name=regression")
 
 
 def classes_of(source: Source, ignored: int | None) -> int:
-    """Declared, or by the largest label that is not ignored; 0 where that would take reading all
-    samples."""
+    """Returns the declared number of classes, or the largest label that is not ignored plus one; 0
+    if all samples would have to be read."""
     declared = source.fields["y"].values
     if declared and (declared - 1 != ignored or source.class_names):
         return declared
@@ -52,21 +52,24 @@ def classes_of(source: Source, ignored: int | None) -> int:
 
 
 def _refuse_too_many(source: Source, ignored: int | None, where: str) -> None:
-    """Raises UserError if labels without a declaration are numbers of something else."""
+    """Raises UserError if undeclared labels are too large to be classes."""
     labels = source.known_labels()
     if labels is None or classes_of(source, ignored) <= _MOST_CLASSES:
         return
     sample = int(np.argmax(np.where(labels == ignored, 0, labels)))
-    what = f"field y of sample {sample} has {labels[sample]}: too many classes to be some"
+    what = (
+        f"field y of sample {sample} has {labels[sample]}, which is too large for the label of "
+        "a class"
+    )
     raise UserError(
         what,
         source.where or where,
-        "labels from 0 on; for numbers to predict task.name=regression",
+        "labels from 0; to predict numbers: task.name=regression",
     )
 
 
 def notes_on_labels(train: Source, val: Source, classes: int, ignored: int | None) -> list[str]:
-    """Lines for the user: that labels begin at 1, and how many samples have no class."""
+    """Returns notes for the user: that labels begin at 1, and how many samples have no class."""
     labels = train.known_labels()
     if labels is None:
         return []

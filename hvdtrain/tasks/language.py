@@ -37,8 +37,8 @@ def _perplexity(sums: Sums) -> float:
 
 @dataclass(frozen=True)
 class Language(Task):
-    """Prediction of tokens: of a window of T + 1 tokens the first T are inputs and the last T
-    targets, except those that are `ignore`."""
+    """Prediction of the next token: in a window of T + 1 tokens, the first T are inputs and the
+    last T are targets, except tokens equal to `ignore`."""
 
     tokens: Field  # (T + 1,), values: the vocabulary; with padding sequences of at most so many
     ignore: int | None = None
@@ -76,7 +76,7 @@ class Language(Task):
 
     @property
     def mask(self) -> str | None:
-        """The field that says which tokens are real, where they are padded."""
+        """The name of the mask field that marks real tokens, if they are padded."""
         return None if self.tokens.padding is None else self.tokens.padding.mask
 
     @property
@@ -105,7 +105,7 @@ class Language(Task):
         )
 
     def weight(self, batch: Batch) -> int:
-        """The tokens that are predicted."""
+        """The number of tokens that are predicted."""
         targets = batch["tokens"][:, 1:]
         counts = np.ones(targets.shape, bool) if self.mask is None else batch[self.mask][:, 1:]
         if self.packed:
@@ -153,9 +153,9 @@ def build(
     *,
     ignore: int | None = None,
 ) -> Language:
-    """Windows of tokens; model.label_smoothing applies.
+    """Builds the task of predicting tokens in windows; model.label_smoothing applies.
 
-    ignore: token that is not predicted, as that of padding
+    ignore: token that is not predicted, for example padding
 
     Raises UserError if the data have no tokens, or the sets do not fit each other.
     """
@@ -173,7 +173,7 @@ def build(
             raise UserError(
                 f"tokens are {field}",
                 where,
-                "a row of 2 or more integers for each sample, below a vocabulary",
+                "a row of 2 or more integers for each sample",
             )
     if fields[0].shape != fields[1].shape:
         what = (
@@ -185,14 +185,14 @@ def build(
         lengths = source.known_lengths("tokens")
         if lengths is not None and lengths.max(initial=0) < 2:
             raise UserError(
-                f"no {which} sequence has two tokens: none is predicted",
+                f"no {which} sequence has two tokens, so there is nothing to predict",
                 where,
                 "sequences of two tokens or more",
             )
     vocabulary = max(field.values for field in fields)
     if ignore is not None and not 0 <= ignore < vocabulary:
         raise UserError(
-            f"task.ignore={ignore} is not a token: they are 0 to {vocabulary - 1}",
+            f"task.ignore={ignore} is not a token: tokens are 0 to {vocabulary - 1}",
             where,
             "one of them, or leave it out",
         )

@@ -1,5 +1,5 @@
-"""Metrics of torchmetrics: states that are sums are added up over steps and ranks, in float64;
-other states are gathered."""
+"""torchmetrics: states that are sums are added over steps and ranks in float64; other states are
+gathered."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _UPDATE = f"{_FIX}, with a metric whose update() takes these two; or hvdtrain.Ow
 
 
 def is_library_metric(thing: Any) -> bool:
-    """Whether it is an object of a class of torchmetrics, or of one that is made of it, without
-    importing it."""
+    """Whether it is an instance of a torchmetrics class or of a subclass; does not import
+    torchmetrics."""
     return any(
         kind.__name__ == "Metric" and kind.__module__ == "torchmetrics.metric"
         for kind in type(thing).__mro__
@@ -39,24 +39,24 @@ def has_sums_alone(metric: Any) -> bool:
 
 
 def _reduction(function: Any) -> str:
-    """How the library puts together the states of two ranks: sum, mean, max, min, cat, stack; else
-    the function's name."""
+    """The way in which the library combines states of several ranks: sum, mean, max, min, cat,
+    stack, or the function's name."""
     name = "stack" if function is None else getattr(function, "__name__", type(function).__name__)
     return str(name).removeprefix("dim_zero_")
 
 
 class _Library:
-    """hvdtrain's own copy of a metric: the script's stays as it is."""
+    """A copy of a metric, so that the script's object does not change."""
 
     def __init__(self, name: str, metric: Any, inputs: Inputs | None, where: str) -> None:
-        """Raises UserError for a metric without states of its own."""
+        """Raises UserError for a metric without states."""
         self.name = name
         self.where = where
         self._inputs = inputs
         self.kind = type(metric).__name__
         if not metric._defaults:
-            what = f"metric {name}: {self.kind} keeps other metrics, whose states are not known"
-            raise UserError(what, where, "the metric that it is made of; or hvdtrain.OwnMetric")
+            what = f"metric {name}: {self.kind} contains other metrics, whose states are unknown"
+            raise UserError(what, where, "the metrics it consists of; or hvdtrain.OwnMetric")
         self._metric = copy.deepcopy(metric)
         self._lock = threading.Lock()
         tensors = [default for default in metric._defaults.values() if hasattr(default, "double")]
@@ -68,34 +68,37 @@ class _Library:
         self._metric.reset()
 
     def refuse_padding(self, padding: Padding) -> None:
-        """Raises UserError if it would compare outputs with targets that are padding."""
+        """Raises UserError if the metric would compare outputs with padding."""
         if self._inputs is None and getattr(self._metric, "ignore_index", None) != padding.value:
             what = (
-                f"metric {self.name}: {self.kind} would take the padding of y, {padding.value:g}, "
-                "for targets"
+                f"metric {self.name}: {self.kind} would treat the padding of y, "
+                f"{padding.value:g}, as targets"
             )
             of_real = (
                 f"lambda outputs, batch: (outputs[batch[{padding.mask!r}]], "
                 f"batch['y'][batch[{padding.mask!r}]])"
             )
             raise UserError(
-                what, self.where, f'ignore_index of that value; or (metric, "max", {of_real})'
+                what, self.where, f'ignore_index with that value; or (metric, "max", {of_real})'
             )
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """A tensor for each state, or an empty list."""
+        """Returns the initial states: a tensor or an empty list for each."""
         defaults: dict[str, Any] = self._metric._defaults
         return defaults
 
     def states_after(self, outputs: Any, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-        """The states after an update of these samples alone, and the targets. Raises UserError
-        if it fails."""
+        """Returns the states after an update with only these samples, and the targets. Raises
+        UserError if the update fails."""
         if self._inputs is None and "y" not in batch:
-            what = f"metric {self.name} compares outputs with y; the batch has {', '.join(batch)}"
+            what = (
+                f"metric {self.name} compares outputs with y, but the batch only has "
+                f"{', '.join(batch)}"
+            )
             raise UserError(what, self.where, _FIX)
         if not all(hasattr(field, "new_zeros") for field in batch.values()):
-            what = f"metric {self.name} is of torchmetrics, which computes on tensors of torch"
+            what = f"metric {self.name} belongs to torchmetrics, which computes on torch tensors"
             raise UserError(what, self.where, "framework=torch, or a function of arrays")
         preds, target = self._compared(outputs, batch)
         with self._lock:
@@ -112,8 +115,8 @@ class _Library:
             }, target
 
     def _compared(self, outputs: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
-        """(preds, target). Raises UserError if a function of the user's fails, or gives anything
-        else."""
+        """Returns (preds, target). Raises UserError if the user's function fails or returns
+        anything else."""
         if self._inputs is None:
             return _same_shape(outputs, batch["y"])
         with self._named("the function of its inputs fails", _FIX):
@@ -128,15 +131,17 @@ class _Library:
                 if isinstance(found, (tuple, list))
                 else f"a {type(found).__name__}"
             )
-            what = f"metric {self.name}: the function of its inputs gives {shown}, not two tensors"
+            what = (
+                f"metric {self.name}: the function of its inputs returns {shown}, not two tensors"
+            )
             raise UserError(what, self.where, _FIX)
         preds, target = found
         return preds, target
 
     @contextlib.contextmanager
     def _named(self, what: str, fix: str) -> Iterator[None]:
-        """An exception inside is a UserError with the metric's name; not where the memory is
-        full."""
+        """Converts exceptions inside to a UserError with the metric's name, except if memory is
+        exhausted."""
         try:
             yield
         except Exception as error:
@@ -146,8 +151,8 @@ class _Library:
             raise UserError(found, f"{self.where}; {own_line(error)}", fix) from error
 
     def value_of(self, states: Mapping[str, Any]) -> float:
-        """The metric of states on the host. Raises UserError if it fails, or is several
-        numbers."""
+        """Computes the metric from states on the host. Raises UserError if it fails, or returns
+        several numbers."""
         with self._lock:
             metric = copy.deepcopy(self._metric).cpu()
         metric.reset()
@@ -162,16 +167,16 @@ class _Library:
                 if hasattr(found, "numel")
                 else f"a {type(found).__name__}"
             )
-            what = f"metric {self.name}: {self.kind} gives {shown}, not one"
+            what = f"metric {self.name}: {self.kind} returns {shown}, not one"
             raise UserError(what, self.where, 'average="macro", or another class')
         return float(found) if found.numel() else math.nan
 
 
 class SumsOfMetric:
-    """A metric as a function (outputs, batch) -> (n, length), whose sum over all samples is what
-    its states gain; compute() of that sum.
+    """A metric as a function (outputs, batch) -> (n, length), whose sum over all samples is the
+    change of its states; compute() takes that sum.
 
-    The first row has what a whole batch adds.
+    The first row contains the change by the whole batch.
     """
 
     def __init__(self, name: str, metric: Any, inputs: Inputs | None, where: str) -> None:
@@ -184,7 +189,7 @@ class SumsOfMetric:
 
     @property
     def length(self) -> int:
-        """Numbers of all states."""
+        """The number of values in all states."""
         return sum(default.numel() for default in self._defaults.values())
 
     def __call__(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
@@ -199,8 +204,8 @@ class SumsOfMetric:
         return rows
 
     def compute(self, total: np.ndarray) -> float:
-        """The metric of the sum of the rows, float64 (length,). Raises UserError if it is
-        several numbers."""
+        """Computes the metric from the sum of the rows, float64 (length,). Raises UserError if it
+        returns several numbers."""
         states = {}
         start = 0
         for state, default in self._defaults.items():
@@ -213,17 +218,16 @@ class SumsOfMetric:
 
 
 class PartsOfMetric:
-    """A metric as a function (outputs, batch) -> Concatenated, the states after this batch alone;
-    compute() of the parts of all batches.
+    """A metric as a function (outputs, batch) -> Concatenated, the states after only this batch;
+    compute() takes the parts of all batches.
 
-    A list of tensors becomes that of all parts, in their order; sums, largest and least values
-    those of all. What the library leaves to compute() (Pearson's moments) is stacked, as it is over
-    ranks. A mean over ranks is taken where it is a constant.
+    Lists of tensors are concatenated in the order of parts; sums, maxima and minima are taken over
+    all parts. States without a reduction (Pearson's moments) are stacked, as the library does over
+    ranks. A mean over ranks is only allowed for constants.
     """
 
     def __init__(self, name: str, metric: Any, inputs: Inputs | None, where: str) -> None:
-        """Raises UserError for a metric without states, and for a state that a function of the
-        metric's own puts together."""
+        """Raises UserError for a metric without states, and for a state with a custom reduction."""
         self._library = _Library(name, metric, inputs, where)
         self._reductions = {
             state: _reduction(function) for state, function in metric._reductions.items()
@@ -236,8 +240,8 @@ class PartsOfMetric:
         if own:
             state, found = next(iter(own.items()))
             what = (
-                f"metric {name}: {type(metric).__name__} puts {state} of several ranks together "
-                f"by {found}()"
+                f"metric {name}: {type(metric).__name__} combines {state} of several ranks with "
+                f"{found}()"
             )
             raise UserError(
                 what, where, "dist_reduce_fx=sum, max, min or cat; or hvdtrain.OwnMetric"
@@ -248,7 +252,7 @@ class PartsOfMetric:
         return Concatenated([tuple(self._on_host(state, value) for state, value in states.items())])
 
     def _on_host(self, state: str, value: Any) -> tuple[np.ndarray, ...]:
-        """The tensor, or those of the list. The host waits for the device."""
+        """Copies a tensor or a list of tensors to the host. The host waits for the device."""
         tensors = value if isinstance(value, list) else [value]
         if not all(hasattr(tensor, "new_zeros") for tensor in tensors):
             library = self._library
@@ -280,7 +284,7 @@ class PartsOfMetric:
         }
 
     def _state(self, state: str, default: Any, found: list[tuple[np.ndarray, ...]]) -> Any:
-        """A state of all parts, as the library has it."""
+        """Combines a state of all parts, as the library does."""
         if isinstance(default, list):
             return [_tensor(array) for arrays in found for array in arrays]
         each = np.stack([array for (array,) in found])
@@ -304,20 +308,20 @@ class PartsOfMetric:
 
 
 def _tensor(array: np.ndarray) -> Any:
-    """On the host, a copy."""
+    """Returns a copy on the host."""
     import torch
 
     return torch.from_numpy(array.copy())
 
 
 def _as(value: Any, like: Any) -> Any:
-    """A float64 tensor in the number type of another; integers are exact up to 2**53."""
+    """Converts a float64 tensor to the dtype of `like`; integers are exact up to 2**53."""
     return value if like.is_floating_point() else value.round().to(like.dtype)
 
 
 def _same_shape(outputs: Any, target: Any) -> tuple[Any, Any]:
-    """Outputs, of several the first, or "out" or "logits" of a dict; as (n,) where they are (n, 1)
-    and the targets are not."""
+    """Returns the outputs: the first of several, or "out" or "logits" of a dict; reshaped from (n,
+    1) to (n,) if the targets are (n,)."""
     while isinstance(outputs, (tuple, list, Mapping)):
         if isinstance(outputs, Mapping):
             named = (outputs[name] for name in ("out", "logits") if name in outputs)

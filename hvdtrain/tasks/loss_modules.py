@@ -1,5 +1,5 @@
-"""A loss module of torch.nn as a loss of each sample, or an error if its mean differs from
-theirs."""
+"""Converts a loss module of torch.nn to a loss of each sample, or raises an error if its mean is
+not the mean over samples."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def of_torch_module(
     """The loss of each sample, called with the model's outputs and y; a module without `reduction`
     is called with outputs and batch.
 
-    never: whether it is known that no target is that integer. sample_of: what messages call the
-    first sample with a target. Raises UserError if its mean over a batch is not the mean over
+    never: whether it is known that no target has this value. sample_of: names the first sample with
+    a given target, for messages. Raises UserError if its mean over a batch is not the mean over
     samples, or not of one number for each.
     """
     name = type(loss).__name__
@@ -76,8 +76,8 @@ def of_torch_module(
     if reduction is None:
         return UserLoss(loss, facts)
     if "y" not in fields:
-        what = f"loss={name} compares outputs with y; the data have {', '.join(fields)}"
-        raise UserError(what, where, "a function loss(outputs, batch), which takes any field")
+        what = f"loss={name} compares outputs with y, but the data only have {', '.join(fields)}"
+        raise UserError(what, where, "a function loss(outputs, batch), which can use any field")
     _refuse_padded_targets(loss, name, fields["y"], where)
     if reduction == "none":
         return UserLoss(_OfTargets(loss, "none", sample_of), facts)
@@ -100,18 +100,18 @@ def of_torch_module(
 
 
 def _refuse_padded_targets(loss: nn.Module, name: str, y: Field, where: str) -> None:
-    """Raises UserError if a loss would take padding for targets: all but those that leave out an
-    integer, which is the padding."""
+    """Raises UserError if a loss would treat padding as targets: only losses whose ignore_index is
+    the padding do not."""
     if y.padding is None:
         return
     is_of_classes = isinstance(loss, _OF_CLASSES) and loss.reduction == "mean"
     if not is_of_classes or y.padding.value != loss.ignore_index:
-        what = f"loss={name} would take the padding of y, {y.padding.value:g}, for targets"
+        what = f"loss={name} would treat the padding of y, {y.padding.value:g}, as targets"
         fix = f"data.pad={{y: {loss.ignore_index}}}, its ignore_index; or " if is_of_classes else ""
         raise UserError(
             what,
             where,
-            f"{fix}a function loss(outputs, batch) that weighs by batch[{y.padding.mask!r}]",
+            f"{fix}a function loss(outputs, batch) that weights by batch[{y.padding.mask!r}]",
         )
 
 
@@ -138,8 +138,8 @@ def _is_plain(key: str, value: Any) -> bool:
 
 
 class _OfTargets(nn.Module):
-    """A loss of torch.nn with reduction none, of outputs and y: its sum or mean over what a sample
-    has several of."""
+    """A loss of torch.nn with reduction="none" on outputs and y; it sums or averages over the
+    values of a sample."""
 
     def __init__(self, loss: nn.Module, rest: str, sample_of: Callable[[int], str]) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class _OfTargets(nn.Module):
         y = batch["y"]
         if isinstance(self.loss, _SAME_SHAPE) and outputs.shape != y.shape:
             shapes = f"outputs {tuple(outputs.shape)} and y {tuple(y.shape)}"
-            fix = "end the model with y's shape: outputs.squeeze(1) for one number a sample"
+            fix = "let the model return y's shape: outputs.squeeze(1) for one number per sample"
             raise UserError(
                 f"loss={self.name} compares {shapes}, which torch would broadcast",
                 "hvdtrain.train(), loss",
@@ -180,9 +180,9 @@ class _OfTargets(nn.Module):
                 takes = (
                     f"loss={self.name} of a model with {classes} outputs takes 0 to {classes - 1}"
                 )
-                what = f"{self.sample_of(wrong[0])} has {wrong[0]} in y, and {takes}"
+                what = f"{self.sample_of(wrong[0])} has {wrong[0]} in y, but {takes}"
                 fix = (
-                    "y - 1 where labels begin at 1, a model with more outputs, or "
+                    "y - 1 if labels begin at 1, a model with more outputs, or "
                     f"ignore_index={wrong[0]} for samples without a class"
                 )
                 raise UserError(what, "hvdtrain.train(), loss", fix)

@@ -34,7 +34,7 @@ _MOST = 2**20  # labels, and bins of all labels together: a row of bytes for eac
 
 @dataclass(frozen=True)
 class Multilabel(Task):
-    """A field x in, a logit for each of `labels` labels out: whether the sample has it."""
+    """Predicts several labels: from a field x to one logit for each of `labels` labels."""
 
     x: Field
     labels: int
@@ -146,7 +146,8 @@ def build(
     objective: Literal["loss", "f1", "f1_macro", "average_precision"] = "f1",
     standardize: bool | None = None,
 ) -> Multilabel:
-    """From a field x of any shape to a row y of 0 and 1 for each sample, one of each label.
+    """Builds the task for a field x of any shape and a row y of zeros and ones for each sample, one
+    per label.
 
     bins: of equal width, into which probabilities are counted for the average precision; 0: without
         it
@@ -178,7 +179,9 @@ def build(
         )
     if not (bins == 0 or 2 <= bins <= _MOST // y.shape[0]):
         fix = f"2 to {_MOST // y.shape[0]}, or 0 for no average precision"
-        raise UserError(f"task.bins={bins} of {y.shape[0]:,} labels", "task.bins", fix)
+        raise UserError(
+            f"task.bins={bins} is not possible with {y.shape[0]:,} labels", "task.bins", fix
+        )
     if objective == "average_precision" and not bins:
         raise UserError(
             "task.bins=0 leaves out the average precision, which is task.objective",
@@ -239,11 +242,11 @@ def macro_f1(sums: Sums) -> float:
 
 
 def mean_average_precision(bins: int) -> Callable[[Sums], float]:
-    """The mean over the labels that any sample has of the sum over bins, from the highest, of (step
-    of recall) x precision.
+    """Computes the mean average precision: for each label that any sample has, the sum over bins,
+    from the highest, of (step of recall) x precision.
 
-    It is the average precision of scores that are the number of their bin; NaN if no sample has
-    a label.
+    It is the average precision if each score is replaced by its bin number; NaN if no sample has a
+    label.
     """
 
     def of(sums: Sums) -> float:
@@ -264,8 +267,8 @@ def mean_average_precision(bins: int) -> Callable[[Sums], float]:
 
 
 class NumpyMultilabel:
-    """The oracle of the other frameworks, with a gradient written by hand. x as in regression, y
-    uint8 (n, labels), logits (n, labels)."""
+    """The reference implementation for the other frameworks, with a gradient written by hand. x as
+    in regression, y uint8 (n, labels), logits (n, labels)."""
 
     def __init__(self, transform: Transform, bins: int, place: DeviceAndDtype) -> None:
         self._transform = transform
@@ -288,6 +291,6 @@ class NumpyMultilabel:
 
 
 def _sigmoid(logits: np.ndarray) -> np.ndarray:
-    """1 / (1 + exp(-logits)) without overflow."""
+    """Computes 1 / (1 + exp(-logits)) without overflow."""
     probabilities: np.ndarray = 0.5 * (1.0 + np.tanh(0.5 * logits))
     return probabilities

@@ -17,8 +17,8 @@ from hvdtrain.tasks.transform import Transform
 
 
 class OnlyInputs(DelegatingTask):
-    """Another task without its targets: models are built and called as by that one, and the loss is
-    0."""
+    """Another task without its targets: models are built and called in the same way, and the loss
+    is 0."""
 
     metrics = (Metric("loss", ratio("loss", "count"), "min"),)
     objective = "loss"
@@ -53,7 +53,7 @@ class OnlyInputs(DelegatingTask):
 
 
 class _WithoutLoss:
-    """A part of a framework, by whatever arrays it computes with."""
+    """Another part with a loss of 0, in any framework."""
 
     def __init__(self, part: TaskPart) -> None:
         self.inputs = part.inputs

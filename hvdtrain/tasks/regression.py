@@ -1,5 +1,4 @@
-"""Numbers to predict, one or several of each sample: mean squared error, mean absolute error,
-R2."""
+"""Prediction of one or several numbers per sample: mean squared error, mean absolute error, R2."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ _MOST = 2**26  # numbers of a field: more than any data set has
 
 @dataclass(frozen=True)
 class Regression(Task):
-    """A field x in, the numbers of a field y out."""
+    """Predicts the numbers of a field y from a field x."""
 
     x: Field
     y: Field
@@ -53,7 +52,7 @@ class Regression(Task):
 
     @property
     def size(self) -> int:
-        """Numbers to predict of a sample."""
+        """The number of values to predict for a sample."""
         return math.prod(self.y.shape)
 
     @property
@@ -137,8 +136,8 @@ class Regression(Task):
 
 
 def r2(sums: Sums) -> float:
-    """1 - squared errors / squared distances of the targets from their mean, the mean over the
-    outputs; NaN if targets are constant."""
+    """Computes 1 - (squared errors / squared distances of the targets from their mean), averaged
+    over the outputs; NaN if targets are constant."""
     residual, target, square = (
         np.asarray(sums[name], np.float64) for name in ("residual", "target", "target_square")
     )
@@ -161,7 +160,7 @@ def build(
     objective: Literal["loss", "mse", "mae", "r2"] = "loss",
     standardize: bool | None = None,
 ) -> Regression:
-    """From a field x of any shape to the numbers of a field y.
+    """Builds the task for a field x of any shape and the numbers of a field y.
 
     loss: squared_error or absolute_error, the mean over the outputs
     objective: the metric of stop.target, checkpoint.keep_best and log.targets: loss, mse, mae
@@ -175,9 +174,9 @@ def build(
     y = find_field(train, "y", name, where, "the numbers to predict")
     if names := train.class_names:
         raise UserError(
-            f"{name} predicts numbers, and y has texts: {', '.join(names[:4])}",
+            f"{name} predicts numbers, but y contains strings: {', '.join(names[:4])}",
             where,
-            "task.name=classification, whose classes they are; or a column of numbers as y",
+            "task.name=classification, with these strings as classes; or a column of numbers as y",
         )
     for field, kind in (("x", x), ("y", y)):
         other = find_field(val, field, name, where, "as in the training set")
@@ -227,7 +226,7 @@ def restore(facts: dict[str, Any]) -> Regression:
 
 
 class NumpyRegression:
-    """The oracle of the other frameworks, with its gradient written by hand.
+    """The reference implementation for the other frameworks, with its gradient written by hand.
 
     Outputs (n, outputs); targets of any shape with as many numbers. Images are uint8 (n, H, W, C),
     flattened as torch does.

@@ -1,4 +1,4 @@
-"""Rows: how what a model says about samples becomes the rows of a table."""
+"""Rows: converts a model's outputs for samples to rows of a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvdtrain.errors import short
 
 
 class Rows(NamedTuple):
-    """The columns of a table, and how outputs become its rows."""
+    """The columns of a table, and the conversion of outputs to its rows."""
 
     head: Callable[[int], list[str]]  # of so many numbers of a sample
     # outputs (n, ...), tokens of padded samples -> (n, numbers)
@@ -60,13 +60,13 @@ def rows_of_pixels() -> Rows:
 
 
 def name_of_class(label: int, class_names: Sequence[str] | None) -> str:
-    """Its name, or its number where it has none."""
+    """Returns the name of a class, or its number if it has no name."""
     return short(class_names[label], 60) if class_names and label < len(class_names) else str(label)
 
 
 def _last(outputs: np.ndarray, lengths: np.ndarray | None) -> np.ndarray:
-    """(n, V): of outputs (n, T, V) those that say the last token of each sample; of a sample of one
-    token the next."""
+    """Selects (n, V) from outputs (n, T, V): those that predict the last token of each sample, or
+    the next token for a sample of one token."""
     return (
         outputs[:, -1]
         if lengths is None
@@ -75,8 +75,8 @@ def _last(outputs: np.ndarray, lengths: np.ndarray | None) -> np.ndarray:
 
 
 def best(logits: np.ndarray, is_softmax: bool) -> np.ndarray:
-    """float64 (n, 2): the class with the largest logit, and its probability; without softmax that
-    logit."""
+    """Returns float64 (n, 2): the class with the largest logit, and its probability; without
+    softmax, that logit."""
     label = logits.argmax(1)
     largest = logits[np.arange(len(logits)), label]
     if is_softmax:

@@ -29,7 +29,8 @@ _OPTION = "task.ignore_label"
 
 
 def pixel_accuracy(sums: Sums) -> float:
-    """The share of the pixels with a class that the model says; NaN without any."""
+    """Computes the share of correctly classified pixels, of those with a class; NaN if there are
+    none."""
     confusion = np.asarray(sums["confusion"], np.float64)
     size = math.isqrt(len(confusion))
     return (
@@ -40,8 +41,8 @@ def pixel_accuracy(sums: Sums) -> float:
 
 
 def mean_iou(sums: Sums) -> float:
-    """The mean over classes that are there, or that the model says, of intersection over union; NaN
-    without any pixel."""
+    """Computes the mean intersection over union of the classes that occur in labels or predictions;
+    NaN without any pixel."""
     if not sums["pixels"]:
         return math.nan
     found = iou_of_classes(np.asarray(sums["confusion"], np.float64))
@@ -49,8 +50,8 @@ def mean_iou(sums: Sums) -> float:
 
 
 def iou_of_classes(confusion: np.ndarray) -> np.ndarray:
-    """float64 (classes,): intersection over union, from counts (classes ** 2,) by [label, said];
-    NaN of a class in neither."""
+    """Returns float64 (classes,): intersection over union, from counts (classes ** 2,) by [label,
+    prediction]; NaN for a class in neither."""
     size = math.isqrt(len(confusion))
     matrix = confusion.reshape(size, size)
     both = np.diagonal(matrix)
@@ -60,8 +61,8 @@ def iou_of_classes(confusion: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Segmentation(Task):
-    """Images x in, of each pixel one of `classes` classes out; pixels of the label `ignored` are in
-    no loss and no metric."""
+    """Predicts one of `classes` classes for each pixel of an image x; pixels with the label
+    `ignored` are excluded from loss and metrics."""
 
     x: Field  # uint8 (H, W, C), or floats (C, H, W)
     classes: int
@@ -131,7 +132,7 @@ class Segmentation(Task):
         )
 
     def weight(self, batch: Batch) -> int:
-        """The pixels that have a class."""
+        """The number of pixels that have a class."""
         y = batch["y"]
         return int(y.size if self.ignored is None else np.count_nonzero(y != self.ignored))
 
@@ -195,15 +196,15 @@ def build(
     class_weights: tuple[float, ...] | None = None,
     standardize: bool | None = None,
 ) -> Segmentation:
-    """From images x to masks y (H, W) of the numbers of classes.
+    """Builds the task for images x and masks y (H, W) of class numbers.
 
-    classes: of pixels (none: one more than the largest number in masks that are in memory)
-    ignore_label: number of pixels without a class, as 255 or -1, which are in no loss and no metric
-        (none: every number is a class)
-    dice: weight of the Dice term beside the cross-entropy, as 0.5; 0: without it
+    classes: the number of classes (none: the largest number in masks that are in memory plus one)
+    ignore_label: label of pixels without a class, such as 255 or -1; they are excluded from loss
+        and metrics (none: every number is a class)
+    dice: weight of the Dice term that is added to the cross-entropy, such as 0.5; 0: without it
     objective: the metric of stop.target, checkpoint.keep_best and log.targets: loss, accuracy,
         mean_iou
-    class_weights: what the cross-entropy of a pixel is multiplied by, for each class (none: 1)
+    class_weights: factor of a pixel's cross-entropy, for each class (none: 1)
     standardize: true: (x - mean) / std of the training set, by the last axis; false: x as it is;
         default: docs/tasks.md
 
@@ -219,10 +220,12 @@ def build(
             raise UserError(what, where, "both sets need the same fields")
     _check_shapes(x, y, where)
     if not (math.isfinite(dice) and dice >= 0):
-        raise UserError(f"task.dice={dice}", "task.dice", "0 or more, as 0.5")
+        raise UserError(f"task.dice={dice}", "task.dice", "0 or more, such as 0.5")
     if ignore_label is not None and abs(ignore_label) >= 2**31:
         raise UserError(
-            f"{_OPTION}={ignore_label} is not a label", _OPTION, "a number of 32 bits, as -1 or 255"
+            f"{_OPTION}={ignore_label} is not a label",
+            _OPTION,
+            "a 32-bit integer, such as -1 or 255",
         )
     count = classes or _classes((train, val), ignore_label, where)
     if not 2 <= count <= _MOST_CLASSES:
@@ -230,7 +233,7 @@ def build(
         raise UserError(
             what,
             "task.classes" if classes else where,
-            f"{_OPTION}=255 where masks have 255 on pixels without a class",
+            f"{_OPTION}=255 if masks have 255 on pixels without a class",
         )
     _check_weights(class_weights, count)
     mean, std = input_stats(train, standardize, users_model)
@@ -241,7 +244,7 @@ def build(
 
 
 def _check_weights(weights: Sequence[float] | None, classes: int) -> None:
-    """Raises UserError if they are not one for each class, or impossible."""
+    """Raises UserError if there is not one weight for each class, or a weight is invalid."""
     if weights is None or (_are_weights(weights) and len(weights) == classes):
         return
     what = f"task.class_weights has {len(weights)} weights, for {classes} classes of pixels"
@@ -278,7 +281,7 @@ def _check_shapes(x: Field, y: Field, where: str) -> None:
 
 
 def _classes(sources: tuple[Source, Source], ignored: int | None, where: str) -> int:
-    """One more than the largest number of the masks. Raises UserError if they are not in
+    """Returns the largest number in the masks plus one. Raises UserError if they are not in
     memory."""
     declared = max(source.fields["y"].values for source in sources)
     if declared:

@@ -1,5 +1,5 @@
-"""SeveralInputs: another task whose model is called with several fields, each of them changed as a
-single x would be."""
+"""SeveralInputs: a task whose model is called with several fields; each is transformed as a single
+x would be."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ Build = Callable[[Source, Source], Task]  # of a task from fields x and y
 
 
 class SeveralInputs(AroundTask):
-    """Another task, made of one of the fields as its x; the model is called with all of them."""
+    """Wraps a task that was built with one of the fields as x; the model is called with all of
+    them."""
 
     def __init__(self, task: Task, transforms: Transforms) -> None:
         super().__init__(task)
@@ -43,7 +44,7 @@ class SeveralInputs(AroundTask):
 
     @property
     def transform(self) -> None:
-        """Each input has one of its own."""
+        """None: each input has its own transform."""
 
     @property
     def transforms(self) -> Transforms:
@@ -55,7 +56,7 @@ class SeveralInputs(AroundTask):
 
     @property
     def frameworks(self) -> tuple[str, ...]:
-        """torch alone calls a model with several fields."""
+        """Only torch: the other frameworks do not support several inputs."""
         return tuple(name for name in self.task.frameworks if name == "torch")
 
     @property
@@ -63,12 +64,12 @@ class SeveralInputs(AroundTask):
         return None if self.task.examples is None else self.with_names(self.task.examples)
 
     def with_names(self, batch: Batch) -> Batch:
-        """Samples of the task with one x, by the names of the data."""
+        """Renames the fields of samples of the task with one x to those of the data."""
         return {self._main if name == "x" else name: array for name, array in batch.items()}
 
     @property
     def fields(self) -> dict[str, Field]:
-        """The inputs, then what else the task needs."""
+        """The inputs, then the other fields of the task."""
         inputs = {name: transform.x for name, transform in self._transforms.each.items()}
         return {
             **inputs,
@@ -130,7 +131,7 @@ class SeveralInputs(AroundTask):
 
 
 def main_field(fields: Mapping[str, Field]) -> str:
-    """The one that a task takes for x: x, or the first image, or the first."""
+    """Returns the field that a task uses as x: x, the first image, or the first field."""
     images = (
         name
         for name, field in fields.items()
@@ -142,11 +143,11 @@ def main_field(fields: Mapping[str, Field]) -> str:
 def several_inputs(
     build: Build, train: Source, val: Source, names: Iterable[str], standardize: Any, where: str
 ) -> Task:
-    """The task of a user's own model that gets these fields of both sets. build: the task of
-    sources with one x, which it leaves as it is.
+    """Builds the task for a user's model that takes these fields of both sets. build: builds the
+    task of sources with one x, without changing x.
 
-    standardize: task.standardize, which holds for each field as for a single x. Raises UserError
-    if the sets do not fit each other.
+    standardize: task.standardize, applied to each field as to a single x. Raises UserError if the
+    sets do not fit each other.
     """
     if standardize not in (None, True, False):
         raise UserError(
@@ -162,11 +163,12 @@ def several_inputs(
         if is_image(field) and has_channels_first(
             field.shape
         ):  # as files have them; arrays and samples of a user have been turned
-            what = f"{name} is {field}, and images are (H, W, C)"
+            what = f"{name} is {field}, but images are (H, W, C)"
             raise UserError(
                 what,
                 where,
-                f"write {name} with its channels last; or floats (C, H, W), which stay as they are",
+                f"store {name} with its channels last; or use floats (C, H, W), which are not "
+                "changed",
             )
         if other is None or (field.dtype, field.shape) != (other.dtype, other.shape):
             what = (
@@ -191,8 +193,8 @@ def _with_inputs(task: Task, transforms: Transforms) -> Task:
 
 
 def restore_inputs(facts: Mapping[str, Any], restore: Callable[[dict[str, Any]], Task]) -> Task:
-    """The task of these Task.facts(), with several inputs where they have some. Raises as restore()
-    does."""
+    """Rebuilds a task from Task.facts(), with several inputs if they contain them. Raises what
+    restore() raises."""
     if not isinstance(facts, Mapping):
         raise TypeError("no facts of a task")
     one = {name: value for name, value in facts.items() if name != "inputs"}
@@ -206,10 +208,10 @@ def restore_inputs(facts: Mapping[str, Any], restore: Callable[[dict[str, Any]],
 def with_several_inputs(
     build: Callable[[Source], Task], source: Source, facts: Mapping[str, Any]
 ) -> Task:
-    """The task of samples of a checkpoint's model, whose inputs are changed as in training. build:
-    as that of several_inputs().
+    """Builds the task for samples of a checkpoint's model, whose inputs are transformed as in
+    training. build: see several_inputs().
 
-    Raises as transforms_of_facts().
+    Raises what transforms_of_facts() raises.
     """
     transforms = transforms_of_facts(facts)
     main = main_field({name: each.x for name, each in transforms.each.items()})
@@ -217,8 +219,8 @@ def with_several_inputs(
 
 
 def transforms_of_facts(facts: Mapping[str, Any]) -> Transforms:
-    """What is done to the inputs, from SeveralInputs.facts(). Raises KeyError, TypeError or
-    ValueError where they are impossible."""
+    """Returns the transforms of the inputs, from SeveralInputs.facts(). Raises KeyError, TypeError
+    or ValueError if the facts are invalid."""
     found = {}
     for name, dtype, shape, mean, std, *padding in facts["inputs"]:
         x = field_of_facts([dtype, shape, 0, *padding])
@@ -235,7 +237,7 @@ def transforms_of_facts(facts: Mapping[str, Any]) -> Transforms:
 
 
 def _with_x(source: Source, name: str) -> Source:
-    """The source, in which the field `name` is called x; a field x of its own is left out."""
+    """Returns the source with the field `name` renamed to x; an existing field x is dropped."""
     if name == "x":
         return source
     if isinstance(source, Subset):
@@ -254,7 +256,7 @@ def _renamed(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class _Renamed(AroundSource):
-    """What _with_x() makes of a source that is read sample by sample."""
+    """A source that is read sample by sample, with a field renamed to x."""
 
     source: Source
     name: str

@@ -1,5 +1,5 @@
-"""Task: the base class of what is learned; each task's build() returns one. And what a task does in
-each framework."""
+"""Task: the base class of tasks, which each task's build() returns, and TaskPart, its part in one
+framework."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ FRAMEWORKS = ("torch", "jax", "numpy")
 class Task(ABC):
     """What a model is trained for. It is the same on all ranks, knows no rank, and does not change.
 
-    The abstract members are what every task has; the defaults of the others are the simplest case,
-    and a task replaces them by attributes of its class or by properties. The methods torch(),
-    jax() and numpy() give its part in a framework; a task leaves out those that it cannot do.
+    Every task implements the abstract members. The other members default to the simplest case; a
+    task overrides them by class attributes or properties. The methods torch(), jax() and numpy()
+    give its part in a framework; a task implements those of the frameworks that it supports.
     """
 
     @property
@@ -271,7 +271,7 @@ class DeviceAndDtype(NamedTuple):
 def part_of(task: Task, framework: str, config: Config, place: DeviceAndDtype) -> Any:
     """Returns the task's part in a framework. Raises UserError if the task does not support it."""
     if framework not in task.frameworks:
-        what = f"task.name={task.name} does not compute with framework={config.framework}"
+        what = f"task.name={task.name} does not support framework={config.framework}"
         raise UserError(
             what, config.where("framework"), f"framework={' or framework='.join(task.frameworks)}"
         )
@@ -300,7 +300,9 @@ def refuse_nothing(name: str, field: Field, where: str) -> None:
     """Raises UserError if a field of a sample has size 0."""
     if 0 in field.shape:
         raise UserError(
-            f"{name} is {field}: no number at all", where, "one number or more of each sample"
+            f"{name} is {field}: it contains no numbers",
+            where,
+            "one number or more for each sample",
         )
 
 

@@ -1,4 +1,4 @@
-"""Tasks in torch: x as a model gets it, the loss and the terms of the metrics of each sample."""
+"""Tasks in torch: the model's inputs, and the loss and the terms of the metrics of each sample."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class TorchInputs:
-    """x of a batch, images uint8 (n, C, H, W), as the model gets it: (n, ...), single numbers (n,
-    1)."""
+    """Computes the model's input from x of a batch, images uint8 (n, C, H, W): (n, ...), single
+    numbers (n, 1)."""
 
     def __init__(self, transform: Transform, place: DeviceAndDtype, users_model: bool) -> None:
         by_channel = (1, -1, 1, 1) if transform.is_of_images else (-1,)
@@ -40,12 +40,12 @@ class TorchInputs:
         return as_given(x, self._dtype) if self._keeps_integers else x.to(self._dtype)
 
     def named(self, batch: Tensors) -> dict[str, torch.Tensor]:
-        """x of the batch as the model gets it, by its name."""
+        """Returns the model's input as a dict with the name of x."""
         return {"x": self(batch["x"])}
 
 
 class TorchFields:
-    """Several fields of a batch as the model gets them, by name."""
+    """Computes the model's inputs from several fields of a batch, as a dict."""
 
     def __init__(self, transforms: Mapping[str, Transform], place: DeviceAndDtype) -> None:
         self._each = {
@@ -59,7 +59,7 @@ class TorchFields:
 
 
 class TorchOfFields:
-    """Another part, whose model is called with several fields."""
+    """Wraps another part for a model that is called with several fields."""
 
     def __init__(self, part: TaskPart, fields: TorchFields) -> None:
         self.inputs = fields.named
@@ -67,8 +67,8 @@ class TorchOfFields:
 
 
 def as_given(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Floats in the model's number type, integers as int64; images, whole bytes (n, C, H, W), as
-    they are."""
+    """Converts floats to the model's dtype and integers to int64; uint8 images (n, C, H, W) are not
+    changed."""
     if tensor.is_floating_point():
         return tensor.to(dtype)
     is_image = tensor.dtype == torch.uint8 and tensor.ndim == 4
@@ -83,10 +83,10 @@ MAIN_OUTPUTS = (
 
 
 def main_output(outputs: Any) -> Any:
-    """The tensor that a task of hvdtrain's learns from: of a tuple the first, of a dict "out",
-    "logits" or its only one.
+    """Returns the tensor that the loss uses: the first of a tuple; "out", "logits" or the only
+    value of a dict.
 
-    Raises UserError for a dict of several others.
+    Raises UserError for any other dict.
     """
     if isinstance(outputs, (tuple, list)) and outputs:
         return main_output(outputs[0])
@@ -95,19 +95,19 @@ def main_output(outputs: Any) -> Any:
     name = next((name for name in MAIN_OUTPUTS if name in outputs), None)
     if name is None and len(outputs) > 1:
         what = (
-            f"the model gives a dict of {', '.join(map(str, outputs))}, and which of them is "
-            "learned from is not known"
+            f"the model returns a dict of {', '.join(map(str, outputs))}, and it is unknown which "
+            "of them to train"
         )
         raise UserError(
             what,
             "model.name",
-            f"a model that gives a tensor, or names it {' or '.join(MAIN_OUTPUTS)}",
+            f"a model that returns a tensor, or calls it {' or '.join(MAIN_OUTPUTS)}",
         )
     return main_output(outputs[next(iter(outputs)) if name is None else name])
 
 
 def as_tensor(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    """On the device of `like`."""
+    """Converts to a tensor on the device of `like`."""
     return torch.from_numpy(np.ascontiguousarray(array)).to(like.device)
 
 
@@ -131,8 +131,8 @@ class TorchClassification:
         return self._inputs(batch["x"])
 
     def each(self, outputs: torch.Tensor, batch: Tensors, training: bool) -> Each:
-        """With mixup weight L(label) + (1 - weight) L(partner's label) (Zhang et al. 2017,
-        arXiv:1710.09412)."""
+        """Computes the loss and sums of each sample; with mixup, weight x L(label) + (1 - weight) x
+        L(partner's label) (Zhang et al. 2017, arXiv:1710.09412)."""
         outputs = main_output(outputs)
         loss = self._of_labels(outputs, batch["y"], training)
         if "mixup_weight" in batch:
@@ -145,15 +145,15 @@ class TorchClassification:
     def _of_labels(
         self, logits: torch.Tensor, labels: torch.Tensor, training: bool
     ) -> torch.Tensor:
-        """(n,), with class weights: each times that of its label."""
+        """Returns the losses (n,), multiplied by the class weights of the labels."""
         loss = self._unweighted(logits, labels, training)
         return loss if self._weights is None else loss * self._weights[labels]
 
     def _unweighted(
         self, logits: torch.Tensor, labels: torch.Tensor, training: bool
     ) -> torch.Tensor:
-        """(n,): in training with label smoothing, (1 - e) CE + e times the mean over classes of
-        -log p; in validation without."""
+        """Returns the losses (n,). In training with label smoothing e: (1 - e) CE + e x mean over
+        classes of -log p; in validation CE."""
         smoothing = self._form.smoothing if training else 0.0
         if self._form.squared_error:
             target = functional.one_hot(labels, logits.shape[1]).to(logits.dtype)
@@ -259,8 +259,8 @@ class TorchSegmentation:
     def _dice_of_each(
         self, outputs: torch.Tensor, y: torch.Tensor, counts: torch.Tensor
     ) -> torch.Tensor:
-        """(n,): 2 sum(p g) / (sum(p) + sum(g)) over pixels, the mean over the classes that a sample
-        has."""
+        """Returns (n,): 2 sum(p g) / (sum(p) + sum(g)) over pixels, averaged over the classes that
+        occur in a sample."""
         shares = (outputs.softmax(1) * counts[:, None]).flatten(2)  # (n, classes, H W)
         is_there = (
             functional.one_hot(y.clamp(min=0), self._classes).movedim(3, 1).flatten(2)

@@ -37,7 +37,7 @@ class TorchFunctions:
         )
 
     def of_fields(self, fields: TorchFields) -> TorchFunctions:
-        """This loss, of a model that is called with several fields."""
+        """Returns this part for a model that is called with several fields."""
         return TorchFunctions(self._loss, fields, self._place)
 
     def inputs(self, batch: Tensors) -> Any:
@@ -45,7 +45,8 @@ class TorchFunctions:
         return named if isinstance(self._inputs, TorchFields) else named["x"]
 
     def batch_for_user(self, batch: Tensors) -> dict[str, torch.Tensor]:
-        """All fields: those of the model as it gets them, the others by their kind."""
+        """Returns all fields: inputs as the model gets them, the others converted by their
+        dtype."""
         named = self._inputs.named(batch)
         others = {
             name: as_given(field, self._place.dtype)
@@ -66,7 +67,7 @@ class TorchFunctions:
 
 
 def _not_of_each(loss: Any, samples: int) -> tuple[str, str, str]:
-    """What is wrong with a loss, where, and what to do."""
+    """Returns the UserError for a loss that is not one number per sample."""
     where = "hvdtrain.train(), loss"
     if not isinstance(loss, torch.Tensor):
         return (
@@ -86,8 +87,8 @@ def _not_of_each(loss: Any, samples: int) -> tuple[str, str, str]:
 
 
 def check_alone(part: TaskPart, outputs: Any, batch: Tensors) -> None:
-    """Raises UserError if what a function gives for a sample depends on the others of its batch:
-    (n, 1) less (n,) is (n, n)."""
+    """Raises UserError if a function's value for a sample depends on other samples of the batch:
+    (n, 1) minus (n,) is (n, n)."""
     if not isinstance(part, (TorchFunctions, TorchMeasured)):
         return
     samples = len(next(iter(batch.values())))
@@ -122,8 +123,8 @@ def check_alone(part: TaskPart, outputs: Any, batch: Tensors) -> None:
                 f"{_short(single)}"
             )
             fix = (
-                "a value of each sample, of its own outputs and fields: (n, 1) less (n,) is (n, "
-                "n), and .squeeze() drops a batch of one"
+                "compute one value for each sample from its own outputs and fields: (n, 1) minus "
+                "(n,) is (n, n), and .squeeze() drops a batch of one"
             )
             raise UserError(
                 f"{what} of a sample depends on the other samples of its batch: {found}",
@@ -133,7 +134,8 @@ def check_alone(part: TaskPart, outputs: Any, batch: Tensors) -> None:
 
 
 def _totals(each: Each) -> dict[str, torch.Tensor]:
-    """The loss of each sample, and the sums of metrics, which may be of the whole batch."""
+    """Returns the loss of each sample, and the sums of metrics, which may belong to the whole
+    batch."""
     return {
         "loss": each.loss.double(),
         **{name: term.double().sum(0) for name, term in each.terms.items()},
@@ -149,8 +151,7 @@ def _short(total: torch.Tensor) -> str:
 
 
 def rows_of(thing: Any, rows: slice) -> Any:
-    """Some samples of outputs, or of a batch: of a tensor, or of several in a tuple, a list or a
-    dict."""
+    """Selects samples from outputs or a batch: a tensor, or a tuple, list or dict of tensors."""
     if isinstance(thing, Mapping):
         return {name: rows_of(one, rows) for name, one in thing.items()}
     if isinstance(thing, (tuple, list)):
@@ -160,8 +161,8 @@ def rows_of(thing: Any, rows: slice) -> Any:
 
 
 class TorchMeasured:
-    """A part with the terms of metrics of the user's own, and in an evaluation with what is
-    gathered for them."""
+    """A part with the terms of user-defined metrics and, in evaluations, the values gathered for
+    them."""
 
     def __init__(self, part: TaskPart, metrics: UserMetrics, place: DeviceAndDtype) -> None:
         self._part = part
@@ -190,8 +191,8 @@ class TorchMeasured:
 
 
 def _rows(value: Any, samples: int, whole: bool) -> Any:
-    """A tensor with a row for each sample. whole: one number of all samples counts as that of the
-    first."""
+    """Converts to a tensor with a row for each sample. whole: one number for all samples is
+    assigned to the first."""
     tensor = torch.as_tensor(value)
     if whole and tensor.ndim == 0:
         return torch.cat(

@@ -1,5 +1,5 @@
-"""What is done to x before the model gets it, on arrays; the rule that says what; and mean and
-deviation, the same bits on every rank."""
+"""The transform of x before the model: scaling with mean and deviation, and which data are scaled.
+The statistics are bit-identical on every rank."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ STANDARDIZE = "task.standardize"
 
 
 class ColumnStats(NamedTuple):
-    """Over the last axis of a field, float64 (C,) each; of single numbers (1,)."""
+    """Mean and deviation over all axes but the last one, float64 (C,) each; (1,) for single
+    numbers."""
 
     mean: np.ndarray
     std: np.ndarray  # 1 where a column is constant
 
 
 class WithStats(AroundSource):
-    """A source of images whose mean and deviation the configuration says; all else is the
-    source's."""
+    """A source of images with mean and deviation from the configuration; everything else comes from
+    the wrapped source."""
 
     def __init__(self, source: Source, given: ColumnStats) -> None:
         self.source = source
@@ -53,7 +54,7 @@ class WithStats(AroundSource):
 
 
 class ImagesWithStats(WithStats, LabelledImages):
-    """Images with classes, whose mean and deviation the configuration says."""
+    """Images with classes, with mean and deviation from the configuration."""
 
     source: LabelledImages
 
@@ -82,8 +83,8 @@ def without_stats(source: Source) -> Source:
 
 
 def with_stats(source: Source, config: DataConfig, standardize: Any) -> Source:
-    """The source with data.mean and data.std, where they are set; standardize: task.standardize.
-    Raises UserError if they do not fit."""
+    """Returns the source with data.mean and data.std, if they are set; standardize:
+    task.standardize. Raises UserError if they do not fit."""
     mean = config.mean
     std = config.std
     if not mean and not std:
@@ -95,19 +96,19 @@ def with_stats(source: Source, config: DataConfig, standardize: Any) -> Source:
             f"x is {x}" if x is not None else f"the data have {', '.join(source.fields)}, and no x"
         )
         raise UserError(
-            f"data.mean and data.std are of images x; {has}",
+            f"data.mean and data.std apply to images x; {has}",
             where,
-            "leave them out: task.standardize says what is done to x",
+            "leave them out: task.standardize controls the scaling of x",
         )
     if len(mean) != x.shape[-1] or len(std) != x.shape[-1] or min(std) <= 0:
         what = (
-            f"data.mean={list(mean)} and data.std={list(std)} of images with {x.shape[-1]} "
-            f"channel{'s' if x.shape[-1] > 1 else ''}"
+            f"data.mean={list(mean)} and data.std={list(std)} do not fit images with "
+            f"{x.shape[-1]} channel{'s' if x.shape[-1] > 1 else ''}"
         )
-        raise UserError(what, where, "a number for each channel in both, deviations above 0")
+        raise UserError(what, where, "a number for each channel in both, with deviations above 0")
     if standardize is False:
         raise UserError(
-            "task.standardize=false leaves data.mean and data.std without effect",
+            "with task.standardize=false, data.mean and data.std have no effect",
             where,
             "one of them",
         )
@@ -116,8 +117,8 @@ def with_stats(source: Source, config: DataConfig, standardize: Any) -> Source:
 
 
 def column_stats(source: Source, name: str) -> ColumnStats:
-    """Statistics of a field: of up to 2**22 numbers without rounding; of more all that files have,
-    else so many, drawn by counters."""
+    """Returns the statistics of a field: exact for up to 2**22 numbers; for more, those stored in
+    the files, or those of 2**22 numbers drawn by counters."""
     if name == "x" and isinstance(source, WithStats):
         return source.given
     if name == "x" and isinstance(source, LabelledImages):
@@ -151,16 +152,15 @@ def column_stats(source: Source, name: str) -> ColumnStats:
 
 
 def is_image(field: Field) -> bool:
-    """Whether it is of pixels, (H, W, C), which are divided by 255 before all else."""
+    """Whether the field contains pixels, (H, W, C), which are first divided by 255."""
     return field.dtype == "uint8" and len(field.shape) == 3
 
 
 @dataclass(frozen=True, eq=False)
 class Transform:
-    """(x - mean) / std, of images (pixels / 255 - mean) / std; or x as the data have it.
+    """Computes (x - mean) / std, for images (pixels / 255 - mean) / std; or returns x unchanged.
 
-    Called with arrays of a data set's x it gives what the job's model got of them:
-    run.transform(x).
+    run.transform(x) applies the transform of a job to arrays, to get the inputs of its model.
     """
 
     x: Field
@@ -182,7 +182,7 @@ class Transform:
 
     @property
     def formula(self) -> str:
-        """With mean and std by the last axis of x."""
+        """The formula, with mean and std along the last axis of x."""
         x = "pixels / 255" if self.is_of_images else "x"
         if not self.is_standardized:
             return x
@@ -190,7 +190,7 @@ class Transform:
 
     @property
     def summary(self) -> str:
-        """A line for people: what the model gets."""
+        """One line that describes the inputs of the model."""
         if self.is_of_images:
             numbers = (
                 f" by channel: mean {_some(self.mean)}, std {_some(self.std)}"
@@ -216,15 +216,15 @@ class Transform:
         )
 
     def __call__(self, x: Any) -> np.ndarray:
-        """What the model gets of rows x (n, ...), of numpy, torch or pandas. Raises UserError for
-        another shape."""
+        """Transforms rows x (n, ...) of numpy, torch or pandas. Raises UserError for another
+        shape."""
         array = to_numpy(x, "x", "run.transform()")
         if self.is_of_images:
             images = as_images(array)
             array = array if images is None else images
         if not self._has_rows(array):
             what = (
-                f"x is {array.dtype} {array.shape}, and the model was trained on rows of {self.x}"
+                f"x is {array.dtype} {array.shape}, but the model was trained on rows of {self.x}"
             )
             sizes = (
                 self.x.shape
@@ -237,14 +237,13 @@ class Transform:
         return self._of(array)
 
     def _has_rows(self, array: np.ndarray) -> bool:
-        """Whether it has rows of x: of padded ones so many as there are."""
+        """Whether the array has rows of the shape of x; padded rows may have any length."""
         if self.x.padding is None or array.ndim < 2:
             return array.ndim > 0 and array.shape[1:] == self.x.shape
         return array.shape[1] <= self.x.shape[0] and array.shape[2:] == self.x.shape[1:]
 
     def _of(self, array: np.ndarray) -> np.ndarray:
-        """One array transformed as TorchInputs does it, in the same number type, so that the bits
-        are the same."""
+        """Transforms one array like TorchInputs, in the same dtype, with the same bits."""
         array = array[:, None] if array.ndim == 1 else array
         if not (self.is_of_images or self.is_standardized):
             return self._as_given(array)
@@ -266,8 +265,8 @@ class Transform:
         return array.astype(np.int64) if array.dtype.kind in "iu" else array
 
     def flat(self, x: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-        """Rows (n, numbers) of framework=numpy, in float64 up to the end; images are flattened as
-        (C, H, W). n may be 0."""
+        """Returns rows (n, numbers) for framework=numpy, computed in float64; images are flattened
+        as (C, H, W). n may be 0."""
         x = x.astype(np.float64) / (255.0 if self.is_of_images else 1.0)
         x = ((x[:, None] if x.ndim == 1 else x) - self.mean) / self.std
         x = x.transpose(0, 3, 1, 2) if self.is_of_images else x
@@ -276,14 +275,13 @@ class Transform:
 
 @dataclass(frozen=True, eq=False)
 class Transforms:
-    """What is done to each field that a model gets; of a mapping of their rows a dict of what the
-    model got: run.transform(fields)."""
+    """The transform of each input field; run.transform(fields) applies them to a dict of arrays."""
 
     each: Mapping[str, Transform]  # in the order of the fields
 
     @property
     def summary(self) -> str:
-        """A line for people."""
+        """One line that describes the transforms."""
         return "; ".join(f"{name}: {transform.summary}" for name, transform in self.each.items())
 
     def changed(self, change: Callable[[Transform], Transform]) -> Transforms:
@@ -315,11 +313,11 @@ def _some(numbers: np.ndarray) -> str:
 def input_stats(
     source: Source, standardize: bool | None, users_model: bool, name: str = "x"
 ) -> ColumnStats:
-    """Statistics of a field, for a Transform: zeros and ones where the model gets it as the data
-    have it.
+    """Returns the statistics of a field for a Transform: zeros and ones if the field is not
+    changed.
 
     None: images are normalized by channel; columns (C,) and single numbers are standardized for
-    models of hvdtrain's, and not for the user's own; all else stays as it is. True standardizes
+    models of hvdtrain, not for the user's models; other fields are not changed. True standardizes
     numbers of any shape by their last axis; False nothing.
     """
     x = source.fields[name]
@@ -330,13 +328,13 @@ def input_stats(
     )
     if wanted and x.padding is not None:
         what = (
-            f"{name} has samples of different lengths, whose mean and deviation would be those of "
-            "the padding too"
+            f"{name} has variable-length samples, whose mean and deviation would include the "
+            "padding"
         )
         raise UserError(
             what,
             STANDARDIZE,
-            f"{STANDARDIZE}=false, and numbers of a usual size in the data; images as floats",
+            f"{STANDARDIZE}=false, with data that are already scaled; images as floats",
         )
     if wanted:
         return column_stats(source, name)
@@ -354,8 +352,8 @@ def check_stats(x: Field, mean: np.ndarray, std: np.ndarray) -> None:
 
 
 def transform_of_facts(facts: Mapping[str, Any]) -> Transform:
-    """That of the Task.facts() of a checkpoint. Raises KeyError, TypeError or ValueError if they
-    say nothing of x."""
+    """Returns the transform from the Task.facts() of a checkpoint. Raises KeyError, TypeError or
+    ValueError if they do not contain it."""
     if "x" in facts:  # regression
         dtype, shape = facts["x"]
     elif "fields" in facts:  # a loss of a script

@@ -1,5 +1,4 @@
-"""Functions of the user's: the loss of each sample, and a metric, which is made of the sum of what
-it gives for each sample."""
+"""User-defined functions: the loss of each sample, and metrics computed from sums over samples."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ WHERE = "hvdtrain.train(), metrics"
 
 
 class UserLoss(NamedTuple):
-    """What is learned from, of each sample."""
+    """The user's loss function, one value per sample."""
 
     # (outputs, batch) -> (n,); a torch.nn.Module moves to the model's device
     of: Callable[[Any, Mapping[str, Any]], Any]
@@ -44,11 +43,11 @@ def is_torch_module(thing: Any) -> bool:
 
 @dataclass(frozen=True)
 class OwnMetric:
-    """How well a model does, of a function (outputs, batch).
+    """A metric from a function (outputs, batch).
 
-    Without `length` it gives a value of each sample (n,), whose mean is the metric, or (sum,
-    count), whose sums are divided. With `length` it gives a row of so many numbers of each sample
-    (n, length), and the metric is `of` of their sum over all samples, float64 (length,).
+    Without `length` the function returns a value for each sample (n,), whose mean is the metric, or
+    (sum, count), whose sums are divided. With `length` it returns `length` numbers for each sample
+    (n, length), and the metric is `of` applied to their sum over all samples, float64 (length,).
     """
 
     function: Callable[[Any, Mapping[str, Any]], Any]
@@ -60,8 +59,8 @@ class OwnMetric:
 
 @dataclass(frozen=True)
 class GatheredMetric:
-    """A metric of what a function (outputs, batch) keeps of each pass of an evaluation; training
-    has none."""
+    """A metric computed from what a function (outputs, batch) returns for each batch of an
+    evaluation; it does not exist in training."""
 
     function: Callable[[Any, Mapping[str, Any]], Concatenated]
     better: Better
@@ -75,8 +74,8 @@ UserMetrics = Mapping[str, OwnMetric | GatheredMetric]
 
 
 def read_metrics(given: Mapping[str, Any] | None) -> dict[str, OwnMetric | GatheredMetric]:
-    """{"mae": (function, "min")}, {"f1": (one of torchmetrics, "max")} or {"recall":
-    OwnMetric(...)}. Raises UserError for all else."""
+    """Reads metrics such as {"mae": (function, "min")}, {"f1": (a torchmetrics object, "max")} or
+    {"recall": OwnMetric(...)}. Raises UserError for anything else."""
     if given is not None and not isinstance(given, Mapping):
         raise UserError(
             f"metrics is a {type(given).__name__}", WHERE, 'a dict: {"mae": (function, "min")}'
@@ -108,14 +107,14 @@ def _read(name: str, given: Any) -> OwnMetric | GatheredMetric:
         raise UserError(
             what,
             WHERE,
-            "both: length numbers of each sample, and of(their sums); or neither: the mean of one "
-            "number",
+            "both: `length` numbers for each sample, and of(their sums); or neither: the mean of "
+            "one number",
         )
     return given
 
 
 def _refuse_no_metric(name: str, found: Any) -> None:
-    """Raises UserError for a class in place of an object of it, and for several metrics in one."""
+    """Raises UserError for a class instead of an object, and for a collection of metrics."""
     if isinstance(found, type):
         raise UserError(
             f"metric {name} is the class {found.__name__}",
@@ -126,8 +125,8 @@ def _refuse_no_metric(name: str, found: Any) -> None:
         kind.__name__ == "MetricCollection" and kind.__module__.startswith("torchmetrics.")
         for kind in type(found).__mro__
     ):
-        what = f"metric {name} is a MetricCollection, of several numbers"
-        raise UserError(what, WHERE, "each of its metrics by a name of its own in metrics")
+        what = f"metric {name} is a MetricCollection, which returns several numbers"
+        raise UserError(what, WHERE, "add each of its metrics to `metrics` under its own name")
 
 
 def _of_library(
@@ -141,19 +140,19 @@ def _of_library(
 
 
 def summed(metrics: UserMetrics) -> dict[str, OwnMetric]:
-    """The metrics that are made of sums."""
+    """Returns the metrics that are computed from sums."""
     return {name: metric for name, metric in metrics.items() if isinstance(metric, OwnMetric)}
 
 
 def of_parts(metrics: UserMetrics) -> dict[str, GatheredMetric]:
-    """The metrics that are made of Concatenated."""
+    """Returns the metrics that are computed from Concatenated values."""
     return {name: metric for name, metric in metrics.items() if isinstance(metric, GatheredMetric)}
 
 
 def parts_of(
     metrics: UserMetrics, outputs: Any, batch: Mapping[str, Any]
 ) -> dict[str, Concatenated]:
-    """What is gathered of a pass, by the names of Measured.gathered."""
+    """Returns the values of a batch to gather, by the names of Measured.gathered."""
     return {
         f"{name}_parts": metric.function(outputs, batch)
         for name, metric in of_parts(metrics).items()
@@ -161,9 +160,12 @@ def parts_of(
 
 
 def refuse_parts(metrics: UserMetrics) -> None:
-    """Raises UserError for a metric that a framework of compiled functions cannot gather."""
+    """Raises UserError for a metric that needs gathered values, which a framework with compiled
+    functions does not support."""
     if found := of_parts(metrics):
-        what = f"metric {next(iter(found))} is of torchmetrics, which computes on tensors of torch"
+        what = (
+            f"metric {next(iter(found))} belongs to torchmetrics, which computes on torch tensors"
+        )
         raise UserError(what, WHERE, "framework=torch, or a function of arrays")
 
 
@@ -174,10 +176,10 @@ def terms_of(
     samples: int,
     rows: Callable[[Any, int, bool], Any],
 ) -> dict[str, Any]:
-    """The terms of the sums of Measured. rows(value, samples, whole): it as an array of the
-    framework.
+    """Computes the terms of Measured.sums. rows(value, samples, whole): converts a value to an
+    array of the framework.
 
-    Raises UserError if a function fails, or gives another shape than its metric declares.
+    Raises UserError if a function fails, or returns another shape than its metric declares.
     """
     terms: dict[str, Any] = {}
     for name, metric in summed(metrics).items():
@@ -197,8 +199,8 @@ def terms_of(
 
 
 def terms_of_no_samples(metrics: UserMetrics, empty: Any) -> dict[str, Any]:
-    """The terms of a pass without samples, for which no function is called; empty: (0,) of the
-    framework."""
+    """Returns the terms of a batch without samples; no function is called. empty: an array (0,) of
+    the framework."""
     terms: dict[str, Any] = {}
     for name, metric in summed(metrics).items():
         terms[f"{name}_sum"] = (
@@ -211,21 +213,24 @@ def terms_of_no_samples(metrics: UserMetrics, empty: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _named(name: str) -> Iterator[None]:
-    """What a metric's function raises inside is a UserError with the metric's name; not where the
-    memory is full."""
+    """Converts exceptions of a metric's function to a UserError with the metric's name, except if
+    memory is exhausted."""
     try:
         yield
     except Exception as error:
         if exit_code_of(error) != BUG:
             raise
         what = f"metric {name} fails: {type(error).__name__}: {first_line(error)}"
-        fix = "correct it there; the function gets the model's outputs and the batch, by field"
+        fix = (
+            "correct it there; the function gets the model's outputs and the batch, a dict of "
+            "fields"
+        )
         raise UserError(what, f"{WHERE}; {own_line(error)}", fix) from error
 
 
 def _checked(name: str, found: Any, shape: tuple[int, ...]) -> Any:
     if tuple(found.shape) != shape:
-        what = f"metric {name} gives {tuple(found.shape)}, not {shape}: a value of each sample"
+        what = f"metric {name} returns {tuple(found.shape)}, not {shape}: one value for each sample"
         fix = (
             "(n,), or the pair (sum, count); an hvdtrain.OwnMetric of length k (n, k)"
             if not found.ndim

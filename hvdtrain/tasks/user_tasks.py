@@ -1,5 +1,5 @@
-"""Tasks of a script's functions: OwnLoss, a function of what the model gives for x and of the
-batch; Measured, any task with metrics."""
+"""Tasks with user-defined functions: OwnLoss, a loss of the model's outputs and the batch;
+Measured, any task with additional metrics."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from hvdtrain.tasks.user_functions import (
 
 @dataclass(frozen=True)
 class OwnLoss(Task):
-    """A field x in; the loss is a function of what the model gives and of the batch."""
+    """The task of a user-defined loss: a function of the model's outputs for x and of the batch."""
 
     configured_name: str
     fields_of_data: Mapping[str, Field]
@@ -134,10 +134,10 @@ def own_loss(
     standardize: bool | None = None,
     users_model: bool = False,
 ) -> OwnLoss:
-    """The task of a loss; standardize, users_model: as input_stats().
+    """Builds the task of a user-defined loss; standardize, users_model: see input_stats().
 
-    Raises UserError if the data have no x, the sets do not fit each other, or a batch's loss is
-    no mean."""
+    Raises UserError if the data have no x, the sets do not fit each other, or the loss of a batch
+    is not a mean over samples."""
     find_field(train, "x", name, where, "which the model is called with")
     for field, kind in train.fields.items():
         other = val.fields.get(field)
@@ -159,8 +159,8 @@ def own_loss(
 
 
 def without_loss(facts: Mapping[str, Any], outputs: int | None) -> OwnLoss:
-    """The task of OwnLoss.facts() for predictions: the loss is not called. Raises KeyError,
-    TypeError, ValueError."""
+    """Rebuilds a task from OwnLoss.facts() for predictions, which do not call the loss. Raises
+    KeyError, TypeError, ValueError."""
     fields = {name: field_of_facts(found) for name, found in facts["fields"].items()}
     transform = transform_of_facts(facts)
     loss = UserLoss(lambda outputs, batch: outputs, {})
@@ -175,8 +175,8 @@ def without_loss(facts: Mapping[str, Any], outputs: int | None) -> OwnLoss:
 
 
 def with_inputs_of(task: Task, facts: Mapping[str, Any]) -> Task:
-    """The task of a script's loss, also with metrics, with the inputs of a checkpoint. Raises as
-    without_loss()."""
+    """Returns the task of a script's loss, also with metrics, with the inputs of a checkpoint.
+    Raises what without_loss() raises."""
     if isinstance(task, Measured):
         inner = with_inputs_of(task.task, facts)
         return Measured(inner, task.own, task.objective, task.examples)
@@ -186,7 +186,8 @@ def with_inputs_of(task: Task, facts: Mapping[str, Any]) -> Task:
 
 
 def _own_outputs(fields: Mapping[str, Field], outputs: int | None) -> int | None:
-    """Outputs of a model of hvdtrain's: as many as given, or as the targets say."""
+    """Returns the number of outputs of a built-in model: the given one, or the size of the
+    targets."""
     y = fields.get("y")
     if outputs is not None or y is None:
         return outputs
@@ -194,12 +195,12 @@ def _own_outputs(fields: Mapping[str, Field], outputs: int | None) -> int | None
 
 
 def examples_of(source: Source) -> Batch:
-    """At most four samples, from the first to the last."""
+    """Returns at most four samples, evenly spaced from the first to the last."""
     return source.read(np.unique(np.linspace(0, len(source) - 1, 4).astype(np.int64)))
 
 
 def _loss(loss: Any, sources: tuple[Source, Source], where: str) -> UserLoss:
-    """Returns the loss function. Raises UserError if it does not give one loss per sample."""
+    """Returns the loss function. Raises UserError if it does not return one loss per sample."""
     if is_torch_module(loss):
         from hvdtrain.tasks.loss_modules import of_torch_module
 
@@ -219,7 +220,8 @@ def _loss(loss: Any, sources: tuple[Source, Source], where: str) -> UserLoss:
 
 
 def _never(source: Source, value: int) -> bool:
-    """Whether it is known that no target has this value: then every sample weighs the same."""
+    """Whether it is known that no target has this value, so that all samples have the same
+    weight."""
     field = source.fields["y"]
     if field.padding is not None and value == field.padding.value:
         return False
@@ -230,7 +232,7 @@ def _never(source: Source, value: int) -> bool:
 
 
 def _sample_of(label: int, train: Source, val: Source) -> str:
-    """What messages call the first sample with a label: sample 3 of the training set."""
+    """Names the first sample with a label for messages: sample 3 of the training set."""
     for name, source in (("training", train), ("validation", val)):
         labels = source.known_labels()
         if labels is not None and (labels == label).any():
@@ -241,7 +243,7 @@ def _sample_of(label: int, train: Source, val: Source) -> str:
 def _refuse_keys_of_classification(model: ModelConfig) -> None:
     for key, default in (("label_smoothing", 0.0), ("loss", "cross_entropy")):
         if getattr(model, key) != default:
-            what = f"model.{key} is of task.name=classification, and this job has a loss of its own"
+            what = f"model.{key} needs task.name=classification, but this job has a custom loss"
             raise UserError(
                 what, model.where(key), f"leave model.{key} out, or loss= of hvdtrain.train()"
             )
@@ -309,7 +311,7 @@ class Measured(AroundTask):
 
             return JaxMeasured
         raise UserError(
-            f"framework={framework} does not compute metrics of your own (metrics=, task.name)",
+            f"framework={framework} does not support custom metrics (metrics=, task.name)",
             WHERE,
             "framework=torch or framework=jax",
         )
@@ -325,7 +327,7 @@ def measured(task: Task, metrics: UserMetrics, objective: str | None, examples: 
     taken = {metric.name for metric in task.metrics}
     if both := taken & metrics.keys():
         raise UserError(
-            f"task.name={task.name} has a metric {min(both)} of its own", WHERE, "another name"
+            f"task.name={task.name} already has a metric {min(both)}", WHERE, "another name"
         )
     names = [*taken, *metrics]
     if objective is not None and objective not in names:

@@ -108,7 +108,7 @@ def build_task(train: Source, val: Source, config: Config) -> Task:
         task.transform is None if several is None else "x" not in several.each
     ):
         what = (
-            f"task.name={name} says nothing of what is done to x: data.mean and data.std would "
+            f"task.name={name} does not define how x is scaled, so data.mean and data.std would "
             "have no effect"
         )
         raise UserError(
@@ -152,7 +152,7 @@ def _build_own(config: Config, train: Source, val: Source) -> Task:
     missing = [member for member in MEMBERS if not hasattr(found, member)]
     if missing:
         raise UserError(
-            f"{name} gave a {type(found).__name__} without {', '.join(missing)}",
+            f"{name} returned a {type(found).__name__} without {', '.join(missing)}",
             where,
             "docs/tasks.md lists what a task has",
         )
@@ -176,7 +176,9 @@ def _check_takes(config: Config) -> None:
                 f"task.{option} is an option of task.name={own[0]}, and {name} has no parameter "
                 f"{option}"
             )
-            fix = f"a parameter {option} of {name}, which does this; or leave task.{option} out"
+            fix = (
+                f"add a parameter {option} to {name} that implements it; or leave task.{option} out"
+            )
             raise UserError(what, config.where(f"task.{option}"), fix)
 
 
@@ -224,8 +226,8 @@ def check_task(config: Config, task: Task) -> None:
         or len(set(names)) < len(names)
     ):
         what = (
-            f"task.name={task.name} has the metrics {', '.join(names)}, the sums "
-            f"{', '.join(task.sums)} and the objective {task.objective}"
+            f"the names of task.name={task.name} do not fit together: metrics {', '.join(names)}, "
+            f"sums {', '.join(task.sums)}, objective {task.objective}"
         )
         raise UserError(
             what,
@@ -238,7 +240,7 @@ def check_task(config: Config, task: Task) -> None:
         raise UserError(
             f"task.name={task.name} has a metric or a sum named {short(wrong[0])}",
             where,
-            "another name: a word that is not taken",
+            "another name, which is not reserved",
         )
     has_masks = bool(task.masks)
     for key in ("mixup", "cutmix"):
@@ -260,7 +262,7 @@ def check_task(config: Config, task: Task) -> None:
     make_views(config, task.fields)
     if config.log.noise_scale and task.sample_weight is None:
         what = (
-            f"log.noise_scale compares means over samples, and with task.name={task.name} their "
+            f"log.noise_scale compares means over samples, but with task.name={task.name} their "
             "weights differ"
         )
         raise UserError(what, config.where("log.noise_scale"), "log.noise_scale=false")
@@ -282,7 +284,7 @@ def restore_task(config: Config, facts: dict[str, Any]) -> Task:
     )
     if restore is None:
         what = f"neither {name} nor its module has a restore(facts)"
-        raise UserError(what, where, "define it: it gives the task again that has these facts()")
+        raise UserError(what, where, "define it: it rebuilds the task from its facts()")
     return as_task(restore(facts))
 
 

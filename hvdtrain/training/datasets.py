@@ -71,7 +71,7 @@ def _with_free_names(config: Config, source: Source, task: Task) -> Source:
     needs such a field."""
     taken = [name for name in source.fields if name in BATCH_KEYS]
     if used := [name for name in taken if name in task.fields]:
-        what = f"the data have a field named {used[0]}, and a batch has something else by that name"
+        what = f"the data have a field named {used[0]}, but that name is reserved in a batch"
         raise UserError(what, config.where("data.name"), f"another name: {used[0]}_of_sample")
     return without_fields(source, taken) if taken else source
 
@@ -94,14 +94,14 @@ def check_augmentation(config: Config, source: Source) -> None:
             f", or call the field {image} x" if image and x is None else ""
         )
         raise UserError(
-            f"augmentation is of images; the data have {fields}", config.where("data.name"), fix
+            f"augmentation needs images; the data have {fields}", config.where("data.name"), fix
         )
 
 
 def _check_augmented(config: Config, task: Task) -> None:
     """Raises UserError if the model gets no x: only x can be augmented."""
     if augment.is_enabled(config.augment) and "x" not in task.fields:
-        what = f"augmentation is of x, and the model gets {', '.join(task.input_fields)}"
+        what = f"augmentation applies to x, but the model takes {', '.join(task.input_fields)}"
         raise UserError(
             what,
             config.where("data.inputs"),
@@ -115,10 +115,10 @@ def _check_reading(config: Config, *sources: Source) -> None:
     key = "readers" if data.readers else "ahead"
     if (data.ahead or data.readers) and any(source.reads_in_process for source in sources):
         what = (
-            f"data.{key}={getattr(data, key)} reads on other threads than the one that trains, "
-            "and the random generators that "
+            f"data.{key}={getattr(data, key)} reads on other threads than training, but the "
+            "random generators that "
         )
-        what += "a Dataset draws from are of all threads"
+        what += "a Dataset draws from are shared by all threads"
         raise UserError(
             what,
             config.where(f"data.{key}"),
@@ -131,11 +131,11 @@ def _check_lengths(config: Config, train: Source, task: Task) -> None:
     where = config.where("data.pad")
     named = task.name
     if config.data.pack is not None and not task.takes_lengths:
-        what = "data.pack packs tokens for task.name=language, and this job has a loss of a script"
+        what = "data.pack packs tokens for task.name=language, but this job has a custom loss"
         raise UserError(
             what,
             config.where("data.pack"),
-            "task.name=language without a loss; or data.pad={tokens: 0}, and the loss",
+            "task.name=language without a custom loss; or data.pad={tokens: 0} with it",
         )
     several = () if task.transforms is None else task.transforms.each
     for name, field in train.fields.items():
@@ -147,8 +147,8 @@ def _check_lengths(config: Config, train: Source, task: Task) -> None:
             and name not in several
         ):
             what = (
-                f"task.name={named} takes {name} of one length, and data.pad pads it to the "
-                "longest of a pass"
+                f"task.name={named} needs {name} of one length, but data.pad pads it to the "
+                "longest sample of a micro-batch"
             )
             by_model = (
                 f"a model whose forward() has the parameters {name} and {field.padding.mask}; "
@@ -158,13 +158,13 @@ def _check_lengths(config: Config, train: Source, task: Task) -> None:
             raise UserError(
                 what,
                 where,
-                f"{by_model}a loss of your own, which gets {field.padding.mask} too; or "
+                f"{by_model}a custom loss, which also gets {field.padding.mask}; or "
                 "task.name=language",
             )
         if not task.takes_lengths and not is_users_model(config.model):
             what = (
-                f"model.name={config.model.name} takes samples of one length, and data.pad pads "
-                f"{name} to the longest of a pass"
+                f"model.name={config.model.name} needs samples of one length, but data.pad pads "
+                f"{name} to the longest sample of a micro-batch"
             )
             raise UserError(
                 what,
@@ -214,8 +214,8 @@ def _open_sources(config: Config, array: CommonArray) -> Division:
 
 
 def with_blocks(config: Config, source: Source) -> Config:
-    """The configuration with the block of data.shuffle=blocks: what the files have in a chunk or
-    row group, where the user gives none."""
+    """Returns the configuration with the block size of data.shuffle=blocks: by default the chunk or
+    row group of the files."""
     if config.data.shuffle != "blocks" or config.data.shuffle_block is not None:
         return config
     files = stored_in(source)

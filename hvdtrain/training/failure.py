@@ -285,7 +285,7 @@ def _no_threads() -> UserError:
         ", ".join(limits) or "the container's or the batch system's limit of processes (pids.max)"
     )
     return UserError(
-        "the system gives this process no more threads",
+        "the system refuses this process more threads",
         where,
         "raise the limit; or fewer: OMP_NUM_THREADS=1 data.readers=1",
     )
@@ -304,7 +304,7 @@ def _no_addresses(error: BaseException) -> UserError | None:
 
 def _no_addresses_left() -> UserError:
     where = ", ".join(_limit("v", resource.RLIMIT_AS, 1024, " kB"))
-    fix = "ulimit -v unlimited: libraries reserve far more addresses than they use memory"
+    fix = "ulimit -v unlimited: libraries reserve far more address space than the memory they use"
     return UserError("this process has no more address space", where, fix)
 
 

@@ -82,9 +82,9 @@ def given_weights(weights: Any, data: Given | None) -> tuple[str, Given | None]:
     where = "hvdtrain.train(), sample_weights"
     if data is None:
         raise UserError(
-            "sample_weights is an array, and no train_data is given that it is of",
+            "sample_weights is an array, but train_data is not given",
             where,
-            "a field of the data, or train_data=",
+            "the name of a field of the data, or give train_data=",
         )
     if not is_array(weights) and not isinstance(weights, (list, tuple)):
         raise UserError(
@@ -164,8 +164,8 @@ def given_optimizer(optimizer: Any) -> Given:
         return Given(name_of_object(optimizer), optimizer, {"optimizer": optimizer})
     what = f"optimizer is a {type(optimizer).__name__}"
     fix = (
-        "a class of torch.optim, which gets the parameters of the model and optim.*; lambda "
-        "named: torch.optim.AdamW([...], lr=...); a "
+        "a class of torch.optim, which is called with the parameters of the model and optim.*; "
+        "lambda named: torch.optim.AdamW([...], lr=...); a "
     )
     fix += "transformation of optax, or its function"
     raise UserError(what, "hvdtrain.train(), optimizer", fix)
@@ -186,7 +186,7 @@ def given_schedule(schedule: Any) -> Given:
         raise UserError(
             what,
             "hvdtrain.train(), schedule",
-            "a function of the share of the job that is done, 0 to 1: lambda done: 1 - done",
+            "a function of the share of the job that is done (0 to 1): lambda done: 1 - done",
         )
     return Given(None, lambda: schedule, {"schedule": schedule})
 
@@ -197,8 +197,8 @@ def with_given(config: Config, given: Makers) -> Config:
     objects = given["data"].objects if "data" in given else {}
     if config.data.val_share is not None and "sample_weights" in objects:
         what = (
-            "sample_weights are of the training samples, which "
-            f"data.val_share={config.data.val_share:g} chooses"
+            "sample_weights belong to training samples, but "
+            f"data.val_share={config.data.val_share:g} chooses these at random"
         )
         raise UserError(
             what,
@@ -219,7 +219,7 @@ def with_given(config: Config, given: Makers) -> Config:
             "keras",
         ):  # a model of Keras on torch is one of torch; of others torch says so
             what = (
-                f"{section} is of framework={one.framework}, and the job of "
+                f"{section} belongs to framework={one.framework}, but the job has "
                 f"framework={config.framework}"
             )
             raise UserError(

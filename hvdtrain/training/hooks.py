@@ -29,9 +29,9 @@ from hvdtrain.training.progress.train_state import TrainState
 MOST_STATE_BYTES = 2**20  # of all hooks, as JSON
 _FIX_STATE = (
     "numbers, texts, lists, and dicts with texts as keys: list(values), {str(key): value}, and "
-    "back in load_state_dict()"
+    "convert back in load_state_dict()"
 )
-_FIX = "a subclass of hvdtrain.Hook: its object, or in hooks=[package.module:Class] its class"
+_FIX = "a subclass of hvdtrain.Hook: an object of it, or its class as hooks=[package.module:Class]"
 
 
 class Hook:
@@ -133,9 +133,9 @@ class Training:
         hooks that run on every rank."""
         if self.is_on_one_rank:
             raise UserError(
-                "training.weights() of a hook of rank 0 alone",
+                "training.weights() was called in a hook that runs only on rank 0",
                 self.called,
-                "on_rank_0_only = False: ranks gather them together",
+                "set on_rank_0_only = False: all ranks gather the weights together",
             )
         state = self._learner.state()
         return {name: state[own] for name, own in self._learner.state_dict_names().items()}
@@ -165,7 +165,7 @@ class Training:
             raise UserError(
                 f"training.{call}() in on_end(): training is over",
                 self.called,
-                "after_evaluation(), which comes before",
+                "use after_evaluation(), which runs earlier",
             )
 
     def at(self, p: Progress, sums: Sums | None = None) -> None:
@@ -322,7 +322,7 @@ class Hooks:
                 raise UserError(what, name, f"{_FIX_STATE}; None instead of NaN") from None
             if change := _changed_by_json(state, same, "state"):
                 raise UserError(
-                    f"state_dict() of hook {name} would be another after a resume: {change}",
+                    f"state_dict() of hook {name} would change on a resume: {change}",
                     name,
                     _FIX_STATE,
                 )
@@ -382,7 +382,7 @@ def hooks_of(config: Config) -> list[Hook]:
 def _made(name: str, where: str) -> Hook:
     """Creates a hook from package.module:Class."""
     if of_python(name):
-        raise UserError(f"{short(name)} is a part of Python, not a hook", where, _FIX)
+        raise UserError(f"{short(name)} is part of Python itself, not a hook", where, _FIX)
     kind = load_dotted(name, where)
     try:
         inspect.signature(kind).bind()
@@ -391,7 +391,7 @@ def _made(name: str, where: str) -> Hook:
         raise UserError(what, where, "hvdtrain.train(hooks=[...]) with an object") from None
     made = kind()
     if not isinstance(made, Hook):
-        raise UserError(f"{short(name)} makes a {type(made).__name__}, not a hook", where, _FIX)
+        raise UserError(f"{short(name)} returns a {type(made).__name__}, not a hook", where, _FIX)
     return made
 
 

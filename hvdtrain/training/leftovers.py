@@ -158,14 +158,14 @@ def check_leftovers(
     for name, dtype in left_over.items():
         kind = next((kind for kind in KINDS if re.search(f"(?:{kind.fits})$", name)), None)
         if plain := _averaged(name, names):
-            what = f"{path} has {name} beside {plain}: averages beside the weights"
-            raise UserError(what, where, "a file with one of them")
+            what = f"{path} contains both {name} and {plain}: averages and weights"
+            raise UserError(what, where, "a file that contains only one of them")
         layer = name.rpartition(".")[0]
         if kind is _PEFT or (
             kind is not None and any(prefix in layers for prefix in _prefixes(name))
         ):
             raise UserError(
-                f"{path} has {name}, {kind.what}, and the model has no place for it",
+                f"{path} contains {name}, {kind.what}, but the model has no place for it",
                 where,
                 f"{kind.fix}; {_unused(name)}",
             )
@@ -174,10 +174,7 @@ def check_leftovers(
             and dtype.startswith("float")
             and name.rpartition(".")[2] not in _BOUND_TO_NOTHING
         ):
-            what = (
-                f"{path} has {name}, and the model has the other weights of {layer} and no place "
-                "for this one"
-            )
+            what = f"{path} contains {name}, but the model has only the other weights of {layer}"
             raise UserError(what, where, f"the model of the file; {_unused(name)}")
 
 
@@ -192,11 +189,11 @@ def check_missing(
         inside = name.partition(".parametrizations.")[0]
         layer = name.rpartition(".")[0] if inside == name else inside
         if counts and layer in layers and not is_adapter(name):
-            what = f"{path} has weights of {layer}, and no {name}"
+            what = f"{path} contains weights of {layer}, but not {name}"
             raise UserError(
                 what,
                 where,
-                f"model.weights_skip=['{name}'] leaves it as it begins; or a file with it",
+                f"model.weights_skip=['{name}'] keeps its initial value; or a file with it",
             )
 
 

@@ -141,7 +141,7 @@ def lost_folder(run: Path, folder: Folder, holder: Holder | None = None) -> User
             f"the run folder {run} was deleted while the job ran: its checkpoints and its events "
             "are lost"
         )
-        return UserError(what, str(run), "start the job again, with a folder that nothing clears")
+        return UserError(what, str(run), "start the job again, with a folder that nothing deletes")
     if not _is_at(run, folder):
         what = f"the run folder {run} was renamed to {path} while the job ran; {lost}"
         return UserError(what, str(path), f"move it back, or give run={path}: {_AGAIN}")

@@ -72,7 +72,7 @@ class MemoryForecast:
     def _predict(self, config: Config, step: PlannedStep) -> Footprint:
         framework: Any = plugins.load("frameworks", config.framework, config.where("framework"))
         if not hasattr(framework, "footprint"):
-            what = f"the memory of framework={config.framework} is not predicted"
+            what = f"the memory of framework={config.framework} cannot be predicted"
             raise UserError(what, config.where("framework"), "framework=torch")
         footprint: Footprint = framework.footprint(
             config, self.task, step, self.ranks, self.features

@@ -169,7 +169,7 @@ class MemoryCopy:
         return now
 
     def _from(self, source: int, arrays: Sequence[Array]) -> Iterator[tuple[str, np.ndarray]]:
-        """The arrays of one rank, one by one."""
+        """Yields the arrays of one rank."""
         for name, shape, dtype in arrays:
             array = (
                 self._arrays[name].copy()
@@ -180,8 +180,8 @@ class MemoryCopy:
 
 
 def newest(tables: Sequence[HeldState], in_parts: bool) -> int | None:
-    """The number of the newest sync point that ranks with these tables have completely; None if
-    shards are gone."""
+    """Returns the number of the newest sync point that these ranks have completely; None if shards
+    are lost."""
     for number in sorted({held.number for held in tables}, reverse=True):
         owners = {owner for held in tables for owner in _owners(held, number)}
         ranks = max(
@@ -217,7 +217,7 @@ class RankRuns(NamedTuple):
     memory: np.ndarray  # bytes
 
     def views(self, arrays: Sequence[Array]) -> Iterator[np.ndarray]:
-        """The numbers, of each array."""
+        """Returns views of the arrays."""
         begin = 0
         for array, runs in zip(arrays, self.runs, strict=True):
             nbytes = _elements(runs) * np.dtype(array.dtype).itemsize

@@ -135,16 +135,16 @@ def _refuse_unnamed(config: Config, fields: Mapping[str, Field]) -> None:
     others = [name for name in fields if name not in TARGETS]
     if len(others) < 2:
         return
-    what = f"the model gets one input x, and the data have {_list(fields)}"
+    what = f"the model takes one input x, but the data have {_list(fields)}"
     if config.framework == "torch" and is_users_model(config.model):
         fix = (
-            f"data.inputs=[{','.join(others)}] of those that it gets; or forward() with "
+            f"data.inputs=[{','.join(others)}] with the fields that it takes; or forward() with "
             "parameters of these names"
         )
     else:
         fix = (
-            "one field x; or framework=torch and a model of your own, whose forward() has "
-            "parameters of these names"
+            "one field x; or framework=torch and your own model, whose forward() has parameters "
+            "of these names"
         )
     raise UserError(what, config.where("model.name"), fix)
 
@@ -156,45 +156,47 @@ def _check(config: Config, names: tuple[str, ...], fields: Mapping[str, Field]) 
     where = config.where("data.inputs" if config.data.inputs else "model.name")
     asks = "data.inputs names" if config.data.inputs else f"forward() of {config.model.name} takes"
     if len(set(names)) < len(names):
-        raise UserError(f"data.inputs names {shown}: one of them twice", where, "each field once")
+        raise UserError(f"data.inputs names a field twice: {shown}", where, "each field once")
     if "y" in names:
         raise UserError(
-            f"{asks} {shown}, and y is what is learned",
+            f"{asks} {shown}, but y is the target",
             where,
-            "another name for an input that has the same numbers",
+            "use another name for an input with the same values",
         )
     if missing := [name for name in names if name not in fields]:
-        what = f"{asks} {shown}; the data have {_list(fields)}, and no {missing[0]}"
+        what = f"{asks} {shown}; the data have {_list(fields)}, but not {missing[0]}"
         raise UserError(
             what,
             where,
-            f"{nearest(missing[0], sorted(fields))}; or data.inputs=[FIELD, ...] of those that "
-            "the model gets",
+            f"{nearest(missing[0], sorted(fields))}; or data.inputs=[FIELD, ...] with the fields "
+            "that the model takes",
         )
     if config.framework != "torch":
         what = (
-            f"a model with the inputs {shown} needs framework=torch, and this is "
+            f"a model with the inputs {shown} needs framework=torch, but this is "
             f"framework={config.framework}"
         )
         raise UserError(
-            what, config.where("framework"), "framework=torch; or one field x that has all of them"
+            what,
+            config.where("framework"),
+            "framework=torch; or one field x that contains all of them",
         )
     if not is_users_model(config.model):
-        what = f"model.name={config.model.name} takes one input x, and the data give it {shown}"
+        what = f"model.name={config.model.name} takes one input x, but the data provide {shown}"
         raise UserError(
             what,
             config.where("model.name"),
             "a model of your own, package.module:Class; or one field x",
         )
     if key := config.parallel.cut_by:
-        what = f"parallel.{key} cuts a model with one input, and the model gets {shown}"
+        what = f"parallel.{key} only supports models with one input, but this one takes {shown}"
         raise UserError(
             what,
             config.where(f"parallel.{key}"),
             f"leave parallel.{key} out; shard.stage=3 divides its weights among ranks",
         )
     if mixes := next((key for key in ("mixup", "cutmix") if getattr(config.augment, key)), ""):
-        what = f"augment.{mixes} mixes x alone, and the model gets {shown}"
+        what = f"augment.{mixes} only mixes x, but the model takes {shown}"
         raise UserError(what, config.where(f"augment.{mixes}"), f"augment.{mixes}=0")
 
 

@@ -132,7 +132,7 @@ def read_weights(path: Path, where: str) -> File:
         ) from None
     if not file.arrays:
         raise UserError(
-            f"{path} has no arrays by name",
+            f"{path} does not contain named arrays",
             where,
             "a file of torch.save(model.state_dict(), FILE), or of safetensors",
         )
@@ -140,7 +140,7 @@ def read_weights(path: Path, where: str) -> File:
         name for name in file.arrays if not name.isprintable() or len(name) > _MOST_NAME
     ]:
         raise UserError(
-            f"{path} has an array of the name {short(strange[0])}",
+            f"{path} contains an array named {short(strange[0])}",
             where,
             f"names of at most {_MOST_NAME} printable characters",
         )
@@ -163,16 +163,16 @@ def _of_folder(folder: Path, where: str) -> File:
         return _of_run(folder)
     name = next((name for name in _OF_HUGGING_FACE if (folder / name).is_file()), None)
     if name is None and (folder / "adapter_config.json").is_file():
-        what = f"{folder} has an adapter of peft, and not the weights that it belongs to"
+        what = f"{folder} contains a peft adapter without the weights that it belongs to"
         raise UserError(
             what,
             where,
-            "model.merge_and_unload() of peft gives a model without adapters: "
+            "peft's model.merge_and_unload() returns a model without adapters: "
             "model.save_pretrained(FOLDER)",
         )
     if name is None:
         raise UserError(
-            f"{folder} is neither a run folder with a checkpoint nor has it "
+            f"{folder} is not a run folder with a checkpoint and does not contain "
             f"{' or '.join(_OF_HUGGING_FACE)}",
             where,
             _KNOWN,
@@ -228,7 +228,7 @@ def _of_run(run: Path) -> File:
     names = checkpoint.names or plain_names(arrays)
     if absent := [own for own in names.values() if own not in arrays]:
         raise UserError(
-            f"{checkpoint.folder} lacks {_some(absent)}, which its names refer to",
+            f"{checkpoint.folder} lacks {_some(absent)}, although its list of arrays names them",
             "model.weights",
             "another checkpoint",
         )
@@ -271,13 +271,13 @@ def with_names_of_model(
             raise UserError(
                 f"model.weights_names: {short(entry)} is not OLD=NEW",
                 model.where("weights_names"),
-                f"'{entry}=' leaves it out",
+                f"'{entry}=' excludes it",
             )
         renamed = {name: _renamed(name, old, new, model.where("weights_names")) for name in found}
         if not any(renamed.values()):
             what = (
-                f"model.weights_names: no array's name {'fits' if '*' in old else 'begins with'} "
-                f"{short(old)!r}"
+                "model.weights_names: no array's name "
+                f"{'matches' if '*' in old else 'begins with'} {short(old)!r}"
             )
             raise UserError(
                 what,
@@ -297,9 +297,11 @@ def _renamed(name: str, old: str, new: str, where: str) -> str | None:
     if old.count("*") != new.count("*"):
         what = (
             f"model.weights_names: {short(f'{old}={new}')} has {old.count('*')} * before the = "
-            f"and {new.count('*')} behind it"
+            f"and {new.count('*')} after it"
         )
-        raise UserError(what, where, "as many: 'encoder.layer.*.query.*=layers.*.q_proj.*'")
+        raise UserError(
+            what, where, "use the same number: 'encoder.layer.*.query.*=layers.*.q_proj.*'"
+        )
     fitting = re.fullmatch("(.*?)".join(map(re.escape, old.split("*"))), name)
     if fitting is None:
         return None
@@ -321,7 +323,7 @@ def _under_new_names(
             raise UserError(
                 f"model.weights_names: {short(entry)} makes {names[new]} and {name} both {new}",
                 where,
-                "a pattern that fits one of them",
+                "a pattern that matches one of them",
             )
         names[new] = name
     return {new: found[name] for new, name in names.items()}
@@ -340,7 +342,7 @@ def matched(
     ]
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            what = f"model.weights_skip: {short(pattern)} fits no weight of the model"
+            what = f"model.weights_skip: {short(pattern)} matches no weight of the model"
             raise UserError(
                 what,
                 config.where("model.weights_skip"),
@@ -354,26 +356,26 @@ def matched(
     taken = [name for name in names if name in found and name not in skipped]
     if not taken:
         what = (
-            f"no array of {config.model.weights} has the name of a weight: it has "
+            f"no array of {config.model.weights} has the name of a weight: the file has "
             f"{_some(list(found))}, the model {_some(list(names))}"
         )
         raise UserError(
             what,
             where,
-            "model.weights_names=['OLD=NEW'], what they begin with, or the weights of this model",
+            "model.weights_names=['OLD=NEW'] to rename prefixes, or the weights of this model",
         )
     for name in taken:
         if found[name].shape != shapes[names[name]]:
             what = (
-                f"{name} is {found[name].shape} in {config.model.weights}, the model has "
-                f"{shapes[names[name]]}"
+                f"{name} is {found[name].shape} in {config.model.weights}, but "
+                f"{shapes[names[name]]} in the model"
             )
             layer = name.rpartition(".")[0]
             raise UserError(
                 what,
                 where,
-                f"model.weights_skip=['{layer}.*'] for a layer of its own first weights; or "
-                "another model",
+                f"model.weights_skip=['{layer}.*'] keeps the layer's initial weights; or another "
+                "model",
             )
     check_equal(
         {name: found[name] for name in taken},
@@ -415,9 +417,10 @@ def _check_array(
         return
     if array.dtype.kind in "iubc" and dtype.kind != "c":
         raise UserError(
-            f"{said} is {array.dtype.name}, and the model has it as {dtype.name}",
+            f"{said} is {array.dtype.name}, but the model has {dtype.name}",
             where,
-            "a file with its weights as floats; of quantized ones those before they were quantized",
+            "a file with floating-point weights; for a quantized model, the weights before "
+            "quantization",
         )
     flat = array.reshape(-1)
     for start in range(0, array.size, _CHECKED):
@@ -427,7 +430,7 @@ def _check_array(
         wrong = ~np.isfinite(found) if own.startswith("p.") else np.isnan(found)
         if wrong.any():
             what = f"{said} has {part[wrong][0]}, which is not a finite {dtype.name} number"
-            raise UserError(what, where, "weights from before that job diverged, or another file")
+            raise UserError(what, where, "weights from before the job diverged, or another file")
 
 
 def _check_frozen(match: Match, names: Mapping[str, str], config: Config) -> None:
@@ -438,7 +441,8 @@ def _check_frozen(match: Match, names: Mapping[str, str], config: Config) -> Non
             fnmatch.fnmatchcase(name, pattern) for pattern in config.model.lora_train
         ):
             what = (
-                f"{name} is not in {config.model.weights}, and model.lora freezes it as it is drawn"
+                f"{name} is not in {config.model.weights}, but model.lora freezes it at its "
+                "random initial values"
             )
             fix = (
                 f"model.weights_skip=['{name.rpartition('.')[0]}.*'] trains that layer; or a file "

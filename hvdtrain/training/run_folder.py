@@ -57,7 +57,7 @@ def make_run_folder(config: Config, resumed: Path | None = None) -> Path:
                 and not _is_of_this_command(run, config, resumed)
             ):
                 fix = f"resume=auto or resume={run} resumes it; or give another run="
-                raise UserError(f"{run} holds another run", where, fix)
+                raise UserError(f"{run} contains another run", where, fix)
             run.mkdir(parents=True, exist_ok=True)
         with Folder.open(run) as folder:
             _refuse_links(folder, where)
@@ -152,10 +152,10 @@ def _mark(folder: Folder, where: str) -> None:
     shared = os.path.realpath(folder.path) in ("/", os.path.realpath(os.path.expanduser("~")))
     if shared or (foreign and not _has_run_without_marker(folder)):
         what = f"{folder.path} is not a run folder" + (
-            f": {short(foreign[0], 100)} in it is not of hvdtrain" if foreign else ""
+            f": {short(foreign[0], 100)} in it was not written by hvdtrain" if foreign else ""
         )
         raise UserError(
-            what, where, f"give run= a folder of its own, such as run={folder.path / 'run-1'}"
+            what, where, f"give run= a separate folder, such as run={folder.path / 'run-1'}"
         )
     with (
         contextlib.suppress(FileExistsError),

@@ -32,7 +32,7 @@ def palette() -> np.ndarray:
 
 
 class Masks(NamedTuple):
-    """Some samples of a data set of masks."""
+    """Samples of a data set of masks, with predictions."""
 
     numbers: np.ndarray  # int64 (n,), of the samples in their set
     images: np.ndarray  # uint8 (n, H, W, C), or floats (n, C, H, W)
@@ -107,8 +107,7 @@ def _coloured(classes: np.ndarray, ignored: int | None) -> np.ndarray:
 
 
 def _sized(tiles: np.ndarray) -> np.ndarray:
-    """uint8 (n, h, w, 3), of about TILE pixels: each pixel several times, or each of several
-    pixels."""
+    """Resizes to uint8 (n, h, w, 3), about TILE pixels wide: repeats or skips pixels."""
     longest = max(tiles.shape[1:3])
     if longest < TILE:
         factor = TILE // longest
@@ -118,7 +117,7 @@ def _sized(tiles: np.ndarray) -> np.ndarray:
 
 
 def _legend(masks: Masks, width: int) -> np.ndarray:
-    """uint8 (h, width, 3): a patch of colour and the number of each class that the picture has."""
+    """Returns uint8 (h, width, 3): the colour and number of each class in the picture."""
     is_known = _known(masks)
     classes = np.union1d(masks.true[is_known], masks.said).tolist()
     entries = [

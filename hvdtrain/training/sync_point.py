@@ -97,12 +97,12 @@ def write_last_checkpoint(loop: Loop, now: TrainState, reason: str, *, is_over: 
     if not last.failure or (last.any_left and not is_over):
         return last.failure
     what = (
-        f"the job {'is done' if is_over else 'stopped'} ({reason}), but its last checkpoint is "
+        f"the job {'is done' if is_over else 'stopped'} ({reason}), but its last checkpoint was "
         f"not written: {last.failure}"
     )
     if last.failure.endswith("is not finite"):
         raise Diverged(what, run, "a lower optim.base_lr")
-    error = UserError(what, run, "make room; start it again")
+    error = UserError(what, run, "make room, and start it again")
     if last.failure.startswith(NO_MEMORY):
         error.fix = (
             "more memory, or shard.stage=1, 2 or 3, so that each rank has less; start it again"

@@ -177,7 +177,7 @@ def train_job(
 
 
 def check_smallest_pass(config: Config, growth: Growth, learner: Learner, ranks: int) -> None:
-    """Raises UserError on every rank if some rank has one sample in a pass and the model has a
+    """Raises UserError on every rank if a rank has a micro-batch of one sample and the model has a
     batch norm that needs two."""
     readers = config.readers(ranks)
     batch = next(
@@ -193,7 +193,7 @@ def check_smallest_pass(config: Config, growth: Growth, learner: Learner, ranks:
     micro = f" in passes of batch.micro={config.batch.micro}" if config.batch.micro else ""
     on = f"{readers} rank{'s' if readers > 1 else ''}{micro}"
     what = (
-        f"a batch of {batch} on {on} has a pass of one sample, for which a batch norm has no "
+        f"a batch of {batch} on {on} has a micro-batch of one sample, for which batch norm has no "
         "variance"
     )
     fix = (
@@ -210,7 +210,7 @@ def check_smallest_pass(config: Config, growth: Growth, learner: Learner, ranks:
     raise UserError(
         what,
         config.where(key),
-        "a batch.micro that leaves no pass with one; or " * bool(micro) + fix,
+        "a batch.micro that leaves no micro-batch with one; or " * bool(micro) + fix,
     )
 
 
@@ -255,8 +255,8 @@ def open_run_log(
 
 
 def open_sinks(config: Config, run: Path, lock: RunLock) -> list[Sink]:
-    """events.jsonl first, then the terminal and the trackers. Raises UserError if a tracker's
-    package is missing."""
+    """Opens events.jsonl, the terminal and the trackers, in this order. Raises UserError if a
+    tracker's package is missing."""
     where = config.where("log.trackers")
     trackers = {
         name: plugins.load("events/trackers", name, where).build(config, run)

@@ -70,11 +70,11 @@ def load_trained_model(
     """
     in_parts = config.shard.stage == 3 and communicator.size > 1
     if in_parts and config.optim.ema is not None:
-        what = "the averages of optim.ema are read from whole arrays, not with shard.stage=3"
+        what = "the averages of optim.ema cannot be read with shard.stage=3"
         raise UserError(
             what,
             config.where("shard.stage"),
-            "shard.stage=0, or optim.ema=null for the weights themselves",
+            "shard.stage=0, or optim.ema=null for the weights without averaging",
         )
     if not in_parts:  # stages 1 and 2 divide what only training has
         config = config.replace(shard=ShardConfig())
@@ -141,7 +141,7 @@ def check_tokenizer(checkpoint: Checkpoint, digest: str | None, where: str) -> N
     would mean other words. digest: of the tokenizer; None for bytes."""
     trained = checkpoint.identity["data"].get("tokenizer")
     if trained is not None and trained != digest:
-        what = "the tokenizer has other tokens than the one that the model was trained with"
+        what = "the tokenizer has different tokens than the one that the model was trained with"
         raise UserError(what, where, "data.tokenizer=FILE, the tokenizer.json of the training")
 
 
@@ -234,7 +234,7 @@ def _refuse_masks(given: Any, padding: Mapping[str, Padding], where: str) -> Non
     for name, pad in padding.items():
         if isinstance(given, Mapping) and pad.mask in given:
             raise UserError(
-                f"the data have {pad.mask}, which the lengths of {name} say",
+                f"the data have {pad.mask}, but the mask is computed from the lengths of {name}",
                 where,
                 f"leave {pad.mask} out",
             )

@@ -289,15 +289,17 @@ def test_mistakes_of_the_command_line(run: Path, capsys: pytest.CaptureFixture[s
     capsys.readouterr()
     assert main(["evaluate"]) == main(["evaluate", "--help"]) == 0
     assert capsys.readouterr().out == f"{USAGE}\n" * 2
-    assert "evaluate takes no epochs=3: it does not train" in refusal("run", "epochs=3")
+    assert "evaluate does not accept epochs=3, because it does not train" in refusal(
+        "run", "epochs=3"
+    )
     assert (
-        "evaluate takes no optim.ema=0.9: the averages of the weights are those of the run"
+        "evaluate does not accept optim.ema=0.9: it uses the weight averages of the run"
         in refusal("run", "optim.ema=0.9")
     )
     assert "unknown argument '--chekpoint': did you mean --checkpoint?" in refusal(
         "run", "--chekpoint", "best"
     )
-    assert "no such part of a data set: test\n  where: --split\n  fix: train or val" in refusal(
+    assert "unknown split: test\n  where: --split\n  fix: train or val" in refusal(
         "run", "--split", "test"
     )
     assert "RUN is missing" in refusal("data.root=x")

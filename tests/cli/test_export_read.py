@@ -55,7 +55,7 @@ def test_newest_best_and_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     (Path("run/checkpoints/step-00000005/weights.safetensors")).write_bytes(b"")
     (Path("run/checkpoints/step-00000002/optimizer.safetensors")).unlink()
     (Path("run/checkpoints/step-00000001/progress.json")).write_text("{")
-    checksum = "weights.safetensors: it has no header of safetensors"
+    checksum = "weights.safetensors: it has no safetensors header"
     assert step_of(capsys) == (4, [f"damaged step-00000005 is skipped: {checksum}", *unknown])
     step, notes = step_of(capsys, "--checkpoint", "best")
     assert (step, notes[1:]) == (

@@ -213,7 +213,7 @@ def test_a_time_limit_of_pbs_is_no_argument_of_a_script(tmp_path: Path) -> None:
     }
     done = run(JOBS / "pbs.sh", **job, ARGUMENTS="train.py epochs=1")
     wanted = (
-        "pbs.sh: MAX_TIME=3h is for key=value jobs, not for train.py; an own loop has "
+        "pbs.sh: MAX_TIME=3h is for key=value jobs, not for train.py; a custom loop has "
         "guard.max_time=3h\n"
     )
     assert (done.returncode, done.stderr) == (2, wanted)

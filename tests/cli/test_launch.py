@@ -235,7 +235,7 @@ def test_pmi_plugin_of_srun(listed: str, library: MpiKind | None, pmi: str) -> N
 def test_a_pmi_plugin_that_srun_lacks() -> None:
     with pytest.raises(
         UserError,
-        match="this srun has no --mpi=pmix, which Open MPI 5 needs; ranks would each train "
+        match="this srun has no --mpi=pmix, which Open MPI 5 needs; each rank would train "
         "alone\n  where: srun --mpi=list",
     ):
         select_pmi(PMI_BARE, "openmpi5")
@@ -506,7 +506,7 @@ def in_job(folder: Path, monkeypatch: pytest.MonkeyPatch, job: dict[str, str]) -
         (
             {"JOB_ID": "7", "NSLOTS": "4", "PE_HOSTFILE": "once"},
             "",
-            "no number of slots behind the host 'n1'\n  where: PE_HOSTFILE=once:1",
+            "no number of slots after the host 'n1'\n  where: PE_HOSTFILE=once:1",
         ),
         (
             {"JOB_ID": "7", "NSLOTS": "4"},
@@ -705,7 +705,10 @@ def test_arguments_to_container(
             ],
         ),
         (["--dryrun"], ["unknown argument '--dryrun'", "did you mean --dry-run?"]),
-        (["--", "plan"], ["'plan' does not run on ranks", "train (or nothing), check"]),
+        (
+            ["--", "plan"],
+            ["'plan' is not something that launch can start", "train (or nothing), check"],
+        ),
         (
             ["-np", "2", "--", "--dry-run"],
             [
@@ -728,7 +731,7 @@ def test_arguments_to_container(
         ),
         (
             ["--logs", "l", "--", "epochs=1"],
-            ["--logs is for scripts and programs", "rank 0 speaks for all ranks"],
+            ["--logs is for scripts and programs", "rank 0 prints for all ranks"],
         ),
         (
             ["-np", "2", "--", "nowhere.py", "x"],
@@ -742,19 +745,22 @@ def test_arguments_to_container(
         (
             ["--mpi", "mpich"],
             [
-                "how many ranks?",
+                "the number of ranks is missing",
                 "fix: -np, as in launch -np 8 --mpi mpich --dry-run; or -H n1:4,n2:4",
             ],
         ),
         (
             ["-np", "2", "--mpi", "intel", "--slurm"],
-            ["--slurm looks at this machine, --mpi is for another"],
+            ["--slurm inspects this machine, but --mpi is for another one"],
         ),
         (
             ["-H", "n1:4,n2:2", "--mpi", "pals", "--dry-run"],
             ["ranks are distributed evenly, not 4 to n1, 2 to n2", "launch --mpi pals, -H"],
         ),
-        (["-np", "4", "--mpi", "lsf", "--dry-run"], ["how many ranks has each host?"]),
+        (
+            ["-np", "4", "--mpi", "lsf", "--dry-run"],
+            ["the number of ranks on each host is missing"],
+        ),
         (
             ["--mpi", "srun", "-np", "4", "-H", "n1:3,n2:1"],
             ["srun distributes ranks evenly, not 3 to n1, 1 to n2"],

@@ -189,7 +189,7 @@ def test_what_is_wrong_with_the_command_or_the_file(capsys: pytest.CaptureFixtur
         ("x.csv", b"a,b\n1,2\n3,cat\n", "row 1, column b of x.csv is 'cat', expected a number"),
         ("x.csv", b"1,\xff\n", "x.csv cannot be read"),
         ("x.npy", b"\x93NUMPY", "x.npy cannot be read"),
-        ("x.npz", b"PK\x03\x04", "it is no .npz archive"),
+        ("x.npz", b"PK\x03\x04", "it is not an .npz archive"),
     ],
 )
 def test_files_that_are_none(name: str, content: bytes, what: str) -> None:

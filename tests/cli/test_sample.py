@@ -76,8 +76,8 @@ def test_a_mistake_in_the_command_line(arguments: list[str], what: str) -> None:
     [
         (["--prompt", "nine char"], "the prompt has 9 tokens\n  where: --prompt\n  fix: 1 to 8"),
         (["--prompt", ""], "the prompt has 0 tokens"),
-        (["--prompt-half"], "--prompt-half is of images; the run has data.name=text"),
-        (["--png", "x.png"], "--png is of images; the run has data.name=text"),
+        (["--prompt-half"], "--prompt-half is for images; the run has data.name=text"),
+        (["--png", "x.png"], "--png is for images; the run has data.name=text"),
     ],
 )
 def test_what_a_text_cannot_begin_with(
@@ -126,10 +126,13 @@ def test_a_tokenizer_with_more_tokens_than_the_model(
     for command in (["evaluate", run], ["sample", run, "--prompt", "to be"]):
         capsys.readouterr()
         assert main(command) == 2
-        assert "the tokenizer has other tokens than the one that" in capsys.readouterr().err
+        assert "the tokenizer has different tokens than the one that" in capsys.readouterr().err
     write("or", "not")
     assert main(["sample", str(tmp_path / "run"), "--prompt", "to be or not"]) == 2
-    assert "the tokenizer gives the prompt token 4, the model has 0 to 2" in capsys.readouterr().err
+    assert (
+        "the tokenizer returns token 4 for the prompt, but the model only has 0 to 2"
+        in capsys.readouterr().err
+    )
     (tmp_path / "t.json").write_text((tmp_path / "t.json").read_text()[:-30])
     assert main(["sample", str(tmp_path / "run"), "--prompt", "to"]) == 2
     assert "the tokenizer is damaged" in capsys.readouterr().err

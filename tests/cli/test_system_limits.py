@@ -35,7 +35,7 @@ def test_too_few_threads(tmp_path: Path) -> None:
     result = python(["-c", code, *JOB, f"run={tmp_path / 'run'}"], is_warm=False)
     assert result.returncode == 2, result
     assert result.stderr.startswith(
-        "hvdtrain: the system gives this process no more threads\n  where: "
+        "hvdtrain: the system refuses this process more threads\n  where: "
     ), result
     assert result.stderr.endswith(
         "\n  fix: raise the limit; or fewer: OMP_NUM_THREADS=1 data.readers=1\n"

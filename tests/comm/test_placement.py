@@ -491,7 +491,8 @@ def test_a_library_of_another_launcher_is_refused_before_it_starts() -> None:
 def test_the_single_engine_is_not_run_many_times() -> None:
     assert isinstance(connect(NO_LAUNCHER), SingleProcessCommunicator)
     with pytest.raises(
-        UserError, match="Open MPI's mpirun started 8 processes, but the single engine is for one"
+        UserError,
+        match="Open MPI's mpirun started 8 processes, but the single engine supports only one",
     ):
         connect(placement(OPEN_MPI))
 
@@ -525,8 +526,8 @@ def test_a_size_without_a_rank_is_refused(key: str) -> None:
     alone."""
     with pytest.raises(
         UserError,
-        match=rf"{key}=8, but no variable says which of 8 ranks .*\n.*\n  fix: unset {key} where "
-        r".* alone; else",
+        match=rf"{key}=8, but no variable gives the rank .* 8 ranks .*\n.*\n  fix: unset {key} if "
+        ".* only process; otherwise",
     ):
         placement({key: "8"})
     assert placement({key: "1"}) == placement({key: "many"}) == NO_LAUNCHER

@@ -140,7 +140,7 @@ def test_rendezvous_of_torchrun_srun_and_the_user() -> None:
             {},
             "127.0.0.1:29500",
             [
-                "127.0.0.1 is another host on each of them, and only 2 of 4 ranks",
+                "127.0.0.1 means a different machine on each host, but only 2 of 4 ranks",
                 "comm.address, rank 1 on ",
             ],
         ),
@@ -148,7 +148,7 @@ def test_rendezvous_of_torchrun_srun_and_the_user() -> None:
             TORCHRUN,
             {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
             None,
-            ["localhost is another host on each of them", "MASTER_ADDR, rank"],
+            ["localhost means a different machine on each host", "MASTER_ADDR, rank"],
         ),
     ],
 )
@@ -182,7 +182,7 @@ def test_rank_0_listens_on_one_address_only() -> None:
             listen(Rendezvous(LOOPBACK, port), one_host=True)
     with pytest.raises(
         UserError,
-        match=r"127\.0\.0\.1 is 127\.0\.0\.1 on its own host, where other hosts do not reach it",
+        match=r"127\.0\.0\.1 is 127\.0\.0\.1 on its own host, which other hosts cannot reach",
     ):
         listen(Rendezvous(LOOPBACK, 0), one_host=False)
 
@@ -304,7 +304,7 @@ def test_ranks_with_different_secrets_do_not_meet() -> None:
     assert meet(*places, secrets=("a", "a")) == [None, None]
     found = meet(*places, secrets=("a", "b"))
     assert [error.what for error in found] == [
-        "a process that is at the job's address does not have its secret"
+        "the process at the job's address does not have the job's secret"
     ] * 2
     assert "HVDTRAIN_SECRET" in found[0].fix
 
@@ -348,7 +348,7 @@ def test_a_stranger_does_not_say_that_all_ranks_are_there() -> None:
     store = dist.HashStore()
     store.set(ALL, "a word without the job's signature")
     with pytest.raises(
-        UserError, match="a process that is at the job's address does not have its secret"
+        UserError, match="the process at the job's address does not have the job's secret"
     ):
         wait_for_all_ranks(
             SignedStore(store, "secret"),

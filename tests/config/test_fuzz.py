@@ -153,7 +153,7 @@ CONFIGURATIONS = [
     ),
     (
         "data.root: $\nrun: ${data.root}{seed}",
-        "cannot resolve a value: ${seed} is composed of references",
+        "cannot resolve a value: ${seed} is itself built from references",
         ":2",
     ),
     (
@@ -281,7 +281,7 @@ CONFIGURATIONS = [
     ),
     (
         "model.name: os:system\nmodel.command: touch hacked",
-        "os:system is a part of Python, not a model",
+        "os:system is part of Python itself, not a model",
         ":1",
     ),
     ("data.name: ../errors", "unknown name: ../errors", ":1"),
@@ -361,7 +361,7 @@ def test_a_pipe_or_device_is_not_read(tmp_path: Path) -> None:
 
 def test_names_of_parts_of_python_are_refused() -> None:
     for name, what in (
-        ("test_fuzz:system", "test_fuzz:system is posix.system, a part of Python"),
+        ("test_fuzz:system", "test_fuzz:system is posix.system, part of Python itself"),
         ("test_fuzz:Bare", "test_fuzz:Bare has no signature that Python can read"),
         ("a" + ".b" * 2000, "(4001 characters) names no class"),
     ):

@@ -495,7 +495,7 @@ def test_where_a_job_writes_is_not_said_by_the_record_of_a_run_alone(
     with pytest.raises(UserError) as caught:
         configure(str(path), ["data.root=x"])
     assert str(caught.value).splitlines() == [
-        f"{key}={value} is where a job writes, but only the configuration of a run sets it",
+        f"{key}={value} is where a job writes, but it is set only in the configuration of a run",
         f"  where: {path}:3",
         f"  fix: if you want that, add the argument {key}={value}; if not, {key}={other}",
     ]
@@ -514,8 +514,8 @@ def test_a_cache_that_only_a_run_folder_names_is_not_written(tmp_path: Path) -> 
     )
     with pytest.raises(
         UserError,
-        match="^data.cache=/x is where a job writes, but only the configuration of a run sets "
-        "it\n  where: .*:3\n",
+        match="^data.cache=/x is where a job writes, but it is set only in the configuration of "
+        "a run\n  where: .*:3\n",
     ):
         configure(None, [f"resume={tmp_path}"])
     config = configure(None, [f"resume={tmp_path}", "data.cache=null"])

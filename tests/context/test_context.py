@@ -179,7 +179,7 @@ def test_a_report_of_the_run(make: Any, tmp_path: Path) -> None:
     page = html.unescape((run / "report.html").read_text())
     assert "done: its samples are over" in page and "Linear, 3 parameters" in page
     assert yaml.safe_load((run / "config.yaml").read_text())["batch"] == {"size": 4}
-    assert "log.every_steps" in page and "model.name" not in page  # the keys of an own loop alone
+    assert "log.every_steps" in page and "model.name" not in page  # the keys of a custom loop only
     names = ["report-logged.png", "report-loss.png", "report-rates.png", "report-throughput.png"]
     assert sorted(path.name for path in run.glob("*.png")) == names
     table = page[page.index("Logged by the script") :]
@@ -471,11 +471,11 @@ def test_best_checkpoints_that_no_call_gives_an_objective_for_are_told(
 def test_what_no_checkpoint_holds_is_refused_at_the_first_step(make: Any, tmp_path: Path) -> None:
     ctx, model, optimizer = make(f"run={tmp_path / 'run'}")
     batch = next(ctx.samples(DATA, batch=2))
-    with pytest.raises(UserError, match="the step of this batch is not made yet"):
+    with pytest.raises(UserError, match="the step of this batch has not been made yet"):
         ctx.checkpoint(model, optimizer)
     ctx.backward(loss_of(model, batch))
     optimizer.step()
-    with pytest.raises(UserError, match="extra.rows is a range, which no checkpoint holds"):
+    with pytest.raises(UserError, match="extra.rows is a range, which a checkpoint cannot store"):
         ctx.checkpoint(model, optimizer, rows=range(3))
 
 
@@ -607,8 +607,8 @@ def test_gradients_are_clipped_by_the_key_or_by_torch(make: Any, stage: int) -> 
     )
     with pytest.raises(
         UserError,
-        match="with shard.stage or parallel.* each rank has a part of the gradients, and p.grad "
-        "has none\n.*\n.*optim.clip_norm=1",
+        match="with shard.stage or parallel.*, each rank has only a part of the gradients, and "
+        "p.grad is not available\n.*\n.*optim.clip_norm=1",
     ):
         stepped(make, clipped, f"shard.stage={stage}")
 
@@ -659,9 +659,7 @@ def test_a_grad_scaler_with_gradients_in_parts(make: Any, stage: int) -> None:
         ctx.backward(scaler.scale(loss_of(model, batch)))
         scaler.step(optimizer)
 
-    with pytest.raises(
-        UserError, match="a GradScaler sees this rank's part of the gradients alone"
-    ):
+    with pytest.raises(UserError, match="a GradScaler only sees this rank's part of the gradients"):
         stepped(make, scaled, f"shard.stage={stage}")
 
 
@@ -684,8 +682,8 @@ def of_two_types() -> torch.nn.Module:
         ),
         (
             of_two_types,
-            "the model's parameters are of torch.float32, torch.float64: shard.stage=3 gathers "
-            "those of one type",
+            "the model's parameters are of torch.float32, torch.float64, but shard.stage=3 only "
+            "supports one type",
         ),
         (
             of_one_number,
@@ -917,7 +915,7 @@ def test_an_example_of_the_inputs_is_asked_for_where_it_is_needed(opened: list[h
     opened.append(ht.init("shard.stage=3", "speed.precision=bf16"))
     model = torch.nn.Linear(2, 1)
     with pytest.raises(
-        UserError, match="shard.stage has to see what the model is called with\n.*\n.*example=x"
+        UserError, match="shard.stage needs an example of the model's inputs\n.*\n.*example=x"
     ):
         opened[-1].prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -936,7 +934,7 @@ def test_calls_of_a_model_in_stages_that_compute_nothing() -> None:
         model(x)
     with (
         torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(UserError, match="does not reach its stages"),
+        pytest.raises(UserError, match="has no effect on its stages"),
     ):
         model(x)
     with pytest.raises(UserError, match="did not call the model"):
@@ -949,7 +947,7 @@ def test_calls_of_a_model_in_stages_that_compute_nothing() -> None:
 
 def test_a_grad_scaler_beside_a_loss_scale_or_local_steps(opened: list[ht.Context]) -> None:
     for words, what in [
-        (["speed.precision=fp16"], "which scales the loss already"),
+        (["speed.precision=fp16"], "which already scales the loss"),
         (["comm.local_steps=2"], "this rank's part"),
     ]:
         opened.append(ht.init(*words))
@@ -1044,7 +1042,7 @@ def mistakes() -> list[Any]:
     return [
         (
             in_step(lambda c, m, o, b: None),
-            "optimizer.step() was not called",
+            "ended without a call of optimizer.step()",
             "to accumulate gradients: ctx.accumulate()",
         ),
         (
@@ -1075,9 +1073,9 @@ def mistakes() -> list[Any]:
         (
             in_step(lambda c, m, o, b: c.backward(loss_of(m, b), count=True)),
             "count=True is not a number of items",
-            "the loss is the mean over",
+            "the loss averages over",
         ),
-        (in_step(mean_after_each), "a mean after ctx.each() without a count", "count=NUMBER"),
+        (in_step(mean_after_each), "without a count, a mean after ctx.each()", "count=NUMBER"),
         (
             in_step(lambda c, m, o, b: c.accumulate(None, at_most=0)),
             "at_most=0 is not a number of samples",
@@ -1116,7 +1114,7 @@ def mistakes() -> list[Any]:
         ),
         (
             after_step(lambda c, m, o, b: c.checkpoint(m, None)),
-            "is not what ctx.prepare() returned",
+            "is not the one that ctx.prepare() returned",
             "model, optimizer = ctx.prepare",
         ),
         (
@@ -1131,29 +1129,29 @@ def mistakes() -> list[Any]:
         ),
         (
             after_step(lambda c, m, o, b: c.samples(DATA, batch=2)),
-            "a second ctx.samples()",
+            "ctx.samples() was called twice",
             "ctx.each(dataset, batch=...)",
         ),
         (
             after_step(lambda c, m, o, b: c.resume()),
-            "ctx.resume() after ctx.samples()",
+            "ctx.resume() was called after ctx.samples()",
             "right after ctx.prepare()",
         ),
         (
             lambda c, m, o: c.backward(torch.zeros(())),
-            "no batch of ctx.samples() is under way",
+            "called outside of a loop over ctx.samples()",
             "a DataLoader is not needed",
         ),
         (lambda c, m, o: c.resume(), "there is no run folder", "hvdtrain.init({'run': 'DIR'})"),
         (
             lambda c, m, o: c.prepare(m, o),
-            "a second ctx.prepare()",
+            "ctx.prepare() was called twice",
             "one optimizer of several groups",
         ),
         (
             lambda c, m, o: c.checkpoint(m, o),
-            "ctx.checkpoint() before ctx.samples()",
-            "inside of the loop",
+            "ctx.checkpoint() was called before ctx.samples()",
+            "inside the loop",
         ),
         (
             lambda c, m, o: c.samples(DATA, batch=0),
@@ -1193,7 +1191,7 @@ def mistakes() -> list[Any]:
         (
             lambda c, m, o: c.mean({"a": 1}, count=-1.5),
             "count=-1.5 is not a number of items",
-            "the loss is the mean over",
+            "the loss averages over",
         ),
         (
             lambda c, m, o: (c.close(), c.mean({"a": 1})),
@@ -1207,12 +1205,12 @@ def mistakes() -> list[Any]:
         ),
         (
             lambda c, m, o: o.add_param_group({"params": []}),
-            "a parameter group after ctx.prepare()",
-            "all groups before it",
+            "a parameter group was added after ctx.prepare()",
+            "all groups before ctx.prepare()",
         ),
         (
             lambda c, m, o: o.load_state_dict({}),
-            "comes from a checkpoint",
+            "gets its state from ctx.resume()",
             "state = ctx.resume(), after prepare()",
         ),
     ]
@@ -1236,7 +1234,7 @@ def test_padded_samples_need_a_count_in_each_call(opened: list[ht.Context]) -> N
     for batch in ctx.samples(tokens, batch=3, epochs=1.5, seed=1):
         calls = [lambda: ctx.log(a=1), lambda: ctx.mean({"a": 1}), lambda: ctx.mean({"a": 1})]
         for call in calls:
-            with pytest.raises(UserError, match="what it is over is not known yet"):
+            with pytest.raises(UserError, match="its count is not known yet"):
                 call()
         before = net.weight.detach().clone()
         if batch.step == 2:
@@ -1262,10 +1260,10 @@ def test_padded_samples_need_a_count_in_each_call(opened: list[ht.Context]) -> N
     model, optimizer = ctx.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
     for _ in ctx.samples(tokens, batch=3, epochs=1):
         with pytest.raises(
-            UserError, match="data.pad gives tokens samples of different lengths"
+            UserError, match="data.pad makes samples of tokens variable-length"
         ) as refused:
             ctx.backward(net.weight.sum())
-        assert "of a mean over samples N is batch.count" in refused.value.fix
+        assert "for a mean over samples, N is batch.count" in refused.value.fix
         break
 
 
@@ -1312,7 +1310,7 @@ def unfit() -> list[Any]:
         (
             in_bf16,
             torch.optim.SGD(in_bf16.parameters(), lr=0.1),
-            "weight is of torch.bfloat16, which a checkpoint cannot hold",
+            "weight has type torch.bfloat16, which a checkpoint cannot store",
             "speed.precision=bf16",
         ),
         (
@@ -1324,20 +1322,20 @@ def unfit() -> list[Any]:
         (
             complex_numbers,
             torch.optim.SGD(complex_numbers.parameters(), lr=0.1),
-            "weight has complex numbers",
+            "weight is complex",
             "torch.view_as_complex()",
         ),
-        (net, stepped, "the optimizer has made steps already", "prepare() first"),
+        (net, stepped, "the optimizer has already made steps", "prepare() first"),
         (
             net,
             scheduled,
-            "a scheduler has this optimizer already",
+            "a scheduler already uses this optimizer",
             "then the scheduler of that optimizer",
         ),
         (
             net,
             torch.optim.SGD([net.weight], lr=0.1),
-            "bias would be trained, and the optimizer does not have it",
+            "bias requires a gradient, but the optimizer does not have it",
             "requires_grad_(False)",
         ),
         (
@@ -1384,22 +1382,26 @@ def test_a_model_and_an_optimizer_that_do_not_belong_together(
     [
         (
             ["epochs=3"],
-            "epochs is not of an own loop",
+            "epochs is not supported in a custom loop",
             "ctx.samples(dataset, batch=..., epochs=...)",
         ),
-        (["model.name=mlp"], "model.name is not of an own loop", "ctx.prepare(model, optimizer)"),
+        (
+            ["model.name=mlp"],
+            "model.name is not supported in a custom loop",
+            "ctx.prepare(model, optimizer)",
+        ),
         (
             ["augment.flip=true"],
-            "augment.flip is not of an own loop",
-            "hvdtrain.train() has it; an own loop has checkpoint, comm",
+            "augment.flip is not supported in a custom loop",
+            "use hvdtrain.train(); a custom loop has checkpoint, comm",
         ),
         (
             ["guard.lost=shrink"],
-            "guard.lost is not of an own loop",
+            "guard.lost is not supported in a custom loop",
             "hvdtrain.run(train, {...}) has guard.lost=shrink",
         ),
         (["cheque.every=3"], "there is no key cheque.every", "did you mean checkpoint.every?"),
-        (["guard.nonfinite=rollback"], "would go back behind the script's back", "stop or skip"),
+        (["guard.nonfinite=rollback"], "cannot undo what a custom loop has done", "stop or skip"),
         (["resume=somewhere"], "resume= needs run=", "run=DIR"),
     ],
 )
@@ -1482,7 +1484,7 @@ def test_values_beside_model_and_optimizer() -> None:
         b"a",
         {(1, 2): 3},
     ):
-        with pytest.raises(UserError, match="which no checkpoint holds"):
+        with pytest.raises(UserError, match="which a checkpoint cannot store"):
             to_arrays({"v": lossy})
     conjugate = torch.tensor([1 + 2j]).conj()
     assert torch.equal(from_arrays(to_arrays({"z": conjugate}))["z"], conjugate)
@@ -1491,18 +1493,18 @@ def test_values_beside_model_and_optimizer() -> None:
         (np.datetime64("2026-01-01"), "datetime64"),
         (torch.eye(2).to_sparse(), "Tensor"),
     ):
-        with pytest.raises(UserError, match=f"v is a {kind}, which no checkpoint holds"):
+        with pytest.raises(UserError, match=f"v is a {kind}, which a checkpoint cannot store"):
             to_arrays({"v": value})
     with pytest.raises(
         UserError,
-        match=r"a.b\[1\] is a object, which no checkpoint holds\n.*\n  fix: numbers, texts",
+        match=r"a.b\[1\] is a object, which a checkpoint cannot store\n.*\n  fix: numbers, texts",
     ):
         to_arrays({"a": {"b": [1, object()]}})
     endless: list[Any] = []
     endless.append(endless)
     with pytest.raises(UserError, match="is nested more than 32 deep"):
         to_arrays({"a": endless})
-    with pytest.raises(UserError, match="MiB beside model and optimizer, at most 256"):
+    with pytest.raises(UserError, match="MiB, but at most 256"):
         to_arrays({"a": np.zeros(2**26)})
     broken = to_arrays({"a": torch.ones(2)})
     with pytest.raises(ValueError, match="KeyError"):

@@ -1,4 +1,4 @@
-"""A script's own loop in JAX: a plain loop of JAX and optax on 1, 2 and 3 ranks, resumed; each call
+"""A custom loop in JAX: a plain loop of JAX and optax on 1, 2 and 3 ranks, resumed; each call
 by hand; the text of each error."""
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ def test_values_beside_parameters_and_state() -> None:
         and found["ema"]["w"][0].shape == (0, 2)
         and isinstance(found["half"], jax.Array)
     )
-    with pytest.raises(UserError, match="key is a PRNGKeyArray, which no checkpoint holds"):
+    with pytest.raises(UserError, match="key is a PRNGKeyArray, which a checkpoint cannot store"):
         to_arrays({"key": jax.random.key(0)})
     broken = to_arrays({"a": jnp.ones(2)})
     broken["e.json"] = np.frombuffer(
@@ -380,7 +380,7 @@ def mistakes() -> list[Any]:
     return [
         (
             no_step,
-            "params, state = ctx.update(gradient, state, params) was not called",
+            "ended without a call of params, state = ctx.update(gradient, state, params)",
             "ctx.value_and_grad(loss_of, at_most=SAMPLES)",
         ),
         (
@@ -390,12 +390,12 @@ def mistakes() -> list[Any]:
         ),
         (
             with_gradient(lambda c, p, s, g, b: c.update(g, s, doubled(p))),
-            "the parameters are not those of the last step",
+            "the parameters are not the ones that the last step returned",
             "ctx.resume()",
         ),
         (
             with_gradient(lambda c, p, s, g, b: c.update(g, doubled(s), p)),
-            "the state is not that of the last step",
+            "the state is not the one that the last step returned",
             "ctx.resume()",
         ),
         (
@@ -420,7 +420,7 @@ def mistakes() -> list[Any]:
         ),
         (
             in_batch(lambda c, p, s, b: c.grad(loss_of)(doubled(p), b)),
-            "the parameters are not those of the last step",
+            "the parameters are not the ones that the last step returned",
             "ctx.update(",
         ),
         (
@@ -431,12 +431,12 @@ def mistakes() -> list[Any]:
         (in_batch(lambda c, p, s, b: c.grad(lambda p, b: 2.0)(p, b)), "the loss is a float", whole),
         (
             in_batch(lambda c, p, s, b: c.grad(loss_of, has_aux=True)(p, b)),
-            "loss_of gives a ",
+            "loss_of returns a ",
             "with has_aux=True a tuple of 2",
         ),
         (
             in_batch(lambda c, p, s, b: c.grad(loss_of, has_count=True)(p, b)),
-            "loss_of gives a ",
+            "loss_of returns a ",
             "a tuple of 2: the mean loss, its count",
         ),
         (
@@ -451,22 +451,22 @@ def mistakes() -> list[Any]:
         ),
         (
             in_batch(lambda c, p, s, b: c.backward(jnp.ones(()))),
-            "ctx.backward() is of another framework",
+            "ctx.backward() does not support the framework",
             "ctx.value_and_grad(loss_of)",
         ),
         (
             in_batch(lambda c, p, s, b: c.accumulate(loss_of, at_most=2)),
-            "ctx.accumulate() is of another framework",
+            "ctx.accumulate() does not support the framework",
             "at_most=SAMPLES",
         ),
         (
             after_step(lambda c, p, s, new, state: c.checkpoint(p, state)),
-            "the parameters are not those of the last step",
+            "the parameters are not the ones that the last step returned",
             "ctx.update(",
         ),
         (
             after_step(lambda c, p, s, new, state: c.checkpoint(new, s)),
-            "the state is not that of the last step",
+            "the state is not the one that the last step returned",
             "ctx.update(",
         ),
         (
@@ -476,7 +476,7 @@ def mistakes() -> list[Any]:
         ),
         (
             lambda c, p, s: c.grad(loss_of)(p, DATA),
-            "no batch of ctx.samples() is under way",
+            "called outside of a loop over ctx.samples()",
             "for batch in ctx.samples",
         ),
         (lambda c, p, s: c.grad(Unhashable()), "loss_of cannot be compiled", "a plain function"),
@@ -491,21 +491,21 @@ def mistakes() -> list[Any]:
             "has_aux=True with at_most=",
             "one of the two",
         ),
-        (stale, "loss_of gets another batch than that of this step", "(params, batch)"),
-        (many, "more than 32 functions", "what changes is an argument"),
+        (stale, "loss_of gets a batch that is not the one of this step", "(params, batch)"),
+        (many, "more than 32 different functions", "pass what changes as an argument"),
         (
             lambda c, p, s: c.prepare(p, OPTIMIZERS["sgd"]),
-            "a second ctx.prepare()",
+            "ctx.prepare() was called twice",
             "one tree of all parameters",
         ),
         (
             lambda c, p, s: c.resume(),
-            "arrays do not change",
+            "JAX arrays cannot be changed",
             "params, state, kept = ctx.resume(params, state)",
         ),
         (
             lambda c, p, s: c.resume(s, p),
-            "the parameters are not those of the last step",
+            "the parameters are not the ones that the last step returned",
             "ctx.prepare()",
         ),
     ]
@@ -530,7 +530,9 @@ def test_parameters_from_before_a_resume_are_refused(make: Any, tmp_path: Path) 
     ctx, params, state = make(run)
     new, _, kept = ctx.resume(params, state)
     assert kept == {} and ctx.step == 1 and named(new) != named(params)
-    with pytest.raises(UserError, match="the parameters are not those of the last step"):
+    with pytest.raises(
+        UserError, match="the parameters are not the ones that the last step returned"
+    ):
         ctx.grad(loss_of)(params, batch_of(ctx))
     ctx.close()
     ctx, params, state = make(run, optimizer=OPTIMIZERS["adamw"])
@@ -593,7 +595,7 @@ def typed_key(params: Any) -> Any:
             {"w": np.arange(3)},
             optax.sgd(0.1),
             "the parameter w is an array of int64",
-            "goes to loss_of beside them",
+            "to loss_of separately",
         ),
         (
             "framework=jax",
@@ -606,14 +608,14 @@ def typed_key(params: Any) -> Any:
             "framework=jax shard.stage=1",
             {"w": X32},
             optax.sgd(0.1),
-            "a whole state on every rank",
+            "the whole state on every rank",
             "shard.stage=0",
         ),
         (
             "framework=jax speed.precision=fp64",
             {"w": X32},
             optax.sgd(0.1),
-            "keep the number types",
+            "keep the types",
             "jax_enable_x64",
         ),
     ],
@@ -632,9 +634,12 @@ def test_what_is_not_trained(
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        ("framework=numpy", "framework=numpy has no own loop\n.*\n  fix: framework=jax or torch"),
+        (
+            "framework=numpy",
+            "framework=numpy does not support custom loops\n.*\n  fix: framework=jax or torch",
+        ),
         ("framework=jax comm.local_steps=2", "framework=jax"),
-        ("framework=jax guard.lost=shrink", "guard.lost is not of an own loop"),
+        ("framework=jax guard.lost=shrink", "guard.lost is not supported in a custom loop"),
     ],
 )
 def test_keys_that_do_not_go_together(words: str, what: str) -> None:

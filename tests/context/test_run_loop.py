@@ -107,7 +107,7 @@ def test_one_process(tmp_path: Path) -> None:
         (
             print,
             ["guard.lost=restart", "run=somewhere"],
-            "guard.lost is not of an own loop",
+            "guard.lost is not supported in a custom loop",
             "guard.lost=shrink",
         ),
         (

@@ -171,7 +171,7 @@ def test_a_safetensors_file_is_mapped(tmp_path: Path) -> None:
     ):
         source(str(path))
     with pytest.raises(
-        UserError, match=r"gave the path .*data\.npz\n.*\n  fix: a file NAME\.safetensors"
+        UserError, match=r"returned the path .*data\.npz\n.*\n  fix: a file NAME\.safetensors"
     ):
         source("data.npz")
     with pytest.raises(UserError, match="cannot be read"):
@@ -274,8 +274,8 @@ def test_what_is_wrong_with_a_sample_is_an_error_with_its_number(
         (Flawed("text"), "x of sample 7 of .* is a str: seven"),
         (
             Flawed("own generator"),
-            "sample 0 of .* differs in x when it is read again: it draws from a generator of its "
-            "own",
+            "sample 0 of .* has another x when it is read again: the Dataset has its own random "
+            "generator",
         ),
         (
             (Flawed(), ragged_rows),
@@ -332,8 +332,8 @@ def test_what_is_wrong_with_a_sample_is_an_error_with_its_number(
         ({"x": GREY[:0], "y": LABELS[:0]}, "mine:numbers, train has no samples"),
         (
             {"x": np.ma.masked_array(X, X > 7), "y": Y},
-            r"field x of .* is a masked array \(4 of 12 values are masked\), whose mask would be "
-            r"lost",
+            r"field x of .* is a masked array \(4 of 12 values are masked\), and its mask would "
+            "be lost",
         ),
         (
             Items([(np.ma.masked_array(x), y) for x, y in zip(X, Y, strict=True)]),
@@ -341,7 +341,7 @@ def test_what_is_wrong_with_a_sample_is_an_error_with_its_number(
         ),
         (
             {"x": torch.eye(4).to_sparse(), "y": Y},
-            r"field x of .* is a tensor without an array: .*\n.*\n  fix: a dense tensor",
+            r"field x of .* cannot be converted to an array: .*\n.*\n  fix: a dense tensor",
         ),
         (
             DataLoader(Items([1, 2]), sampler=WeightedRandomSampler([1, 1], 2)),
@@ -372,7 +372,7 @@ def test_data_without_an_index_are_refused() -> None:
         (number for number in range(3)),
         torch.utils.data.Dataset(),
     ):
-        stopped = "no rank can take its exact share, and no job can go on where it stopped"
+        stopped = "no rank can take its exact share, so no job could resume"
         message = (
             f"{stopped}\n.*\n  fix: (list\\(\\) of it; or )?a Dataset with __len__ and __getitem__"
         )
@@ -387,7 +387,9 @@ def test_what_workers_cannot_have() -> None:
         r"lambda.*data\.workers=0",
     ):
         source((Flawed(), lambda samples: rows(samples[:1])), workers=1)
-    with pytest.raises(UserError, match="data.workers=1 are processes that read a torch Dataset"):
+    with pytest.raises(
+        UserError, match="data.workers=1 starts processes that read a torch Dataset"
+    ):
         source({"x": X, "y": Y}, workers=1)
 
 
@@ -569,7 +571,7 @@ def test_threads_do_not_run_the_users_code() -> None:
         open_datasets(configure(None, [*words, "data.ahead=2"]))
     with pytest.raises(
         UserError,
-        match=r"data\.workers=1 are processes that decode .*; data\.name=digits has threads",
+        match=r"data\.workers=1 starts processes that decode .*; data\.name=digits has threads",
     ):
         open_datasets(configure(None, ["data.workers=1"]))
 
@@ -619,12 +621,12 @@ def test_columns_of_a_hugging_face_dataset() -> None:
         ({"x": [1.0, None], "y": [0, 1]}, "column 'x' of .* lacks 1 values"),
         (
             {"a": [1.0], "b": [[1.0]], "y": [0]},
-            "column 'b' of .* has lists, beside other columns of inputs",
+            "column 'b' of .* contains lists, and there are other input columns",
         ),
     ):
         with pytest.raises(UserError, match=message):
             source(datasets.Dataset.from_dict(table))
-    with pytest.raises(UserError, match="is all splits at once: train, test"):
+    with pytest.raises(UserError, match="contains all splits: train, test"):
         source(whole.train_test_split(0.5))
     with pytest.raises(UserError, match="no rank can take its exact share"):
         source(whole.to_iterable_dataset())

@@ -75,8 +75,8 @@ def test_a_row_has_its_sequences_and_their_segments(of: Callable[[Any], Any]) ->
     lengths = source.known_lengths("tokens")
     assert lengths is not None and lengths.tolist() == [5, 4]
     assert source.notes[-1] == (
-        "training: 3 sequences in 2 rows of 6 tokens, 75.0% of which are real; left out, as "
-        "nothing is predicted in one token: 1"
+        "training: 3 sequences in 2 rows of 6 tokens, 75.0% real tokens; left out, as nothing is "
+        "predicted in one token: 1"
     )
     task = language.build("language", source, source, "here")
     assert task.weight(batch) == 6 and language.restore(task.facts()) == task
@@ -165,7 +165,7 @@ LANGUAGE = "task.name=language"
 MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (
         _train(LANGUAGE, PACK, model=sequence_jobs.made(sequence_jobs.NextToken)),
-        "NextToken has no parameters tokens and segments",
+        "tokens and segments to forward.. of NextToken",
     ),
     (_train(LANGUAGE, "data.pack=20"), "sequence 4 has 22 tokens, and a row has 20"),
     (
@@ -173,10 +173,10 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
         "no training sequence has two tokens",
     ),
     (_train(PACK), "this is task.name=classification"),
-    (_train(PACK, loss=sequence_jobs.loss_of_rows), "this job has a loss of a script"),
+    (_train(PACK, loss=sequence_jobs.loss_of_rows), "this job has a custom loss"),
     (
         _train(LANGUAGE, PACK, train_data={"x": np.ones((50, 3))}),
-        "the data have x, and no 'tokens' for data.pad or data.pack",
+        "data.pad or data.pack names the field 'tokens', but the data only have x",
     ),
     (
         _train(LANGUAGE, PACK, train_data={"tokens": tokens(), "segments": np.ones(50)}),
@@ -199,7 +199,7 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (_train(LANGUAGE, PACK, "recipe.warmup=200 tokens"), "tokens"),
     (
         lambda: hvdtrain.train({"data.name": "text"}, LANGUAGE, PACK),
-        "those of data.name=text have one",
+        "all samples of data.name=text have the same",
     ),
     (lambda: hvdtrain.init(PACK), "data.pack"),
 ]

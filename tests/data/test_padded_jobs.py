@@ -133,7 +133,7 @@ def test_a_metric_of_a_library_counts_no_padding() -> None:
         (f1(), ()),
     ):
         with pytest.raises(
-            UserError, match=r"metric of: \w+ would take the padding of y, -100, for targets"
+            UserError, match=r"metric of: \w+ would treat the padding of y, -100, as targets"
         ) as caught:
             job(of=(metric, "max", *inputs))
         assert "batch['y_mask']" in caught.value.fix
@@ -213,9 +213,11 @@ def test_what_a_run_is_asked_has_any_length_and_no_masks() -> None:
     }
     with pytest.raises(
         UserError,
-        match=r"x is int64 \(2, 24\), and the model was trained on rows of int64 \(up to 23\)",
+        match=r"x is int64 \(2, 24\), but the model was trained on rows of int64 \(up to 23\)",
     ) as caught:
         run.transform(rows | {"tokens": np.ones((2, 24), np.int64)})
     assert caught.value.fix == "an array (n, 1 to 23)"
-    with pytest.raises(UserError, match="the data have mask, which the lengths of tokens say"):
+    with pytest.raises(
+        UserError, match="the data have mask, but the mask is computed from the lengths of tokens"
+    ):
         hvdtrain.predict(run, {"tokens": data["tokens"], "mask": rows["mask"]})

@@ -215,12 +215,14 @@ def test_a_dataset_may_tell_its_lengths() -> None:
     assert len(set(read)) <= 2 and source.fields["tokens"].shape == (23,)
     Told.lengths = Told.lengths // 2
     with pytest.raises(
-        UserError, match=r"sample \d+ of mine has \d+ rows of tokens, and the longest one had 11"
+        UserError,
+        match=r"sample \d+ of mine has \d+ rows of tokens, but the longest sample had "
+        "11",
     ):
         as_source(Told(tokens()), "mine", "here", padding=PADDING).read(np.arange(50))
     Told.lengths = Told.lengths[:4]
     with pytest.raises(
-        UserError, match=r"`lengths` of mine has int64 \(4,\) for tokens, and there are 50 samples"
+        UserError, match=r"`lengths` of mine has int64 \(4,\) for tokens, but there are 50 samples"
     ):
         as_source(Told(tokens()), "mine", "here", padding=PADDING)
 
@@ -321,12 +323,12 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (_train("task.name=language"), r"samples of tokens of .* have 1 to 23 rows"),
     (
         _train("data.pad={token: 0}", data=ROWS | {"x": np.ones((50, 3))}),
-        "the data have x, y, and no 'token' for data.pad",
+        "the field 'token', but the data only have x, y",
     ),
     (_train(PAD_TOKENS, "data.mask={tokens: y}"), "the mask of tokens cannot be called 'y'"),
     (
         lambda: hvdtrain.train({"data.name": "digits"}, "data.mask={x: real}"),
-        "data.mask is of data of your own",
+        "data.mask needs your own data",
     ),
     (
         lambda: hvdtrain.train(
@@ -339,7 +341,7 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     ),
     (
         _train(PAD_TOKENS, "data.mask={x: real}"),
-        "data.mask names the mask of x, which data.pad does not have",
+        "data.mask has x, but data.pad does not",
     ),
     (_train("data.pad={tokens: .nan}"), r"data.pad is nan\n.*\n  fix: give a finite number"),
     (
@@ -352,10 +354,10 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     ),
     (_train("data.pad={tokens: 0.5}"), "data.pad has 0.5 for tokens, which is int64"),
     (_train("data.pad={y: 0, tokens: 0}"), r"data.pad has y of .*, which is an array \(50,\)"),
-    (_train("data.pad={x: 0}", data=ROWS), "task.name=classification takes x of one length"),
+    (_train("data.pad={x: 0}", data=ROWS), "task.name=classification needs x of one length"),
     (
         _train("data.pad={x: 0}", data=ROWS, loss=sequence_jobs.loss_of_rows),
-        "model.name=wide_resnet takes samples of one length",
+        "model.name=wide_resnet needs samples of one length",
     ),
     (
         _train(
@@ -364,7 +366,7 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
             model=torch.nn.Linear(3, 1),
             loss=torch.nn.MSELoss(),
         ),
-        "take the padding of y, 0, for",
+        "treat the padding of y, 0, as",
     ),
     (
         _train(
@@ -373,17 +375,17 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
             model=torch.nn.Linear(3, 1),
             loss=torch.nn.CrossEntropyLoss(),
         ),
-        "take the padding of y",
+        "treat the padding of y",
     ),
     (
         _train(
             "data.pad={x: 0, y: 0}", "task.name=regression", data=PAIRS, model=torch.nn.Linear(3, 1)
         ),
-        "takes [xy] of one length",
+        "needs [xy] of one length",
     ),
     (
         _train("data.pad={x: 0}", "task.name=regression", data=ROWS, model=torch.nn.Linear(3, 1)),
-        "takes x of one length",
+        "needs x of one length",
     ),
     (
         _train(
@@ -393,7 +395,7 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
             model=torch.nn.Linear(3, 2),
             loss=sequence_jobs.loss_of_rows,
         ),
-        "whose mean and deviation would be those of the padding too",
+        "whose mean and deviation would include the padding",
     ),
     (
         _train(PAD_TOKENS, "framework=jax", "task.name=language"),
@@ -422,11 +424,11 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     ),
     (
         lambda: hvdtrain.train({"data.name": "digits"}, "data.pad={x: 0}"),
-        "those of data.name=digits have one",
+        "all samples of data.name=digits have the same",
     ),
     (
         lambda: hvdtrain.init("data.pad={x: 0}", "data.bucket_by=length"),
-        "data.bucket_by is not of an own loop",
+        "data.bucket_by is not supported in a custom loop",
     ),
     (
         lambda: hvdtrain.init("data.pad={x: 0}", "framework=jax"),

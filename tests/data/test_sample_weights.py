@@ -114,7 +114,8 @@ def test_a_job_is_the_same_on_ranks_and_resumed_on_another_number(tmp_path: Path
     assert np.abs(field["fc.weight"] - classes["fc.weight"]).max() > 1e-3
     with pytest.raises(
         UserError,
-        match=r"another data.shuffle: 'data.sample_weights \w+', this job has 'data.sample_weights",
+        match=r"another data.shuffle: 'data.sample_weights \w+', "
+        "but this job has 'data.sample_weights",
     ):
         weighted_jobs.trained(tmp_path / "field", "balanced", "stop.steps=12")
     with pytest.raises(UserError, match="another data.shuffle"):
@@ -187,12 +188,12 @@ MISTAKES = [
     (_with(weights=-weighted_jobs.data()["weight"]), "the weight of sample 1 is -0."),
     (_with(weights=np.full(60, np.nan)), "the weight of sample 0 is nan"),
     (_with(weights=np.zeros(60)), "all weights are 0"),
-    (_with(weights=np.ones(59)), r"weights are float64 \(59,\), and there are 60 training samples"),
+    (_with(weights=np.ones(59)), r"weights are float64 \(59,\), but there are 60 training samples"),
     (_with(weights=3), "sample_weights is a int"),
     (_with(weights="x"), r"weights are float64 \(60, 4\)"),
     (
         _with(weights="balanced", words=["task.name=regression"], data={"y": np.ones((60, 2))}),
-        "balanced is of classes: y is float64",
+        "balanced needs classes: y is float64",
     ),
     (
         _with(words=["data.shuffle=blocks"]),
@@ -203,16 +204,16 @@ MISTAKES = [
     (_with(words=["augment.cutmix=0.2"]), "does not support augment.cutmix=0.2"),
     (_with(words=["augment.flip=alternating"]), "does not support augment.flip=alternating"),
     (_with(words=["recipe.sample_noise=0.5", "optim.base_batch=6"]), "recipe.sample_noise=0.5"),
-    (lambda: hvdtrain.train({"val_data": 1}, sample_weights=np.ones(3)), "no train_data is given"),
+    (lambda: hvdtrain.train({"val_data": 1}, sample_weights=np.ones(3)), "train_data is not given"),
     (
         lambda: hvdtrain.train(
             {}, "data.val_share=0.1", train_data=weighted_jobs.data(), sample_weights=np.ones(60)
         ),
-        "which data.val_share=0.1 chooses",
+        "but data.val_share=0.1 chooses",
     ),
     (
         lambda: hvdtrain.init("data.sample_weights=balanced"),
-        "data.sample_weights is not of an own loop",
+        "data.sample_weights is not supported in a custom loop",
     ),
 ]
 

@@ -322,7 +322,7 @@ def test_stage_folders_that_cannot_be_used(root: Path, tmp_path: Path) -> None:
         os.chown(own, 12345, 12345)
         with pytest.raises(UserError, match="belongs to user 12345"):
             stage_data("other", root, {}, disk, WHERE)
-    with pytest.raises(UserError, match="digits has no files, there is nothing to stage"):
+    with pytest.raises(UserError, match="digits has no files to stage"):
         stage_data("digits", None, {}, disk, WHERE, digits.STAGING)
 
 

@@ -126,7 +126,7 @@ def test_a_column_that_numbers_the_rows_is_not_an_input(tmp_path: Path) -> None:
         1.5,
         2.5,
     ]
-    with pytest.raises(UserError, match="'Unnamed: 0' of data is the index of a table of pandas"):
+    with pytest.raises(UserError, match="'Unnamed: 0' of data is the index of a pandas table"):
         as_source(read, "data", "train_data")
     with pytest.raises(UserError, match="which of y, target of data is y") as caught:
         as_source(frame.assign(target=frame.y), "data", "train_data")
@@ -273,13 +273,13 @@ def test_names_of_classes_in_a_table(
     assert main(["evaluate", "run", "data.root=other"]) == 2
     assert "y has no names of classes, as the run has: cat, dog, emu" in capsys.readouterr().err
     write("train", ["dog", None, "cat"])
-    with pytest.raises(UserError, match="lacks 1 values|has names of classes, and ''"):
+    with pytest.raises(UserError, match="lacks 1 values|has class names, but also ''"):
         build(library, Path(), "train")
     write("train", ["dog", "cat"], town=["Rome", "Oslo"])
     with pytest.raises(UserError, match="column town.* expected .*") as caught:
         build(library, Path(), "train")
     assert "data.fields={x: [a], y: label}" in caught.value.fix
-    with pytest.raises(UserError, match="predicts numbers, and y has texts: cat, dog"):
+    with pytest.raises(UserError, match="predicts numbers, but y contains strings: cat, dog"):
         hvdtrain.train(
             {},
             *job,
@@ -310,13 +310,13 @@ def test_names_of_classes_that_are_not_as_others(
         build(library, Path(), "val")
     with monkeypatch.context() as patch:
         patch.setattr(class_names, "_MOST_NAMES", 2)
-        with pytest.raises(UserError, match="has 3 different texts or more: are they classes"):
+        with pytest.raises(UserError, match="has at least 3 different strings: are they classes"):
             build(library, Path(), "train")
     if library == "parquet":
         for labels, kind, message in (
-            (["1", "10", "2"], "int64", "has numbers as texts, as '1'"),
-            (["1.5", "-2e3"], "float64", "has numbers as texts, as '-2e3'"),
-            (["cat", "7"], "as class_7", "names of classes, and the number 7"),
+            (["1", "10", "2"], "int64", "contains numbers as text, such as '1'"),
+            (["1.5", "-2e3"], "float64", "contains numbers as text, such as '-2e3'"),
+            (["cat", "7"], "as class_7", "mixes class names with numbers, such as 7"),
         ):
             write("train", labels)
             with pytest.raises(UserError, match=message) as caught:
@@ -340,9 +340,9 @@ def test_names_of_classes_that_are_not_as_others(
 
 def test_names_of_classes_of_npz_are_refused_with_the_words_that_count_them(tmp_path: Path) -> None:
     np.savez(tmp_path / "t.npz", x=np.ones((2, 3)), y=np.array(["cat", "dog"]))
-    with pytest.raises(UserError, match="y has texts") as error:
+    with pytest.raises(UserError, match="y has strings") as error:
         npz.build("npz", tmp_path / "t.npz", "train")
-    assert "the numbers that np.unique(y, return_inverse=True)[1] gives" in error.value.fix
+    assert "the numbers that np.unique(y, return_inverse=True)[1] returns" in error.value.fix
 
 
 def test_a_file_of_one_array_is_not_called_damaged(tmp_path: Path) -> None:

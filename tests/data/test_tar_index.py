@@ -53,9 +53,9 @@ def test_incomplete_samples(tmp_path: Path) -> None:
 def test_a_sample_that_is_there_twice(tmp_path: Path) -> None:
     output = one_archive(tmp_path, [*sample(2, 0), *sample(3, 1), *sample(2, 1)])
     assert (
-        "sample 2 is in the archive twice: other members lie between\n  where: "
-        f"{tmp_path / 'train-0.tar'}: 2." in output
-    )
+        "sample 2 is in the archive twice, with other members in between\n  where: "
+        f"{tmp_path / 'train-0.tar'}: 2."
+    ) in output
     write(tmp_path / "train-0.tar", [*sample(1, 0), *sample(2, 1)])
     # archives may count from the same number
     write(tmp_path / "train-1.tar", [*sample(1, 1), *sample(2, 0)])

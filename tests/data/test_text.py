@@ -62,8 +62,12 @@ def test_bytes_become_text_again() -> None:
     ("content", "more", "what"),
     [
         (b"fine\nline \xff two", [], "byte 10 is not UTF-8"),
-        (b"short", ["data.context=5"], "5 tokens are fewer than data.context=5 and one more"),
-        (b"", [], "0 tokens are fewer than"),
+        (
+            b"short",
+            ["data.context=5"],
+            "5 tokens are too few: data.context=5 needs at least one more",
+        ),
+        (b"", [], "0 tokens are too few"),
         (b"some text", ["data.context=0"], "a context of 0 tokens is impossible"),
     ],
 )
@@ -137,7 +141,7 @@ def replacing(kind: str, **what: Any) -> dict[str, Any]:
 
 
 DAMAGED = "the tokenizer is damaged"
-UNKNOWN = "has no tokens for 'the', and no unknown token that would stand for it"
+UNKNOWN = "has no tokens for 'the', and no unknown token to replace it"
 BPE = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
 WRONG_TOKENIZERS: list[tuple[Any, str]] = [
     (None, "no such file"),
@@ -147,7 +151,7 @@ WRONG_TOKENIZERS: list[tuple[Any, str]] = [
     ),
     *((changed(model={"vocab": {"a": number}}), DAMAGED) for number in (-1, 1.5, "x", None, 2**32)),
     *(
-        (changed(model={"vocab": {"a": number}}), f"has the number {number}, at most")
+        (changed(model={"vocab": {"a": number}}), f"has token number {number}; the largest")
         for number in (2**24, 2**32 - 1)
     ),
     *((changed(model={"vocab": vocabulary}), UNKNOWN) for vocabulary in ({}, {"zebra": 0})),

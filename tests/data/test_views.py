@@ -136,7 +136,7 @@ def test_views_are_of_images() -> None:
     for field in (Field("float64", (7,)), Field("uint8", (1, 9, 3)), Field("float32", (3, 9, 1))):
         with pytest.raises(
             UserError,
-            match="evaluate.views=6 is of images of 2 x 2 pixels or more; the data have x",
+            match="evaluate.views=6 needs images of at least 2 x 2 pixels; the data have x",
         ):
             make_views(config, {"x": field})
     assert make_views(configure(None, []), {}) == Views(), "one view is of anything"

@@ -302,8 +302,8 @@ def test_labels_beyond_the_classes(tmp_path: Path) -> None:
     output = refusal(tmp_path, classes=2)
     assert (
         f"label 2 is outside 0..1\n  where: {tmp_path / 'train' / 'a-000000.tar'}: 2.png\n  fix: "
-        "correct it, or data.classes=N" in output
-    )
+        "correct it, or set data.classes=N"
+    ) in output
     write(tmp_path / "val" / "b.tar", [*sample(4, 0), *sample(5, 3)])
     assert f"label 3 is outside 0..2\n  where: {tmp_path / 'val' / 'b.tar'}: 5.png" in refusal(
         tmp_path, "val"

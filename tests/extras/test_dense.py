@@ -197,10 +197,10 @@ def test_dense_parts_that_cannot_be_cut_are_refused() -> None:
         expected,
     )
     refused = {
-        "a linear layer of 'head' is there twice": Own(nn.Sequential(twice, act, twice)),
-        "'head', which is to be cut over ranks, has no linear layer": Own(Scaled(nn.Linear(2, 2))),
+        "'head' contains the same linear layer twice": Own(nn.Sequential(twice, act, twice)),
+        "'head', the dense part, has no linear layer": Own(Scaled(nn.Linear(2, 2))),
         "MLP has no attribute `dense_part`": mlp.build("mlp", (2, 2, 1), 3),
-        "head.1 is BatchNorm1d, which cannot be computed neuron by neuron": Own(
+        "head.1 is BatchNorm1d, which cannot be divided by neurons": Own(
             nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
         ),
     }

@@ -276,8 +276,7 @@ def test_a_task_whose_samples_weigh_differently_has_one_update_a_step() -> None:
     config = configure(None, ["model.name=convnet", "parallel.dense=c", "parallel.dense_updates=2"])
     with pytest.raises(
         UserError,
-        match="the samples of this task do not all weigh the same, and the weight of a turn is "
-        "not known",
+        match="the samples of this task have different weights, so the weight of a turn is unknown",
     ) as caught:
         build_learner(config, task, SingleProcessCommunicator())
     assert (

@@ -341,7 +341,7 @@ def test_the_record_waits_for_the_run_folder(
     [
         (["--min", "2", "--", "run=r"], "--min needs --elastic"),
         (["--elastic", "--", "epochs=1"], "the job needs a run folder"),
-        (["--elastic", "--", "check", "run=r"], "check runs once"),
+        (["--elastic", "--", "check", "run=r"], "check runs only once"),
         (
             ["--elastic", "--", "run=r", "resume=no"],
             "resume=no would start the job from the beginning each time",
@@ -352,9 +352,9 @@ def test_the_record_waits_for_the_run_folder(
         ),
         (
             ["--elastic", "-np", "2", "--", "run=r"],
-            "-np does not go with --elastic\n.*\n  fix: --max 2",
+            "-np is not supported with --elastic\n.*\n  fix: --max 2",
         ),
-        (["--elastic", "--slurm", "--", "run=r"], "--slurm does not go with --elastic"),
+        (["--elastic", "--slurm", "--", "run=r"], "--slurm is not supported with --elastic"),
         (["--elastic", "--min", "4", "--max", "2", "--", "run=r"], "--min 4 is more than --max 2"),
         (["--elastic", "--min", "0", "--", "run=r"], "--min 0 is not a number of ranks"),
         (

@@ -129,11 +129,11 @@ def test_a_damaged_codebook_is_refused(content: bytes) -> None:
         (["data.side=3"], "data.side=3 does not divide 8 pixels"),
         (["data.colours=18"], "the pixels have 17 colours; data.colours=18 asks for more"),
         (["data.colours=1"], "1 colours are impossible"),
-        (["data.source=image_tokens"], "data.source=image_tokens names no images"),
+        (["data.source=image_tokens"], "data.source=image_tokens is not a data set of images"),
         (["data.source=text", "data.root=x"], "no such file|cannot be read|has no images"),
         (
             ["data.source=synthetic", "data.source_options={shape: [4, 6, 3]}"],
-            "images of 4x6x3 have no tokens",
+            "images of 4x6x3 cannot be converted to tokens",
         ),
         (
             ["data.source=synthetic", "data.source_options={sample: 4}"],
@@ -143,8 +143,8 @@ def test_a_damaged_codebook_is_refused(content: bytes) -> None:
             ["data.source_options={root: x}"],
             "root is a key of data, not an option of data.source=digits",
         ),
-        (["data.stage=/tmp"], "image_tokens reads its files once"),
-        (["augment.flip=true"], "augmentation is of images"),
+        (["data.stage=/tmp"], "image_tokens reads its files only once"),
+        (["augment.flip=true"], "augmentation needs images"),
     ],
 )
 def test_what_is_refused(words: list[str], what: str) -> None:

@@ -143,7 +143,7 @@ def test_what_cannot_be_sampled(
     assert main(["model.name=linear", "max_steps=1", "run=classes"]) == 0
     assert main(["sample", "classes", "--png", "other.png"]) == 2
     assert (
-        "sample draws what data.name=image_tokens and text have; the run has data.name=digits"
+        "sample supports data.name=image_tokens and text; the run has data.name=digits"
         in capsys.readouterr().err
     )
 
@@ -156,8 +156,8 @@ def test_a_codebook_of_another_model(
     (run / "codebook.json").write_text('{"colours": [[0], [255]]}')
     assert main(["sample", str(run), "--count", "1", "--png", str(tmp_path / "grid.png")]) == 2
     assert (
-        "the codebook has 2 colours, the model 4" in capsys.readouterr().err
+        "the codebook has 2 colours, but the model has 4" in capsys.readouterr().err
         and not (tmp_path / "grid.png").exists()
     )
     assert main(["sample", str(run), "--prompt", "x"]) == 2
-    assert "--prompt is of text; the run has data.name=image_tokens" in capsys.readouterr().err
+    assert "--prompt is for text; the run has data.name=image_tokens" in capsys.readouterr().err

@@ -81,7 +81,9 @@ def test_a_folder_that_cannot_be_taken_is_three_lines(
 def test_where_the_data_is_does_not_make_another_lab(tmp_path: Path) -> None:
     take_folder(tmp_path / "a", {"lab": "3", "quick": False})
     assert json.loads((tmp_path / "a" / STAMP).read_text()) == {"lab": "3", "quick": False}
-    with pytest.raises(UserError, match='holds another run of a lab: {"lab": "3", "quick": false}'):
+    with pytest.raises(
+        UserError, match='contains another run of a lab: {"lab": "3", "quick": false}'
+    ):
         take_folder(tmp_path / "a", {"lab": "3", "quick": True})
 
 
@@ -136,7 +138,7 @@ def test_a_notebook_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixtur
     )
     before = path.read_bytes()
     for words in ([f"--notebook={path}"], ["--notebook", str(path)]):
-        with pytest.raises(UserError, match=r"a=b\.ipynb is there already") as refused:
+        with pytest.raises(UserError, match=r"a=b\.ipynb already exists") as refused:
             lab(["1", *words])
         assert refused.value.fix == "another name; or remove it" and path.read_bytes() == before
     for words in (

@@ -263,7 +263,7 @@ def test_names_of_excluded_parameters(capsys: pytest.CaptureFixture[str]) -> Non
         ([*SMALL, "model.name=mlp"], ["framework=numpy does not support model.name=mlp"]),
         (
             [*SMALL, "optim.name=torch.optim.SGD"],
-            ["torch.optim.SGD is a torch optimizer, framework=numpy needs a rule"],
+            ["torch.optim.SGD is a torch optimizer, but framework=numpy needs a rule"],
         ),
         (["--config", "none.yaml"], ["cannot read the configuration", "none.yaml"]),
     ],

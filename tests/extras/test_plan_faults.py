@@ -108,7 +108,7 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan([*DATA, "--ranks", "8", "--faults", "epochs=1"]) == 0
     for words, message in (
         ("restrat=1", "--faults has no 'restrat'"),
-        ("lost_speed=8.5", "lost_speed=8.5: of 8 ranks none would be left"),
+        ("lost_speed=8.5", "lost_speed=8.5 leaves no speed to 8 ranks"),
     ):
         with pytest.raises(UserError, match=message):
             plan([*DATA, "--ranks", "8", "--faults", words])

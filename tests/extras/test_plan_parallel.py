@@ -212,7 +212,7 @@ def test_what_does_not_fit_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--ranks", "2,4"], "plan --parallel ranks the meshes of one number of ranks"),
+        (["--ranks", "2,4"], "plan --parallel compares meshes of one number of ranks"),
         (["--gflops", "fast"], "fast is not a speed"),
         (["--between", "fast"], "cannot read the link 'fast'"),
         (["--ranks-per-node", "0"], "0 is not a number of ranks"),

@@ -74,7 +74,9 @@ def test_the_lines_say_which_cut_is_the_jobs(capsys: pytest.CaptureFixture[str])
         and "m=4*" in two
         and "parallel.balance=seconds, as this job: no other cut" in two
     )
-    assert "interleaved" in two and "interleaved" not in four, "6 units make no 8 stages"
+    assert "interleaved" in two and "interleaved" not in four, (
+        "6 units cannot be divided into 8 stages"
+    )
     bars = [len(bar) for bar in re.findall("#+", two)]
     assert len(bars) == 4 and max(bars[:2]) == 30 == max(bars[2:]), "the slowest stage of each cut"
 
@@ -83,22 +85,22 @@ def test_the_lines_say_which_cut_is_the_jobs(capsys: pytest.CaptureFixture[str])
     ("arguments", "expected"),
     [
         (["--ranks", "1,2"], "a pipeline has 2 ranks or more"),
-        (["--ranks", "7"], "a model of 6 units makes no 7 stages"),
+        (["--ranks", "7"], "a model of 6 units cannot be divided into 7 stages"),
         (
             ["parallel.pipeline=2", "parallel.balance=1,1,4"],
             "parallel.balance=[1, 1, 4] has 3 stages, but the pipeline has 2",
         ),
         (
             ["parallel.pipeline=2", "parallel.balance=5,2"],
-            "parallel.balance=[5, 2] has 7 units, the model has 6: flatten, fc1, relu1",
+            "parallel.balance=[5, 2] has 7 units, but the model has 6: flatten, fc1, relu1",
         ),
         (
             ["model.name=convnet", "model.widths=[2]"],
-            "training changes norm1.running_var of Sequential, a buffer",
+            "training changes the buffer norm1.running_var of Sequential",
         ),
         (
             ["model.name=wide_resnet", "model.widths=[2,2,2,2]"],
-            "WideResNet does not say where it may be cut into stages",
+            "WideResNet does not define where it can be divided into stages",
         ),
     ],
 )

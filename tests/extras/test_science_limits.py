@@ -78,15 +78,13 @@ def test_links_of_hdf5_are_not_followed_to_other_files(tmp_path: Path) -> None:
     assert of("soft") == of("/g/near") == of("g//x") == [0, 1, 2, 3]
     for name, link in {"away": "away", "g/away/x": "away", "/g/by": "away"}.items():
         found = error_of(lambda name=name: of(name))
-        assert (
-            f"the numbers of {name} are in another file, {str(pipe)[:100]} by the link {link}"
-            in found
-        )
+        where = f"{str(pipe)[:100]} by the link {link}"
+        assert f"{name} is only a link: its numbers are in another file, {where}" in found
     for name in ("virtual", "raw"):
-        assert f"the numbers of {name} are in another file, to which" in error_of(
+        assert f"{name} is only a link: its numbers are in another file" in error_of(
             lambda name=name: of(name)
         )
-    assert "the links of circle lead to each other" in error_of(lambda: of("circle"))
+    assert "the links of circle form a circle" in error_of(lambda: of("circle"))
     assert "the file has no dangling; it has /g/x, /y" in error_of(lambda: of("dangling"))
 
 

@@ -304,7 +304,9 @@ def test_names_of_classes_are_refused_with_the_words_that_count_them(
         group.create_array("y", shape=(3,), dtype=texts.dtype)[:] = texts
     build = hdf5.build if library.startswith("hdf5") else zarr.build
     for options in ({}, {"fields": {"x": "x", "y": "y"}}):
-        with pytest.raises(UserError, match="y has texts .*, expected integers or floats") as error:
+        with pytest.raises(
+            UserError, match="y has strings .*, expected integers or floats"
+        ) as error:
             build("name", path, "train", **options)  # type: ignore[arg-type]
         assert "unpickling" not in str(error.value)
-        assert "the numbers that np.unique(y, return_inverse=True)[1] gives" in error.value.fix
+        assert "the numbers that np.unique(y, return_inverse=True)[1] returns" in error.value.fix

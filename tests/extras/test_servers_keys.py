@@ -93,7 +93,9 @@ def test_what_commands_refuse(arguments: list[str], what: str, capsys: Any) -> N
 def test_a_loop_of_a_script_has_no_servers() -> None:
     from hvdtrain import init
 
-    with pytest.raises(UserError, match="servers.count is not of an own loop") as caught:
+    with pytest.raises(
+        UserError, match="servers.count is not supported in a custom loop"
+    ) as caught:
         init("servers.count=1")
     assert "a worker makes no step" in caught.value.fix
 

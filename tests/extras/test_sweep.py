@@ -83,7 +83,7 @@ def test_draws_are_those_of_the_seed_within_their_ranges_and_more_trials_begin_w
         ("--grid optim.base_lr=0.1,0.1", "optim.base_lr=0.1 is listed twice"),
         ("--grid optim.base_lr=0.1,,0.2", "optim.base_lr has an empty value"),
         ("--grid optim.base_lr=0.1 --random optim.base_lr=log:1:2", "optim.base_lr is swept twice"),
-        ("--grid optim.base_lr=0.1 optim.base_lr=0.2", "optim.base_lr is given, and swept"),
+        ("--grid optim.base_lr=0.1 optim.base_lr=0.2", "optim.base_lr is both given and swept"),
         ("--grid optim.base_rl=0.1", "optim.base_rl"),
         ("--grid optim.base_lr=0.1,fast", "optim.base_lr.*\n.*in the trial optim.base_lr=fast"),
         ("--grid run=a,b", "run cannot be swept"),
@@ -91,20 +91,20 @@ def test_draws_are_those_of_the_seed_within_their_ranges_and_more_trials_begin_w
         ("--grid optim.base_lr", "cannot read --grid optim.base_lr"),
         ("--random optim.base_lr=log:0:1", "a logarithmic range begins above 0, not at 0"),
         ("--random optim.base_lr=log:1:0.1", "1 is not below 0.1"),
-        ("--random optim.base_lr=lg:0.1:1", "there is no range lg\n.*\n.*log"),
+        ("--random optim.base_lr=lg:0.1:1", "unknown range: lg\n.*\n.*log"),
         ("--random optim.base_lr=log:0.1", "log takes two numbers"),
         ("--random epochs=int:1:2.5", "int takes two whole numbers"),
         (f"--random epochs=int:1:1{'0' * 400}", "int takes two whole numbers"),
         ("--random optim.base_lr=0.1,0.2", "0.1,0.2 is a list, not a range"),
-        ("--random optim.base_lr=log:0.1:1", "how many trials?"),
+        ("--random optim.base_lr=log:0.1:1", "the number of trials is missing"),
         (
             "--random optim.base_lr=log:0.1:1 --sampler grid",
-            "optim.base_lr has a range, and a grid has lists",
+            "optim.base_lr has a range, but a grid needs lists",
         ),
         ("--grid seed=1,2 --sampler random --trials 9", "only the seed is swept"),
         (
             "--grid seed=1,2,3 --random optim.base_lr=log:0.1:1 --trials 2",
-            "each draw is trained with 3 seeds, and there are 2 trials",
+            "each draw is trained with 3 seeds, but there are only 2 trials",
         ),
         (
             "--grid optim.base_lr=0.1,0.2 --sampler random --trials 3",
@@ -166,7 +166,7 @@ def test_a_folder_belongs_to_one_sweep(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"sweep\.json"):
             take_up_sweep(tmp_path, mine, "here")
     (tmp_path / FILE).rename(tmp_path / "thesis.txt")
-    with pytest.raises(UserError, match="has other files"):
+    with pytest.raises(UserError, match="contains other files"):
         take_up_sweep(tmp_path, mine, "here")
     with (
         locked_sweep(tmp_path),
@@ -397,7 +397,7 @@ def test_a_sweep_of_real_jobs(tmp_path: Path) -> None:
     assert again.returncode == DONE and "4 kept from before" in again.stderr, again
     assert {path: path.stat().st_mtime_ns for path in out.glob("trial-*/events.jsonl")} == ends
     other = run([*words, "--grid", "optim.base_lr=0.1"])
-    assert other.returncode == 2 and "holds another sweep" in other.stderr
+    assert other.returncode == 2 and "contains another sweep" in other.stderr
 
 
 @pytest.mark.slow

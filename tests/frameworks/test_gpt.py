@@ -173,9 +173,9 @@ def test_each_dropout_drops_in_training_alone(option: str) -> None:
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"heads": 3}, "3 layers of 3 heads and width 8 make no network"),
-        ({"layers": 0}, "0 layers of 2 heads and width 8 make no network"),
-        ({"residual_dropout": 1.0}, "a dropout of 1.0 leaves nothing"),
+        ({"heads": 3}, "3 layers of 3 heads and width 8 are not valid"),
+        ({"layers": 0}, "0 layers of 2 heads and width 8 are not valid"),
+        ({"residual_dropout": 1.0}, "a dropout of 1.0 would drop everything"),
     ],
 )
 def test_impossible_sizes_are_refused(options: dict[str, Any], what: str) -> None:

@@ -195,7 +195,7 @@ def without_reader(context: int, vocabulary: int) -> Functions:
 def test_a_model_that_cannot_be_read_token_by_token_is_refused() -> None:
     one = learner("jax", f"model.name={__name__}:without_reader")
     with pytest.raises(
-        UserError, match=r"without_reader has no reader, by which it would be read token by token"
+        UserError, match="without_reader has no reader, so it cannot generate token by token"
     ):
         one.continue_sequences(
             np.ones((1, 1), int),
@@ -211,9 +211,9 @@ def test_a_model_that_cannot_be_read_token_by_token_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"heads": 3}, "4 layers of 3 heads and width 128 make no network"),
-        ({"layers": 0}, "0 layers of 4 heads and width 128 make no network"),
-        ({"residual_dropout": 1.0}, "a dropout of 1.0 leaves nothing"),
+        ({"heads": 3}, "4 layers of 3 heads and width 128 are not valid"),
+        ({"layers": 0}, "0 layers of 4 heads and width 128 are not valid"),
+        ({"residual_dropout": 1.0}, "a dropout of 1.0 would drop everything"),
     ],
 )
 def test_impossible_sizes_are_refused(options: dict[str, Any], what: str) -> None:

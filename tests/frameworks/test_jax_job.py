@@ -113,7 +113,7 @@ def test_the_users_own_function_makes_arrays_in_the_frameworks_precision() -> No
         ),
         (
             ["optim.name=torch.optim.RMSprop"],
-            "torch.optim.RMSprop is a torch optimizer, framework=jax needs a rule",
+            "torch.optim.RMSprop is a torch optimizer, but framework=jax needs a rule",
             "framework=torch",
         ),
         (
@@ -123,11 +123,11 @@ def test_the_users_own_function_makes_arrays_in_the_frameworks_precision() -> No
         ),
         (
             ["model.name=mlp", "model.widths=[0]"],
-            "widths (0,) with dropout 0.0 make no network",
+            "widths (0,) with dropout 0.0 are not valid",
             "1 or more",
         ),
-        (["model.name=convnet", "model.widths=[]"], "widths () make no convolutions", "1 or more"),
-        (["model.name=convnet", "model.dense=[0]"], "dense (0,) makes no layers", "1 or more"),
+        (["model.name=convnet", "model.widths=[]"], "widths () are not valid", "1 or more"),
+        (["model.name=convnet", "model.dense=[0]"], "dense (0,) is not valid", "1 or more"),
         (
             [OWN, "model.depth=3"],
             "does not fit: got an unexpected keyword argument 'depth'",
@@ -135,47 +135,47 @@ def test_the_users_own_function_makes_arrays_in_the_frameworks_precision() -> No
         ),
         (
             [OWN, "model.what=string"],
-            "test_jax_job:own gave a str, not a pair of functions (init, apply)",
+            "test_jax_job:own returned a str, not a pair of functions (init, apply)",
             "init(key) -> parameters",
         ),
         (
             [OWN, "model.what=empty"],
             "test_jax_job:own has no parameter to train",
-            "let init(key) give a dict of arrays",
+            "let init(key) return a dict of arrays",
         ),
         (
             [OWN, "model.what=integer"],
             "parameter step of test_jax_job:own is an array of int64",
-            "arrays of real numbers alone",
+            "only arrays of real numbers",
         ),
         (
             [OWN, "model.what=number"],
             "parameter scale of test_jax_job:own is a float",
-            "arrays of real numbers alone",
+            "only arrays of real numbers",
         ),
         (
             [OWN, "model.what=bare"],
             "1 parameters of test_jax_job:own are named ''",
-            "a name of its own, in a dict",
+            "a unique name, in a dict",
         ),
         (
             [OWN, "model.what=twice"],
             "2 parameters of test_jax_job:own are named 'in.w'",
-            "a name of its own, in a dict",
+            "a unique name, in a dict",
         ),
         (
             [OWN, "model.what=few"],
-            "images (2, 5, 4, 2) the model gives float64 (2, 2), not logits (2, 3)",
+            "images (2, 5, 4, 2) the model returns float64 (2, 2), not logits (2, 3)",
             "outputs of that shape",
         ),
         (
             [OWN, "model.what=pair"],
-            "for images (2, 5, 4, 2) the model gives tuple, not logits (2, 3)",
+            "for images (2, 5, 4, 2) the model returns tuple, not logits (2, 3)",
             "outputs of that shape",
         ),
         (
             [OWN, "model.what=hits"],
-            "the model gives bool (2, 3), not logits (2, 3)",
+            "the model returns bool (2, 3), not logits (2, 3)",
             "outputs of that shape",
         ),
     ],

@@ -163,7 +163,7 @@ def test_a_bound_module_has_the_first_weights() -> None:
     assert a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
 
 
-BATCH_NORM = "LayerNorm or GroupNorm in place of BatchNorm"
+BATCH_NORM = "LayerNorm or GroupNorm instead of BatchNorm"
 
 
 @pytest.mark.parametrize(
@@ -171,8 +171,8 @@ BATCH_NORM = "LayerNorm or GroupNorm in place of BatchNorm"
     [
         (
             "LinenNormed",
-            "keeps numbers that a pass changes, which ranks and rows of padding would make "
-            "others: it has the",
+            "keeps state that a forward pass changes, which would depend on the number of ranks "
+            "and on padding: it has the",
             BATCH_NORM,
         ),
         ("linen_normed_bound", 'Cannot update variable "mean" in "/BatchNorm_0"', BATCH_NORM),
@@ -186,15 +186,19 @@ BATCH_NORM = "LayerNorm or GroupNorm in place of BatchNorm"
         ),
         (
             "haiku_normed model.with_state=false",
-            "make others: it needs transform_with_state",
+            "on padding: it needs transform_with_state",
             BATCH_NORM,
         ),
         (
             "narrow",
-            "for images (2, 3, 3, 1) the model gives float64 (2, 2), not logits (2, 3)",
+            "for images (2, 3, 3, 1) the model returns float64 (2, 2), not logits (2, 3)",
             "outputs of that shape",
         ),
-        ("in_float32", "the model gives float32, the job is of float64", "speed.precision=fp32"),
+        (
+            "in_float32",
+            "the model returns float32, but the job computes in float64",
+            "speed.precision=fp32",
+        ),
         (
             "of_batches",
             "the model fails for inputs (2, 3, 3, 1) of float64: TypeError: ",

@@ -146,8 +146,8 @@ def test_first_weights_of_a_resnet_follow_the_law_of_torchvisions(small_images: 
 @pytest.mark.parametrize(
     ("shape", "options", "what"),
     [
-        ((8, 8, 1), {"widths": (4, 0, 4, 4)}, "make no network"),
-        ((8, 8, 1), {"dropout": 1.0}, "with dropout 1.0 make no network"),
+        ((8, 8, 1), {"widths": (4, 0, 4, 4)}, "are not valid"),
+        ((8, 8, 1), {"dropout": 1.0}, "with dropout 1.0 are not valid"),
         ((3, 8, 1), {}, "images of 3x8 pixels cannot be halved twice"),
     ],
 )

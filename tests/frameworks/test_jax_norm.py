@@ -137,7 +137,7 @@ def test_one_value_has_no_variance_in_the_words_of_torch(words: str, n: int) -> 
 
 def test_a_model_without_norms_is_refused() -> None:
     with pytest.raises(
-        UserError, match="the model has no batch norm layer whose statistics could be chosen"
+        UserError, match="the model has no batch norm layer, so norm.kind has no effect"
     ) as caught:
         learner("jax", "model.name=mlp", "norm.kind=ghost")
     assert (caught.value.where, caught.value.fix) == ("norm.kind=ghost", "norm.kind=batch")

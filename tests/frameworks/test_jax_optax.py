@@ -189,7 +189,7 @@ def test_ranks_have_the_weights_of_optax_alone_and_go_on_with_the_same_bits(case
     else:
         refused(
             ["shard.stage=1", *words],
-            "on parts of a parameter, as ranks with shard.stage make it,",
+            "on parts of a parameter; such a step",
             "or shard.stage=0",
         )
     assert states[0].keys() == states[-1].keys()
@@ -256,7 +256,7 @@ def refused(words: list[str], what: str, fix: str) -> None:
         (
             ["optim.name=optax:lbfgs"],
             "a step of optax:lbfgs fails: TypeError",
-            "gradients, states and parameters alone",
+            "only takes gradients, states and parameters",
         ),
         (
             ["optim.name=optax:global_norm"],
@@ -265,7 +265,7 @@ def refused(words: list[str], what: str, fix: str) -> None:
         ),
         (
             ["optim.name=optax:constant_schedule", "optim.value=1"],
-            "gave a function, not a GradientTransformation",
+            "returned a function, not a GradientTransformation",
             "optax:adamw",
         ),
         (
@@ -275,22 +275,23 @@ def refused(words: list[str], what: str, fix: str) -> None:
         ),
         (
             [f"{HERE}without_rate", "optim.sign=1"],
-            "has no parameter learning_rate, and what it would add to the weights goes up",
+            "has no parameter learning_rate, and its update would ascend",
             "scale(-1.0)",
         ),
         (
             [f"{HERE}forgetful", "optim.weight_decay=0.5"],
-            "forgetful keeps another state with weight_decay=0, which norms",
+            "with weight_decay=0, as used for norms and biases, test_jax_optax:forgetful keeps a "
+            "different state",
             "optim.exclude=none",
         ),
         (
             ["optim.name=optax:adamw", "framework=torch"],
-            "optax:adamw is a function of optax, framework=torch needs a rule",
+            "optax:adamw is a function of optax, but framework=torch needs a rule",
             "framework=jax",
         ),
         (
             ["optim.name=optax:adamw", "framework=numpy"],
-            "optax:adamw is a function of optax, framework=numpy needs a rule",
+            "optax:adamw is a function of optax, but framework=numpy needs a rule",
             "framework=jax",
         ),
         (
@@ -332,17 +333,17 @@ def test_a_state_of_another_optimizer_is_refused() -> None:
         (
             ["optim.name=optax:lion"],
             ["optim.name=optax:sgd", "optim.momentum=0.9"],
-            "made with optax.sgd, this job has optim.name=optax.lion",
+            "written with optax.sgd, but this job has optim.name=optax.lion",
         ),
         (
             ["optim.name=optax:adam"],
             ["optim.name=adam"],
-            "made with one of hvdtrain's own optimizers, this job has optim.name=optax.adam",
+            "written with one of hvdtrain's own optimizers, but this job has optim.name=optax.adam",
         ),
         (
             ["optim.name=adam"],
             ["optim.name=optax:adam"],
-            "made with optax.adam, this job has optim.name=one of hvdtrain's own",
+            "written with optax.adam, but this job has optim.name=one of hvdtrain's own",
         ),
     ]:
         with pytest.raises(UserError, match=what):
@@ -461,7 +462,7 @@ def test_a_script_gives_the_transformation_itself(
         (
             ["framework=torch"],
             optax.sgd(0.1),
-            "optim is of framework=jax, and the job of framework=torch",
+            "optim belongs to framework=jax, but the job has framework=torch",
             "framework=jax",
         ),
         (
@@ -479,7 +480,7 @@ def test_a_script_gives_the_transformation_itself(
         (
             [],
             optax.scale(1.0),
-            "what it would add to the weights goes up the gradient",
+            "its update would ascend the gradient",
             "optax.scale(-1.0)",
         ),
     ],
@@ -503,7 +504,7 @@ def test_a_run_with_an_object_goes_on_in_its_script_alone(tmp_path: Path) -> Non
         ),
         (
             [f"resume={run.folder}", "framework=jax", "optim.name=sgd"],
-            "the checkpoint was made with optim.name=<object of",
+            "the checkpoint was written with optim.name=<object of",
             "resume=no",
         ),
     ]:

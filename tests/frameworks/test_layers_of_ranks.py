@@ -261,7 +261,7 @@ def test_a_dense_part_is_called_once_in_a_pass(updates: int) -> None:
         own = learner.to_device(all_samples([batch(0, 0, ""), batch(1, 0, "")]))
         with pytest.raises(
             UserError,
-            match=f"a pass of the model calls 'dense' {how_often}; all ranks work on it together, "
-            "once",
+            match=f"a forward pass of the model calls 'dense' {how_often}, but all ranks compute "
+            "it together exactly once",
         ):
             learner.step([own], Hyper(0.1, 0.0, 0.0, len(own)), 0)

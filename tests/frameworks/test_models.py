@@ -184,7 +184,7 @@ def test_convnet_without_channels_is_refused() -> None:
     for widths in ((), (16, 0)):
         with pytest.raises(UserError) as error:
             convnet.build("convnet", (28, 28, 1), 10, widths=widths)
-        assert f"widths {widths} make no convolutions" in str(error.value)
+        assert f"widths {widths} are not valid" in str(error.value)
         assert "model.widths" in str(error.value)
 
 
@@ -204,7 +204,7 @@ def test_convnet_with_hidden_dense_layers() -> None:
         expected = (expected @ layer.weight.T + layer.bias).clamp(min=0)
     torch.testing.assert_close(found, expected @ model.dense.fc.weight.T + model.dense.fc.bias)
     assert (model.dense_part, convnet.build("convnet", (8, 8, 1), 4).dense_part) == ("dense", "fc")
-    with pytest.raises(UserError, match=r"dense \(0,\) makes no layers"):
+    with pytest.raises(UserError, match=r"dense \(0,\) is not valid"):
         convnet.build("convnet", (8, 8, 1), 4, dense=(0,))
 
 
@@ -251,7 +251,7 @@ def test_alexnet_computes_what_it_describes(shape: tuple[int, int, int]) -> None
 
 def test_alexnet_that_is_none_is_refused() -> None:
     for options in ({"widths": (1, 2, 3, 4, 0)}, {"dense": (0,)}, {"dropout": 1.0}):
-        with pytest.raises(UserError, match="make no network"):
+        with pytest.raises(UserError, match="are not valid"):
             alexnet.build("alexnet", (32, 32, 3), 10, **options)
 
 

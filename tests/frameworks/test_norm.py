@@ -275,7 +275,7 @@ def test_a_ghost_of_one_value_is_refused() -> None:
         model.ghosts.ghost = ghost
         with pytest.raises(UserError) as error:
             model(torch.randn(samples, 3))
-        assert "a ghost of 1 sample has one value per channel" in str(error.value)
+        assert "a ghost batch of 1 sample has one value per channel" in str(error.value)
         assert "where: norm.ghost" in str(error.value)
         assert "fix: a norm.ghost that divides the samples of a rank's forward pass" in str(
             error.value

@@ -187,8 +187,7 @@ def test_a_hook_of_a_gradient_works_on_the_copy(tmp_path: Any) -> None:
     assert torch.equal(net.weight[0], before[0]) and not torch.equal(net.weight[1], before[1])
     with pytest.raises(
         hvdtrain.UserError,
-        match=r"weight of the model has a hook of its gradient, and shard\.stage gives each rank "
-        r"a part",
+        match=r"the model registers a gradient hook on weight, but shard\.stage divides it",
     ):
         notes_of(net, "shard.stage=3")
 
@@ -196,7 +195,7 @@ def test_a_hook_of_a_gradient_works_on_the_copy(tmp_path: Any) -> None:
 def test_a_wrapped_model_is_refused() -> None:
     with pytest.raises(
         hvdtrain.UserError,
-        match=r"wrapped in DataParallel, and hvdtrain divides samples.*\n.*\n.*model\.module",
+        match=r"wrapped in DataParallel, but hvdtrain distributes samples.*\n.*\n.*model\.module",
     ):
         notes_of(nn.DataParallel(OneOutput()))
 

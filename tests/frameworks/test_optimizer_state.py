@@ -131,7 +131,7 @@ def test_state_that_is_no_tensor_and_state_that_goes_away() -> None:
     with pytest.raises(UserError) as caught:
         load_optimizer_state(optimizer, some[0], {"z": np.ones(3)})
     assert caught.value.what == "state z has shape (3,), the optimizer's has (2,)"
-    assert "options that the checkpoint was made with" in caught.value.fix
+    assert "options of the checkpoint" in caught.value.fix
     load_optimizer_state(optimizer, some[0], {})
     assert optimizer_state(optimizer, some[0]) == {}
 
@@ -172,8 +172,8 @@ def test_a_learner_with_counts_in_its_groups_goes_on() -> None:
     assert digest(a.state()) == digest(b.state())
 
 
-MADE_BY = "the checkpoint was made with "
-HERE = "this job has optim.name="
+MADE_BY = "the checkpoint was written with "
+HERE = "but this job has optim.name="
 ADAM = "torch.optim.adam.Adam"
 RMSPROP = "torch.optim.rmsprop.RMSprop"
 CANNOT = f"{ADAM} cannot resume from this state: KeyError: 'max_exp_avg_sq'"
@@ -221,7 +221,7 @@ def test_the_state_of_another_optimizer_is_refused(before: str, after: str, what
     with pytest.raises(UserError) as caught:
         b.load(a.state())
     assert caught.value.what.startswith(what) and caught.value.where == "state of the optimizer"
-    fix = "give the optimizer and options that the checkpoint was made with"
+    fix = "use the optimizer and options of the checkpoint"
     if what.startswith(MADE_BY):
         fix = (
             f"optim.name={before}"

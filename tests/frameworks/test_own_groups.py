@@ -164,20 +164,20 @@ def adagrad(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimize
 @pytest.mark.parametrize(
     ("make", "words", "what"),
     [
-        (lacks_one, [], "the optimizer lacks 0.weight, which would be trained"),
+        (lacks_one, [], "the optimizer does not contain 0.weight, which would be trained"),
         (others, [], "has parameters that are not among those"),
         (lbfgs, [], "needs a closure"),
-        (no_optimizer, [], "gives a list, not a torch.optim.Optimizer"),
-        (by_depth, ["optim.weight_decay=0.1"], "optim.weight_decay would be without effect"),
-        (by_depth, ["optim.momentum=0.9"], "optim.momentum would be without effect"),
+        (no_optimizer, [], "returns a list, not a torch.optim.Optimizer"),
+        (by_depth, ["optim.weight_decay=0.1"], "optim.weight_decay would have no effect"),
+        (by_depth, ["optim.momentum=0.9"], "optim.momentum would have no effect"),
         (
             by_depth,
             ["recipe.schedule=one_cycle", "recipe.cycle_momentum=[0.85,0.95]"],
-            "groups with a momentum of their own",
+            "groups with their own momentum",
         ),
         (by_depth, ["optim.faster=2"], "unexpected keyword argument 'faster'|got an unexpected"),
         (by_depth, ["optim.ema=0.9"], "optim.ema needs an optimizer of hvdtrain"),
-        (by_depth, ["framework=jax"], "is of framework=torch"),
+        (by_depth, ["framework=jax"], "belongs to framework=torch"),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -191,7 +191,7 @@ def test_by_import_path_the_rate_that_multiplies_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(
-        UserError, match="rates of their own, which optim.base_lr multiplies"
+        UserError, match="their own rates, which optim.base_lr would multiply"
     ) as caught:
         job(tmp_path / "run", "test_own_groups:by_depth", "stop.steps=3")
     assert caught.value.fix == "optim.base_lr=1"

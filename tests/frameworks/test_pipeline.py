@@ -68,7 +68,7 @@ def test_cuts_make_the_slowest_stage_as_fast_as_can_be() -> None:
                 slowest(costs, [0, *others]) for others in all_cuts
             ), (costs, cuts)
     assert balanced_cuts([1, 1, 1, 1, 4], 2) == [0, 4]
-    with pytest.raises(UserError, match="a model of 3 units makes no 4 stages"):
+    with pytest.raises(UserError, match="a model of 3 units cannot be divided into 4 stages"):
         balanced_cuts([1, 1, 1], 4)
 
 
@@ -249,19 +249,17 @@ class Outside(nn.Module):
 def test_models_that_cannot_be_cut_are_refused() -> None:
     with pytest.raises(
         UserError,
-        match="Linear does not say where it may be cut into stages / parallel.pipeline|Linear "
-        "does not say",
+        match="Linear does not define where it can be divided into stages / "
+        "parallel.pipeline|Linear does not define",
     ):
         units_of(nn.Linear(2, 2), "parallel.pipeline")
-    with pytest.raises(
-        UserError, match="gain of Outside is in no unit, so that no stage would have it"
-    ):
+    with pytest.raises(UserError, match="gain of Outside is in no unit, so no stage would have it"):
         stages_of(Outside(), [0], "parallel.pipeline")
 
 
 def test_an_engine_without_messages_is_refused() -> None:
     with pytest.raises(
-        UserError, match="the single engine has no messages from one rank to another"
+        UserError, match="the single engine cannot send messages from one rank to another"
     ):
         Pipeline(
             {0: Stage([])},
@@ -321,7 +319,7 @@ def test_units_that_work_in_place_are_timed() -> None:
     )
     assert len(found) == 3 and torch.equal(x, before)
     with pytest.raises(
-        UserError, match="unit 1 fails while it is timed: RuntimeError: mat1 and mat2"
+        UserError, match="unit 1 failed while it was timed: RuntimeError: mat1 and mat2"
     ):
         measured_seconds(units_of(nn.Sequential(nn.ReLU(), nn.Linear(7, 8)), "test"), x, repeats=1)
 

@@ -206,7 +206,7 @@ def test_a_sparse_gradient_is_refused() -> None:
         optimizer.step()
     assert (
         caught.value.what
-        == "a parameter of shape (5, 3) has a sparse gradient, which no rule takes"
+        == "a parameter of shape (5, 3) has a sparse gradient, which no optimizer rule supports"
     )
     assert "nn.Embedding: sparse=False" in caught.value.fix
 

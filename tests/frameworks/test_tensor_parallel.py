@@ -161,7 +161,7 @@ def tied_to_a_whole_layer() -> nn.Module:
         (
             mlp.build("mlp", (2, 2, 1), 3, widths=()),
             2,
-            r"tensor_plan\(\) of MLP names no layer to cut",
+            r"tensor_plan\(\) of MLP names no layer to divide",
             "its layers are head",
         ),
         (
@@ -173,7 +173,7 @@ def tied_to_a_whole_layer() -> nn.Module:
         (
             Unused({"b": "diagonal"}, b=nn.Linear(2, 2)),
             2,
-            "b: 'diagonal' is not a way to cut a layer",
+            "b: 'diagonal' is not a way to divide a layer",
             '"columns of 3"',
         ),
         (
@@ -197,7 +197,7 @@ def tied_to_a_whole_layer() -> nn.Module:
         (
             tied_to_a_whole_layer(),
             2,
-            "tokens and head have one weight, which .* cuts in different ways",
+            "tokens and head share one weight, but .* divides it in two ways",
             "the same way for both",
         ),
     ],
@@ -224,8 +224,8 @@ class Stray(nn.Module):
     [
         (
             mlp.build("mlp", (2, 2, 1), 3, widths=(6,)),
-            r'tensor_plan\(\) of MLP names no layer as "sequence"',
-            "=false; or a plan as that of",
+            r'tensor_plan\(\) of MLP marks no layer as "sequence"',
+            "=false; or a plan like the one of",
         ),
         (
             Unused({"a": "rows", "b": "sequence"}, a=nn.Linear(2, 2), b=nn.BatchNorm1d(2)),
@@ -243,7 +243,7 @@ class Stray(nn.Module):
         ),
         (
             Unused({"m.a": "rows", "n": "sequence"}, m=Stray(), n=nn.LayerNorm(2)),
-            "says nothing of m.scale, which",
+            "does not mention m.scale, which",
             '"m": "sequence"',
         ),
         (

@@ -123,22 +123,21 @@ def test_a_name_holds_for_both(
     [
         (
             ["model.lora=['head']"],
-            "head.weight is embed.weight too (tied weights), and an adapter merged into it would "
-            "change both",
+            "head.weight is tied to embed.weight, so merging an adapter into it would change both",
         ),
-        (["model.lora=['*']"], "head.weight is embed.weight too"),
+        (["model.lora=['*']"], "head.weight is tied to embed.weight"),
         (
             ["optim.groups=[{names: 'head.*', rate: 2}]"],
-            "optim.groups[0], head.*, fits head.weight, which is embed.weight too",
+            "optim.groups[0], head.*, matches head.weight but not embed.weight",
         ),
         (
             ["optim.groups=[{names: 'head.*'}, {names: 'embed.*', rate: 2}]"],
-            "fits head.weight, which is embed.weight too",
+            "matches head.weight but not embed.weight",
         ),
         (
             ["model.freeze=['*']", "model.thaw=[{at: 1, names: ['head.*']}]"],
-            "model.thaw[0], names=['head.*'], fits head.weight, and not embed.weight, which is "
-            "the same array",
+            "model.thaw[0], names=['head.*'], matches head.weight, but not embed.weight, which "
+            "is the same array",
         ),
     ],
 )
@@ -162,12 +161,13 @@ def test_the_tied_head_of_gpt(framework: str, tmp_path: Path) -> None:
     tokens = NamedArrays({"tokens": X}, {"tokens": 12})
     data = {"train_data": tokens, "val_data": tokens}
     with pytest.raises(
-        UserError, match=r"optim.groups\[0\], head.*, fits head.weight, which is tokens.weight too"
+        UserError, match=r"optim.groups\[0\], head.*, matches head.weight but not tokens.weight"
     ):
         hvdtrain.train(*words, "optim.groups=[{names: 'head*', rate: 2}]", **data)
     if framework == "torch":
         with pytest.raises(
-            UserError, match=r"head.weight is tokens.weight too .*merged into it would change both"
+            UserError,
+            match="head.weight is tied to tokens.weight, so merging .* would change both",
         ) as caught:
             hvdtrain.train(*words, "model.lora=['head']", **data)
         assert "model.tied=false of gpt" in caught.value.fix
@@ -179,7 +179,7 @@ def test_the_tied_head_of_gpt(framework: str, tmp_path: Path) -> None:
         (
             {},
             ["model.weights_skip=['head.*']"],
-            "model.weights_skip=['head.*'] fits head.weight, and not embed.weight",
+            "model.weights_skip=['head.*'] matches head.weight, but not embed.weight",
         ),
         (
             {"head.weight": np.ones((12, 6))},
@@ -256,7 +256,7 @@ def test_a_merge_keeps_ties() -> None:
     found = merged(both, 0.5)
     assert found.keys() == {"x.weight", "y.weight"} and found["x.weight"] is found["y.weight"]
     assert np.array_equal(found["x.weight"], np.eye(2) + 0.5)
-    with pytest.raises(UserError, match="x.weight has an adapter and is y.weight too"):
+    with pytest.raises(UserError, match="x.weight has an adapter and is tied to y.weight"):
         merged({name: array for name, array in both.items() if not name.startswith("y.lora")}, 0.5)
     with pytest.raises(UserError, match="x.lora_A has no x.weight"):
         merged({"x.lora_A": a, "x.lora_B": b}, 1.0)

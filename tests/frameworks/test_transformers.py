@@ -315,7 +315,7 @@ def test_options_and_what_is_no_model(tmp_path: Path) -> None:
         ),
         (
             [f"model.name=transformers:{folder}", "model.hidden_dropout_prob=0.5x"],
-            r"transformers refuses .*'hidden_dropout_prob' with .*'0.5x'",
+            "transformers rejects .*'hidden_dropout_prob' with .*'0.5x'",
         ),
         ([f"model.name=transformers:{tmp_path / 'none'}"], "none/config.json does not exist"),
         (
@@ -361,7 +361,7 @@ WRONG = {
 }
 TIMM = {"model_type": "timm_wrapper", "architectures": ["TimmWrapperForImageClassification"]}
 OF_CODE = "names the class"
-FETCHES = "would fetch a kernel"
+FETCHES = "would download a kernel"
 CONFIGS: list[tuple[Any, str]] = [
     *(
         ({**VIT, key: value}, "")
@@ -393,7 +393,7 @@ CONFIGS: list[tuple[Any, str]] = [
     ),
     ({**VIT, "attn_implementation": {"": "evil/kernel"}}, FETCHES),
     ({**VIT, "attn_implementation": "none"}, "does not make"),
-    ({**VIT, "quantization_config": {"quant_method": "x"}}, "is of quantized weights"),
+    ({**VIT, "quantization_config": {"quant_method": "x"}}, "belongs to quantized weights"),
     ({**VIT, "hidden_act": "os.system"}, "does not make"),
     ({**VIT, "torch_dtype": "os"}, "does not read"),
     ({**VIT, "id2label": [1]}, "does not read"),

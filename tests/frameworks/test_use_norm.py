@@ -97,19 +97,20 @@ class Scaled(nn.BatchNorm2d):
         (
             linear.build("linear", (8, 8, 1), 10),
             [
-                "the model has no batch norm layer whose statistics could be chosen",
+                "the model has no batch norm layer, so norm.kind has no effect",
                 "norm.kind=ghost",
                 "fix: norm.kind=batch",
             ],
         ),
         (
             nn.Sequential(nn.LazyBatchNorm2d()),
-            ["0 (LazyBatchNorm2d) does not know its number of channels yet", "nn.BatchNorm2d(64)"],
+            ["0 (LazyBatchNorm2d) has no fixed number of channels yet", "nn.BatchNorm2d(64)"],
         ),
         (
             nn.Sequential(Scaled(3)),
             [
-                "0 (Scaled) computes in its own way, which ghost would drop",
+                "0 (Scaled) overrides the computation of batch norm, which norm.kind=ghost would "
+                "replace",
                 "fix: norm.kind=batch, or torch's own",
             ],
         ),

@@ -168,7 +168,7 @@ class NoRate(torch.optim.Optimizer):
         (torch.optim.Adam, ["optim.lr=1"], "is not optim.lr", "optim.lr, command line", "did you mean optim.base_lr?"),  # noqa: E501
         (torch.optim.SGD, ["optim.nesterov=true"], "Nesterov momentum requires a "
                                                    "momentum", "optim.name", "optim.<name>=<value>"),  # noqa: E501
-        (torch.optim.LBFGS, [], "needs a closure", "optim.name", "one gradient a step"),
+        (torch.optim.LBFGS, [], "needs a closure", "optim.name", "one gradient per step"),
         (torch.nn.Linear, [], "its.Name(in_features: int, ", "optim.name", "torch.optim.RMSprop"),
         (torch.nn.Linear, [], "is not a subclass of "
                               "torch.optim.Optimizer", "optim.name", "torch.optim.RMSprop"),

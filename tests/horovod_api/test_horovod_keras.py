@@ -120,7 +120,7 @@ def test_jax_trains_on_ranks_that_are_pinned_to_a_core() -> None:
     result = ranks.mpirun(2, ["-c", ON_ONE_CORE], env=environment("jax"))
     assert result.returncode == 0 and result.stdout.split() == ["done", "done"], result.stderr
     result = ranks.mpirun(2, ["-c", ON_ONE_CORE, "late"], env=environment("jax"))
-    assert result.returncode != 0 and "JAX has computed before hvd.init()" in result.stderr, (
+    assert result.returncode != 0 and "JAX was used before hvd.init()" in result.stderr, (
         result.stderr
     )
 

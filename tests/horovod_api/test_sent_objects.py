@@ -166,17 +166,20 @@ class Own:
 
 def test_without_a_secret_objects_are_refused_where_they_are_sent() -> None:
     for thing, words in (
-        ({"a": [1, Own()]}, r"Own is not sent over a connection .*, at object\['a'\]\[1\]"),
-        ([Frozen(Path("a"), [])], "Frozen is not sent over a connection that the job does not"),
-        (np.array([None]), "ndarray is not sent"),
-        (np.zeros(1, [("a", "f8")]), "ndarray is not sent"),
-        (defaultdict(list), "defaultdict is not sent"),
+        (
+            {"a": [1, Own()]},
+            r"Own cannot be sent over an unsigned connection.*, at object\['a'\]\[1\]",
+        ),
+        ([Frozen(Path("a"), [])], "Frozen cannot be sent over an unsigned"),
+        (np.array([None]), "ndarray cannot be sent"),
+        (np.zeros(1, [("a", "f8")]), "ndarray cannot be sent"),
+        (defaultdict(list), "defaultdict cannot be sent"),
         (
             {"a": [torch.nn.Parameter(torch.eye(2).to_sparse())]},
-            r"(?s)Tensor is not sent .*, at object\['a'\]\[0\]\n",
+            r"(?s)Tensor cannot be sent .*, at object\['a'\]\[0\]\n",
         ),
-        (torch.eye(2).to_sparse(), "Tensor is not sent"),
-        (lambda: 1, "function is not sent"),
+        (torch.eye(2).to_sparse(), "Tensor cannot be sent"),
+        (lambda: 1, "function cannot be sent"),
     ):
         with pytest.raises(BadCall, match=words) as raised:
             to_bytes(thing, UNSIGNED, "x", "broadcast_object 'x'")
@@ -231,7 +234,7 @@ def test_a_job_without_a_secret_unpickles_nothing(tmp_path: Path) -> None:
 def test_a_class_that_this_rank_does_not_have_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     content = to_bytes(Own(), MPI, "x of rank 1", "test")
     monkeypatch.delattr(sys.modules[__name__], "Own")
-    with pytest.raises(BadCall, match="this rank cannot make the object of x of rank 1: .*'Own'"):
+    with pytest.raises(BadCall, match="this rank cannot load the object of x of rank 1: .*'Own'"):
         from_bytes(content, MPI, "x of rank 1", "test")
 
 
@@ -246,7 +249,7 @@ class Refused(Exception):
 def test_an_object_that_cannot_be_made_again_is_an_error_of_its_call() -> None:
     for secret in (MPI, "s"):
         with pytest.raises(
-            BadCall, match="cannot make the object of x of rank 0: TypeError: .*Ref"
+            BadCall, match="cannot load the object of x of rank 0: TypeError: .*Ref"
         ):
             sent({"last": Refused("a", "b")}, secret)
 
@@ -371,5 +374,5 @@ def test_two_ranks_without_mpi_send_objects_where_the_job_has_a_secret(secret: s
         if secret:
             assert first == "[0, 1]", result.stderr
         else:
-            assert first.startswith("rank 0: an object of __main__.Known is not sent over a conn")
+            assert first.startswith("rank 0: an object of __main__.Known cannot be sent over an")
         assert others == ["{'x': tensor([0, 1, 2]), 'n': {1, 2}}", "0.1 2"], result.stderr

@@ -22,7 +22,7 @@ def test_ranks_start_in_parts_and_again_and_reduce_to_the_same_bits(tmp_path: Pa
     assert result.returncode == 0, result.stderr
     found = json.loads(out.read_text())
     # rank, size, sums of 1 + the ranks' numbers in the world
-    refused = "rank 1 is not one of the ranks [0, 2] that the job has"
+    refused = "rank 1 is not among the ranks [0, 2] of the job"
     assert found["some_ranks"] == [[0, 2, 4.0, 4.0], refused, [1, 2, 4.0, 4.0]]
     assert found["communicators"] == [
         [0, 2, 4.0, 4.0, 2.0],
@@ -89,4 +89,4 @@ def test_at_the_end_a_rank_that_still_works_alone_is_waited_for_without_end() ->
 def test_a_rank_that_init_refuses_ends_the_job() -> None:
     result = ranks.mpirun(2, ["-c", RAISES_IN_INIT], env={"HVDTRAIN_ENGINE": "mpi"})
     assert result.returncode not in (0, 124), result.stderr
-    assert "rank 1 is not one of the ranks [0] that the job has" in result.stderr
+    assert "rank 1 is not among the ranks [0] of the job" in result.stderr

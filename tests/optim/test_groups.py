@@ -128,28 +128,29 @@ def test_a_step_of_a_learner_by_hand(framework: str) -> None:
     [
         (
             '[{"names":"fc.wieght"}]',
-            "optim.groups[0], names=fc.wieght, fits no parameter of the model",
+            "optim.groups[0], names=fc.wieght, matches no parameter of the model",
             "did you mean fc.weight?",
         ),
         (
             '[{"names":"bias"}]',
-            "optim.groups[0], names=bias, fits no parameter of the model",
+            "optim.groups[0], names=bias, matches no parameter of the model",
             "did you mean fc.bias?",
         ),
         (
             '[{"names":"q"}]',
-            "optim.groups[0], names=q, fits no parameter of the model",
+            "optim.groups[0], names=q, matches no parameter of the model",
             "a name with *, as in '*.bias'; known: stem.weight, stem.bias, fc.weight, fc.bias",
         ),
         (
             '[{"names":"fc.*","rate":2},{"names":"*c.bias"}]',
-            "optim.groups[1], names=*c.bias, fits only parameters of entries before it: fc.bias",
+            "optim.groups[1], names=*c.bias, matches only parameters that earlier entries match: "
+            "fc.bias",
             "put it before them, or leave it out",
         ),
         (
             '[{"names":"*.bias","decay":0.1}]',
-            "optim.groups[0], names=*.bias, has decay=0.1, and optim.exclude=norms_and_biases "
-            "leaves stem.bias without decay",
+            "optim.groups[0], names=*.bias, has decay=0.1, but optim.exclude=norms_and_biases "
+            "excludes stem.bias from decay",
             "optim.exclude=none, or an entry without decay",
         ),
     ],
@@ -177,7 +178,7 @@ def test_a_name_in_muons_rest_that_fits_no_parameter_is_an_error_and_its_default
         ("[stem.*,lm_head.*]", "a name with *, as in '*.bias'; known: stem.we"),
     ):
         with pytest.raises(
-            UserError, match=r"optim\.rest\[1\], .*, fits no parameter of the model"
+            UserError, match=r"optim\.rest\[1\], .*, matches no parameter of the model"
         ) as caught:
             check_patterns(config_of("optim.name=muon", f"optim.rest={names}"), SHAPES)
         assert caught.value.where == "optim.rest, command line" and caught.value.fix.startswith(fix)
@@ -189,8 +190,14 @@ def test_a_name_in_muons_rest_that_fits_no_parameter_is_an_error_and_its_default
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        ('optim.groups=[{"names":"fc.bais"}]', r"names=fc\.bais, fits no parameter of the model"),
-        ("optim.name=muon optim.rest=[head.*]", r"optim\.rest\[0\], head\.\*, fits no parameter"),
+        (
+            'optim.groups=[{"names":"fc.bais"}]',
+            r"names=fc\.bais, matches no parameter of the model",
+        ),
+        (
+            "optim.name=muon optim.rest=[head.*]",
+            r"optim\.rest\[0\], head\.\*, matches no parameter",
+        ),
     ],
 )
 def test_every_framework_judges_the_names_before_the_first_step(
@@ -210,18 +217,18 @@ def test_every_framework_judges_the_names_before_the_first_step(
     [
         (
             'model.freeze=["*bias"] optim.groups=[{"names":"*.bias","rate":2}]',
-            "optim.groups[0], names=*.bias, fits only fc.bias, which model.freeze freezes",
-            "leave the entry out, or patterns of model.freeze that do not fit them",
+            "optim.groups[0], names=*.bias, matches only fc.bias, which model.freeze freezes",
+            "leave the entry out, or use patterns of model.freeze that do not match them",
         ),
         (
             'model.freeze=["*bias"] optim.name=muon optim.rest=["*bias"]',
-            "optim.rest[0], *bias, fits only fc.bias, which model.freeze freezes",
-            "leave the entry out, or patterns of model.freeze that do not fit them",
+            "optim.rest[0], *bias, matches only fc.bias, which model.freeze freezes",
+            "leave the entry out, or use patterns of model.freeze that do not match them",
         ),
         (
             'model.lora=[fc] model.lora_rank=2 optim.groups=[{"names":"*.weight","rate":2}]',
-            "optim.groups[0], names=*.weight, fits only fc.weight, which model.lora freezes",
-            "leave the entry out; model.lora_train has what is trained beside the adapters",
+            "optim.groups[0], names=*.weight, matches only fc.weight, which model.lora freezes",
+            "leave the entry out; model.lora_train lists what is trained besides the adapters",
         ),
     ],
 )
@@ -236,7 +243,7 @@ def test_an_entry_for_frozen_parameters_names_what_freezes_them(
     if is_command("plan"):
         assert main(["plan", "--ranks", "1", *given]) == USER
         assert what in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"fits only fc\.bias, which the model does not train"):
+    with pytest.raises(UserError, match=r"matches only fc\.bias, which the model does not train"):
         check_patterns(
             config_of('optim.groups=[{"names":"*c.bias"}]'),
             {"fc.weight": (3, 4)},
@@ -268,7 +275,7 @@ def test_rates_by_depth() -> None:
     [
         (
             '{"names":"blocks.#.*","layer_rate":0.5,"layers":4}',
-            "layers=4, and the model's are numbered from 0 to 2",
+            "layers=4, but the model's layers are numbered from 0 to 2",
         ),
         ('{"names":"blocks.#.*","layer_rate":0.5}', "needs layer_rate, layers and one # together"),
         (
@@ -277,9 +284,9 @@ def test_rates_by_depth() -> None:
         ),
         (
             '{"names":"blocks.#.#","layer_rate":0.5,"layers":3}',
-            "needs layer_rate, layers and one # together|fits no parameter",
+            "needs layer_rate, layers and one # together|matches no parameter",
         ),
-        ('{"names":"layers.#.*","layer_rate":0.5,"layers":3}', "fits no parameter of the model"),
+        ('{"names":"layers.#.*","layer_rate":0.5,"layers":3}', "matches no parameter of the model"),
     ],
 )
 def test_depths_that_are_none(group: str, what: str) -> None:

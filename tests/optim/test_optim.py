@@ -427,7 +427,7 @@ def test_muons_default_leaves_embeddings_and_the_last_layer_to_another_rule_and_
         (
             "trust",
             ["lars", "larc"],
-            "a trust of {} moves no layer",
+            "with a trust of {} no layer would be updated",
             "give a number above 0, as in optim.trust=0.001",
         ),
         (
@@ -439,7 +439,7 @@ def test_muons_default_leaves_embeddings_and_the_last_layer_to_another_rule_and_
         (
             "beta2",
             ["lamb", "novograd", "adam", "adamw"],
-            "a beta2 of {} makes no running mean",
+            "a beta2 of {} does not define a running mean",
             "give 0 or more and less than 1",
         ),
     ],
@@ -455,8 +455,8 @@ def test_options_out_of_range(
 
 
 def test_options_at_their_limits() -> None:
-    with pytest.raises(UserError, match="a trust of 0 moves no layer"):
+    with pytest.raises(UserError, match="with a trust of 0 no layer would be updated"):
         build("lars", trust=0)
-    with pytest.raises(UserError, match="a beta2 of 1 makes no running mean"):
+    with pytest.raises(UserError, match="a beta2 of 1 does not define a running mean"):
         build("adam", beta2=1)
     build("adam", beta2=0, eps=0)

@@ -164,7 +164,7 @@ def test_a_job_has_these_rates_and_resumes_to_the_same_bits(
         "evaluations are a part of what is learned"
     )
     assert (
-        "straight holds another job: evaluate.every_steps is 4 there, 5 here"
+        "straight contains another job: evaluate.every_steps is 4 there, 5 here"
         in capsys.readouterr().err
     )
 

@@ -497,7 +497,7 @@ STEPS = ["recipe.schedule=steps", "recipe.milestones=[1]"]
         (["recipe.schedule=cosine", "recipe.chain=[{length: 1}]"],
          "recipe.chain and recipe.schedule=cosine both set the schedule", "recipe.chain"),
         (["recipe.chain=[{kind: cosine},{kind: constant}]"],
-         "recipe.chain[0] has no length, which only the last piece may leave out", "recipe.chain"),
+         "recipe.chain[0] has no length; only the last piece may omit it", "recipe.chain"),
         (["recipe.chain=[{length: 0},{kind: "
           "constant}]"], "wrong value for recipe.chain[0].length: 0", "recipe.chain"),
         (["recipe.chain=[{kind: "
@@ -712,30 +712,30 @@ def test_each_configuration_can_be_tried_in_one_epoch(path: Path) -> None:
         (["recipe.warmup=-1"], "wrong value for recipe.warmup: -1", "recipe.warmup"),
         (["recipe.warmup=101%"], "wrong value for recipe.warmup: '101%'", "recipe.warmup"),
         (["recipe.warmup=true"], "wrong value for recipe.warmup: True", "recipe.warmup"),
-        (["recipe.warmup=1e3 tokens"], "a length of 1,000 tokens, and the samples have no "
-                                       "tokens", "recipe.warmup"),
+        (["recipe.warmup=1e3 tokens"], "a length of 1,000 tokens needs samples that all have the "
+                                       "same number of tokens", "recipe.warmup"),
         (["recipe.warmup=100%", "recipe.schedule=cosine"],
-         "a warm-up of 100% of the job (10 epochs) leaves nothing of 10 epochs to the "
+         "a warm-up of 100% of the job (10 epochs) leaves nothing of 10 epochs for the "
          "schedule", "recipe.warmup"),
         (["recipe.warmup=90 steps", "recipe.schedule=linear"],
-         "a warm-up of 90 steps (11.52 epochs) leaves nothing of 10 epochs to the "
+         "a warm-up of 90 steps (11.52 epochs) leaves nothing of 10 epochs for the "
          "schedule", "recipe.warmup"),
         (["recipe.schedule=steps", "recipe.milestones=[3, 9 steps]"],
          "recipe.milestones: 9 steps (1.152 epochs) come after 3 epochs", "recipe.milestones"),
         (["recipe.growth=milestones", "recipe.grow_at=[1, 300 samples]", "recipe.grow_to=[9,8]"],
          "recipe.grow_at: 300 samples (0.6 epochs) come after 1 epoch", "recipe.grow_at"),
         (["recipe.growth=milestones", "recipe.grow_at=[10%]", "recipe.grow_to=[9]", "epochs=1", "stop.steps=9"],  # noqa: E501
-         "recipe.grow_at: the batch grows at 10% of the job, which epochs and stop.steps both may "
-         "end", "recipe.grow_at"),
+         "recipe.grow_at: the batch grows at 10% of the job, but either epochs or stop.steps may "
+         "end it", "recipe.grow_at"),
         (["recipe.schedule=cosine", "stop.time=1h"],
-         "recipe.schedule=cosine falls to the end of the job; stop.time=1h alone ends the job, at "
-         "a step that is not known before",
+         "recipe.schedule=cosine falls to the end of the job, but only stop.time=1h ends the "
+         "job, at an unknown step",
          "recipe.schedule"),
         (["recipe.chain=[{length: 1},{kind: linear}]", "stop.time=1h"],
-         "the last piece of recipe.chain falls to the end of the job; stop.time=1h alone ends the "
-         "job", "recipe.chain"),
+         "the last piece of recipe.chain falls to the end of the job, but only stop.time=1h ends "
+         "the job", "recipe.chain"),
         (["recipe.warmup=10%", "stop.time=1h"],
-         "recipe.warmup: 10% is a share of the job; stop.time=1h alone ends the "
+         "recipe.warmup: 10% is a share of the job, but only stop.time=1h ends the "
          "job", "recipe.warmup"),
     ],
 )  # fmt: skip

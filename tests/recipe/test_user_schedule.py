@@ -94,15 +94,15 @@ def test_a_run_with_a_schedule_of_a_script_goes_on_with_it(tmp_path: Path) -> No
     ("words", "schedule", "what"),
     [
         ("", 3, "schedule is a int"),
-        ("", lambda done: -1.0, "the schedule gives -1.0 after 0 of the job"),
-        ("", lambda done: "high", "the schedule gives 'high' after 0 of the job"),
+        ("", lambda done: -1.0, "the schedule returns -1.0 after 0 of the job"),
+        ("", lambda done: "high", "the schedule returns 'high' after 0 of the job"),
         (
             "recipe.schedule=cosine",
             falls,
             "recipe.function and recipe.schedule=cosine both set the schedule",
         ),
-        ("epochs=null stop.time=5s", falls, "alone ends it, at a step not known before"),
-        ("recipe.function=os:nice", None, "os:nice is a part of Python"),
+        ("epochs=null stop.time=5s", falls, "ends it, at an unknown step"),
+        ("recipe.function=os:nice", None, "os:nice is part of Python"),
         ("recipe.schedule=one_cycle recipe.warmup=1", None, "one_cycle has its own warm-up"),
         ("recipe.cycle_momentum=[0.8,0.9]", None, "needs recipe.schedule=one_cycle"),
         (

@@ -529,7 +529,7 @@ def messages(communicator: Communicator, name: str) -> Claims:
             yield point_to_point(communicator, name), "numpy", np.array("a UserError"), "U"
         except UserError as error:
             yield (
-                np.array(f"the {communicator.name} engine has no messages" in str(error)),
+                np.array(f"the {communicator.name} engine cannot send messages" in str(error)),
                 "numpy",
                 np.array(True),
                 "bool",

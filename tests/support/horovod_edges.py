@@ -271,9 +271,9 @@ def misuse_of_an_optimizer_is_an_error() -> None:
     net(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    with pytest.raises(ValueError, match="is a DistributedOptimizer already"):
+    with pytest.raises(ValueError, match="is already a DistributedOptimizer"):
         hvd.DistributedOptimizer(optimizer)
-    with pytest.raises(ValueError, match="splits of float"):
+    with pytest.raises(ValueError, match="splits contains a float"):
         hvd.alltoall(torch.ones(3, 1), torch.ones(3))
 
 
@@ -304,7 +304,7 @@ def a_handle_ends_with_its_job() -> None:
     hvd.shutdown()
     hvd.init()
     for use in (hvd.synchronize, hvd.poll):
-        with pytest.raises(ValueError, match=r"is of a call before hvd.shutdown\(\)"):
+        with pytest.raises(ValueError, match=r"belongs to a call before hvd.shutdown\(\)"):
             use(handle)
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum)[0] == 3
 
@@ -351,7 +351,7 @@ def views_with_a_conjugate_a_sign_or_a_direction() -> None:
 
 
 def what_no_rank_can_send_is_an_error_of_that_call_alone() -> None:
-    with pytest.raises(ValueError, match="numbers of this tensor share their memory"):
+    with pytest.raises(ValueError, match="elements of this tensor share memory"):
         hvd.allreduce_(torch.ones(1).expand(3))
     with pytest.raises(ValueError, match="an array of dtype object"):
         hvd.allreduce(np.array([None, 1]))

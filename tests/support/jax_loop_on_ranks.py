@@ -1,4 +1,4 @@
-"""A script's own loop in JAX, as the ranks of this start make it in one way after the other; and a
+"""A custom loop in JAX, as the ranks of this start make it in one way after the other; and a
 plain loop of JAX and optax."""
 
 from __future__ import annotations

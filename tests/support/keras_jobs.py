@@ -349,10 +349,14 @@ def check_what_is_refused(folder: Path) -> None:
     for words, what, fix in [
         (
             ["model.name=mlp"],
-            "trains a model of yours, and model.name=mlp is hvdtrain's",
+            "trains your own models, but model.name=mlp is a model of hvdtrain",
             "package.module:function",
         ),
-        (["model.name=keras_jobs:no_model"], "gave a int, not a keras.Model", "keras.Sequential"),
+        (
+            ["model.name=keras_jobs:no_model"],
+            "returned a int, not a keras.Model",
+            "keras.Sequential",
+        ),
         (
             ["model.name=keras_jobs:too_few"],
             "the model gives (2, 9), not logits (2, 10)",
@@ -376,13 +380,13 @@ def check_what_is_refused(folder: Path) -> None:
         (["model.name=keras_jobs:normed", "optim.name=torch.optim.SGD"], "", ""),
         (
             ["model.name=keras_jobs:normed", "framework=jax"],
-            "gave a Sequential, not a pair of functions",
+            "returned a Sequential, not a pair of functions",
             "framework=keras with KERAS",
         ),
         *[
             (
                 ["model.name=keras_jobs:normed", "framework=torch", "optim.name=muon"],
-                "takes the first axis of a matrix",
+                "expects the outputs of a matrix on its first axis",
                 "framework=keras",
             )
         ]
@@ -427,11 +431,11 @@ def check_what_is_refused(folder: Path) -> None:
         raise AssertionError("segmentation runs")
     keras.config.set_dtype_policy("float32")
     wrong = [
-        (["speed.precision=fp64"], "the model has numbers of float32"),
-        (["framework=jax"], "the job of framework=jax"),
+        (["speed.precision=fp64"], "the model computes in float32"),
+        (["framework=jax"], "the job has framework=jax"),
     ]
     if keras.backend.backend() != "torch":
-        wrong.append((["framework=torch"], "and framework=torch trains models of torch"))
+        wrong.append((["framework=torch"], "but framework=torch needs torch"))
     for words, what in wrong:
         try:
             train(folder / "refused", *words, model=normed((8, 8, 1), 10))

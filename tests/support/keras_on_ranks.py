@@ -227,7 +227,7 @@ def mixed_precision_gets_a_loss_scale() -> str:
         are_equal_on_ranks(weights(net))
         unscaled = hvd.DistributedOptimizer(SGD(0.05, loss_scale_factor=1.0))
         refused(
-            "a LossScaleOptimizer around a DistributedOptimizer leaves out",
+            "a LossScaleOptimizer around a DistributedOptimizer skips",
             lambda: net.compile(optimizer=unscaled, loss="mse"),
         )
     finally:
@@ -433,7 +433,7 @@ def a_saved_model_goes_on() -> str:
     loaded.train_on_batch(x[0], y[0])
     loaded.save(path.with_suffix(f".{hvd.rank()}.h5"))
     refused(
-        "loads an optimizer without the variables of its model",
+        "loads this optimizer without its variables",
         lambda: hvd.load_model(path.with_suffix(f".{hvd.rank()}.h5")),
     )
     assert type(keras.saving.load_model(path).optimizer).__mro__[1].__name__ != "Reducing"
@@ -507,10 +507,10 @@ def errors_say_what_to_do() -> str:
     for arguments, text in (
         (
             {"device_dense": "/cpu:0"},
-            "device_dense='/cpu:0' has no meaning: .*\n  fix: the call without device_dense",
+            "device_dense='/cpu:0' has no effect: .*\n  fix: the call without device_dense",
         ),
-        ({"groups": 2}, "groups=2 has no meaning"),
-        ({"op": 2}, "op=2: gradients are averaged or summed here"),
+        ({"groups": 2}, "groups=2 has no effect"),
+        ({"op": 2}, "op=2 is not supported: gradients can only be averaged or summed here"),
         (
             {"op": hvd.Sum, "gradient_predivide_factor": 2.0},
             "gradient_predivide_factor not supported with op != Average",
@@ -519,19 +519,19 @@ def errors_say_what_to_do() -> str:
     ):
         refused(text, lambda: hvd.DistributedOptimizer(SGD(0.1), **arguments))  # noqa: B023 (called at once)
     refused(
-        "is a DistributedOptimizer already",
+        "is already a DistributedOptimizer",
         lambda: hvd.DistributedOptimizer(hvd.DistributedOptimizer(SGD(0.1))),
     )
     accumulating = SGD(0.1, gradient_accumulation_steps=2)
     refused(
-        "backward_passes_per_step=3, and gradient_accumulation_steps=2",
+        "both backward_passes_per_step=3 and the optimizer's gradient_accumulation_steps=2",
         lambda: hvd.DistributedOptimizer(accumulating, backward_passes_per_step=3),
     )
-    refused("builtins.dict is not an optimizer of Keras 3", lambda: hvd.DistributedOptimizer({}))
+    refused("builtins.dict is not a Keras 3 optimizer", lambda: hvd.DistributedOptimizer({}))
     built = SGD(0.1)
     built.build(model().trainable_variables)
     refused(
-        "is built without accumulated gradients",
+        "was built without gradient accumulation",
         lambda: hvd.DistributedOptimizer(built, backward_passes_per_step=2),
     )
     net = model()
@@ -541,20 +541,19 @@ def errors_say_what_to_do() -> str:
         lambda: local(SGD(0.1), local_layers=[1]),
     )
     refused(
-        "local layers without variables yet: late",
+        "these local layers have no variables yet: late",
         lambda: local(SGD(0.1), local_layers=keras.layers.Dense(1, name="late")),
     )
     scaled = keras.optimizers.LossScaleOptimizer(SGD(0.1))
-    refused(
-        "ranks would leave out different steps", lambda: local(scaled, local_layers=net.layers[0])
-    )
+    refused("ranks would skip different steps", lambda: local(scaled, local_layers=net.layers[0]))
     refused(
         "a local variable is a builtins.int",
         lambda: hvd.DistributedOptimizer(SGD(0.1)).register_local_var(1),
     )
     clipped = hvd.DistributedOptimizer(SGD(0.1, global_clipnorm=1.0))
     refused(
-        "local layers with global_clipnorm", lambda: clipped.register_local_var(keras.Variable(1.0))
+        "local layers do not work with global_clipnorm",
+        lambda: clipped.register_local_var(keras.Variable(1.0)),
     )
     refused(
         "a local variable is a builtins.int",
@@ -565,15 +564,15 @@ def errors_say_what_to_do() -> str:
         lambda: hvd.SyncBatchNormalization(fused=True),
     )
     refused(
-        "synchronized=True is tf.distribute's",
+        "synchronized=True belongs to tf.distribute",
         lambda: hvd.SyncBatchNormalization(synchronized=True),
     )
-    refused("global variables are of TensorFlow 1", lambda: hvd.broadcast_global_variables(0))
+    refused("global variables belong to TensorFlow 1", lambda: hvd.broadcast_global_variables(0))
     refused(
         "legacy_opts=True: Keras 3 has no", lambda: hvd.load_model("model.keras", legacy_opts=True)
     )
     refused(
-        "steps_per_epoch is not known",
+        "steps_per_epoch is unknown",
         lambda: hvd.callbacks.LearningRateWarmupCallback(0.1).on_train_begin(),
     )
     return ""

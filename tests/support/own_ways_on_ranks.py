@@ -1,4 +1,4 @@
-"""A script's own loop, as the ranks of this start make it in one way after the other: weights,
+"""A custom loop, as the ranks of this start make it in one way after the other: weights,
 losses and an evaluation of each."""
 
 from __future__ import annotations

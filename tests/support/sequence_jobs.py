@@ -134,7 +134,7 @@ def mean_of_rows(model: Any, part: Any) -> tuple[torch.Tensor, int]:
 
 
 def own_loop(run: str, *words: str) -> dict[str, np.ndarray]:
-    """STEPS steps of a script's own loop, every second one in parts of two samples."""
+    """STEPS steps of a custom loop, every second one in parts of two samples."""
     with hvdtrain.init({"seed": 5}, *PAD_ROWS, "speed.device=cpu", *words) as ctx:
         model: Any = made(OfRows)
         model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=RATE))

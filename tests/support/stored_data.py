@@ -125,7 +125,7 @@ def check_column_of_split(library: str, build: Callable[..., Any], path: Path) -
     fields = {"x": "x[1:]", "y": "y[1:]"}
     with pytest.raises(
         UserError,
-        match=r"data.split_by=year has 8 values, and the file has 7 samples \(x\[1:\], y\[1:\]\)",
+        match=r"data.split_by=year has 8 values, but the file has 7 samples \(x\[1:\], y\[1:\]\)",
     ):
         build(library, path, "val", fields=fields, split_by="year", split_val=[2001])
     source = build(library, path, "val", fields=fields, split_by="year[1:]", split_val=[2001])

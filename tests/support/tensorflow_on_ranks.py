@@ -307,7 +307,8 @@ def a_tape_has_adasum() -> str:
         for found, row in zip(gradients(), made, strict=True):
             close(found, hvdtrain.horovod.allreduce(row, op=hvd.Adasum))
     refused(
-        "Adasum too", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=hvd.Adasum)
+        "also supports Adasum",
+        lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=hvd.Adasum),
     )
     return ""
 
@@ -335,7 +336,7 @@ def a_state_is_that_of_the_last_commit() -> str:
             state.commit()
     state.restore()
     assert (float(weight), state.batch) == (2.0, 5)
-    refused("global variables and sessions are of TensorFlow 1", hvd.elastic.TensorFlowState)
+    refused("global variables and sessions belong to TensorFlow 1", hvd.elastic.TensorFlowState)
     net = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     state = hvd.elastic.TensorFlowKerasState(net, keras.optimizers.SGD(0.1), epoch=hvd.rank())
     state.sync()
@@ -449,24 +450,24 @@ def a_tape_leaves_local_layers_to_each_rank() -> str:
 def errors_say_what_to_do() -> str:
     tape = tf.GradientTape()
     for call, text in (
-        (lambda: hvd.DistributedGradientTape(tape, groups=2), "groups=2 has no meaning"),
+        (lambda: hvd.DistributedGradientTape(tape, groups=2), "groups=2 has no effect"),
         (
             lambda: hvd.DistributedGradientTape(tape, op=hvd.Min),
-            "gradients are averaged or summed here",
+            "gradients can only be averaged or summed here",
         ),
         (
             lambda: hvd.DistributedGradientTape(hvd.DistributedGradientTape(tape)),
-            "is a DistributedGradientTape already",
+            "is already a DistributedGradientTape",
         ),
         (
             lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), use_locking=True),
-            "use_locking=True has no meaning",
+            "use_locking=True has no effect",
         ),
-        (lambda: hvd.BroadcastGlobalVariablesHook(0), "a SessionRunHook is of TensorFlow 1"),
-        (lambda: hvd.broadcast_object(1, session=1), "a session is of TensorFlow 1"),
+        (lambda: hvd.BroadcastGlobalVariablesHook(0), "a SessionRunHook belongs to TensorFlow 1"),
+        (lambda: hvd.broadcast_object(1, session=1), "a session belongs to TensorFlow 1"),
         (
             lambda: hvd.allreduce(tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0])), op=hvd.Max),
-            "IndexedSlices are summed or averaged",
+            "IndexedSlices can only be summed or averaged",
         ),
         (
             lambda: tf.function(hvdtrain.horovod.allreduce, autograph=False)(tf.ones(2)),

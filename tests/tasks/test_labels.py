@@ -212,7 +212,7 @@ def test_what_makes_labels_of_numbers_that_are_none(y: np.ndarray, fix: str) -> 
 
 
 def test_samples_without_a_number_are_refused() -> None:
-    with pytest.raises(UserError, match=r"x is float64 \(0,\): no number at all"):
+    with pytest.raises(UserError, match=r"x is float64 \(0,\): it contains no numbers"):
         declared({"x": COLUMNS[:, :0], "y": LABELS})
 
 
@@ -238,7 +238,7 @@ def test_a_loss_of_torch_names_the_sample_of_a_label_that_is_no_class() -> None:
         batch = learner.to_device(found.train.read(np.arange(N)))
         with pytest.raises(
             UserError,
-            match=f"sample 9 of the training set has {label} in y, and loss=CrossEntropyLoss of a "
+            match=f"sample 9 of the training set has {label} in y, but loss=CrossEntropyLoss of a "
             "model with 3 outputs",
         ):
             learner.step([batch], hyper(N), 0)

@@ -269,13 +269,13 @@ class Odd(torchmetrics.Metric):
 def test_states_that_cannot_be_put_together_are_refused() -> None:
     with pytest.raises(
         UserError,
-        match=r"metric mine: Odd puts state of several ranks together by nansum\(\)\n.*\n  fix: "
-        r"dist_reduce_fx=",
+        match=r"metric mine: Odd combines state of several ranks with nansum\(\)\n.*\n  fix: "
+        "dist_reduce_fx=",
     ):
         read_metrics({"mine": (Odd(torch.nansum), "max")})
     with pytest.raises(
         UserError,
-        match=r"metric mine: MinMaxMetric keeps other metrics, whose states are not known",
+        match="metric mine: MinMaxMetric contains other metrics, whose states are unknown",
     ):
         read_metrics({"mine": (torchmetrics.MinMaxMetric(torchmetrics.MeanMetric()), "max")})
     mean: Any = read_metrics({"mine": (Odd("mean"), "max")})["mine"]
@@ -289,7 +289,7 @@ def test_states_that_cannot_be_put_together_are_refused() -> None:
     with pytest.raises(UserError, match=r"Odd keeps state, whose values are not tensors"):
         read_metrics({"mine": (Odd(None, []), "max")})["mine"].function(torch.ones(2), batch)
     with pytest.raises(
-        UserError, match=r"metric mine is of torchmetrics, which computes on tensors of torch"
+        UserError, match="metric mine belongs to torchmetrics, which computes on torch tensors"
     ):
         refuse_parts(read_metrics({"mine": (Odd("mean"), "max")}))
 
@@ -301,13 +301,13 @@ def test_several_numbers_and_other_shapes_are_refused() -> None:
     assert several.of is not None
     with pytest.raises(
         UserError,
-        match=r"metric mine: MulticlassF1Score gives 3 numbers, not one\n.*\n  fix: "
+        match=r"metric mine: MulticlassF1Score returns 3 numbers, not one\n.*\n  fix: "
         r'average="macro"',
     ):
         several.of(np.ones(several.length))
     for batch, message in (
-        ({"tokens": torch.ones(4)}, "compares outputs with y; the batch has tokens"),
-        ({"y": np.ones(4)}, "tensors of torch"),
+        ({"tokens": torch.ones(4)}, "compares outputs with y, but the batch only has tokens"),
+        ({"y": np.ones(4)}, "torch tensors"),
     ):
         with pytest.raises(UserError, match=message):
             several.function(torch.ones(4, 3), batch)
@@ -366,10 +366,10 @@ def test_a_metric_that_fails_is_told_by_its_name() -> None:
     for inputs, message in (
         (
             lambda outputs, batch: outputs,
-            r"the function of its inputs gives a Tensor, not two tensors\n.*\n  fix: \(metric, "
+            r"the function of its inputs returns a Tensor, not two tensors\n.*\n  fix: \(metric, "
             r"\"max\", lambda",
         ),
-        (lambda outputs, batch: (outputs, 1, 2), r"gives 3 things, not two tensors"),
+        (lambda outputs, batch: (outputs, 1, 2), "returns 3 things, not two tensors"),
         (
             lambda outputs, batch: (outputs, batch["z"]),
             r"the function of its inputs fails: KeyError: 'z'\n.*test_library_metrics.py:\d+",
@@ -392,8 +392,8 @@ def test_a_metric_that_fails_is_told_by_its_name() -> None:
         read_metrics({"mine": (torchmetrics.R2Score, "max")})
     with pytest.raises(
         UserError,
-        match=r"metric mine is a MetricCollection, of several numbers\n.*\n  fix: each of its "
-        r"metrics by",
+        match=r"metric mine is a MetricCollection, which returns several numbers\n.*\n  fix: add "
+        "each of its metrics",
     ):
         read_metrics({"mine": (torchmetrics.MetricCollection([torchmetrics.R2Score()]), "max")})
 

@@ -485,7 +485,7 @@ def test_a_dict_of_outputs_needs_one_that_is_known() -> None:
     )
     assert build_learner(config, task, SingleProcessCommunicator())
     with pytest.raises(
-        UserError, match="a dict of first, second, and which of them is learned from is not known"
+        UserError, match="a dict of first, second, and it is unknown which of them to train"
     ):
         build_learner(
             configure(None, [*WORDS[1:3], *config_words("first+second")]),
@@ -516,7 +516,7 @@ def test_unet_keeps_the_size_and_looks_at_its_surroundings(norm: Any) -> None:
             ["model.norm=group", "model.groups=3"],
             "model.groups=3 does not divide the widths 16, 32, 64",
         ),
-        (["model.widths=[0]"], "make no layers"),
+        (["model.widths=[0]"], "are not valid"),
     ],
 )
 def test_nets_that_cannot_be_made_are_refused(words: list[str], message: str) -> None:
@@ -740,7 +740,7 @@ def test_predict_writes_a_mask_for_each_image(
     assert len(np.unique(said)) > 1
     for to, message in (
         ("masks", "masks exists already"),
-        ("said.csv", "masks are PNG files in a folder, and said.csv is none"),
+        ("said.csv", "masks are written as PNG files into a folder, but said.csv is not a folder"),
     ):
         assert main(["predict", "out", "--images", str(images), "--to", to]) == 2
         assert message in capsys.readouterr().err

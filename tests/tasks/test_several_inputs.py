@@ -276,43 +276,44 @@ def test_a_field_that_nothing_uses_is_told_of(
     [
         (
             "model.name=test_several_inputs:NoTable",
-            r"takes image, columns; the data have image, table, y, and no "
+            "takes image, columns; the data have image, table, y, but not "
             r"columns\n.*\n.*data\.inputs=",
         ),
         (
             "data.inputs=[image,tabel]",
-            r"data\.inputs names image, tabel; the data have .* no tabel\n.*\n  fix: did you mean "
+            r"data\.inputs names image, tabel; the data have .* not tabel\n.*\n  fix: did you mean "
             r"table\?",
         ),
-        ("data.inputs=[image,image]", "one of them twice"),
-        ("data.inputs=[image,y]", "y is what is learned"),
+        ("data.inputs=[image,image]", "names a field twice"),
+        ("data.inputs=[image,y]", "y is the target"),
         (
             "data.inputs=[image] model.name=mlp",
-            r"model\.name=mlp takes one input x, and the data give it image",
+            r"model\.name=mlp takes one input x, but the data provide image",
         ),
         (
             "model.name=mlp",
-            r"the model gets one input x, and the data have image, table, y\n.*\n  fix: one field "
-            r"x; or framework=torch",
+            r"the model takes one input x, but the data have image, table, y\n.*\n  fix: one "
+            "field x; or framework=torch",
         ),
         (
             "model.name=two_inputs:OfDict",
-            r"gets one input x.*\n.*\n  fix: data\.inputs=\[image,table\]",
+            r"takes one input x.*\n.*\n  fix: data\.inputs=\[image,table\]",
         ),
         (
             "data.inputs=[image,table] framework=jax",
-            r"the inputs image, table needs framework=torch, and this is framework=jax",
+            "the inputs image, table needs framework=torch, but this is framework=jax",
         ),
         (
             "parallel.pipeline=2",
-            r"parallel\.pipeline cuts a model with one input, and the model gets image, table",
+            r"parallel\.pipeline only supports models with one input, but this one takes image, "
+            "table",
         ),
         pytest.param(
             "parallel.dense=b",
-            r"parallel\.dense cuts a model with one input",
+            r"parallel\.dense only supports models with one input",
             marks=needs_extra("dense"),
         ),
-        ("augment.flip=true", r"augmentation is of images; .*\n.*\n.*or call the field image x"),
+        ("augment.flip=true", r"augmentation needs images; .*\n.*\n.*or call the field image x"),
         ("evaluate.views=2", "the data have no field x but image, table, y"),
         ("data.mean=[0.5] data.std=[0.2]", "the data have image, table, y, and no x"),
         (
@@ -343,7 +344,7 @@ def test_images_with_their_channels_first_are_turned_or_refused(
         "data.root=.",
         "data.fields={image: image, table: table, y: y}",
     ]
-    with pytest.raises(UserError, match=r"image is uint8 \(3, 6, 5\), and images are \(H, W, C\)"):
+    with pytest.raises(UserError, match=r"image is uint8 \(3, 6, 5\), but images are \(H, W, C\)"):
         open_datasets(configure(None, [*words_of("regression"), *files_of_arrays]))
 
 
@@ -394,11 +395,11 @@ def test_data_that_do_not_fit_each_other_are_told_of() -> None:
             train_data=narrow,
             val_data=narrow,
         )
-    with pytest.raises(UserError, match="augmentation is of x, and the model gets table"):
+    with pytest.raises(UserError, match="augmentation applies to x, but the model takes table"):
         keys = {"task.name": "regression", "data.inputs": ["table"], "augment.flip": True}
         images = {"x": data["image"], "table": data["table"], "y": data["y"]}
         hvdtrain.train(keys, model=torch.nn.Linear(3, 1), train_data=images, val_data=images)
-    with pytest.raises(UserError, match="has y inside of x and beside it"):
+    with pytest.raises(UserError, match="has y both inside x and outside it"):
         hvdtrain.train(
             {"task.name": "regression"},
             model=two_inputs.OfDict,
@@ -490,8 +491,8 @@ def test_a_field_has_no_effect_by_its_name_alone(tmp_path: Path) -> None:
     given = {**data, "w": np.arange(23.0)}
     with pytest.raises(
         UserError,
-        match=r"a field named w, and a batch has something else by that name\n.*\n  fix: another "
-        r"name: w_of_sample",
+        match=r"a field named w, but that name is reserved in a batch\n.*\n  fix: another name: "
+        "w_of_sample",
     ):
         hvdtrain.train(
             keys,

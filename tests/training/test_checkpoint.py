@@ -382,8 +382,8 @@ def test_a_file_too_large_for_the_model_is_not_read(tmp_path: Path) -> None:
         file.truncate(1 << 40)  # a terabyte of nothing, on paper
     with pytest.raises(
         Damaged,
-        match="weights.safetensors: 1099511627776 bytes, where this model and optimizer have at "
-        "most 1048576",
+        match="weights.safetensors: it has 1099511627776 bytes, but this model and optimizer "
+        "have at most 1048576",
     ):
         read(folder)
 
@@ -414,7 +414,9 @@ def test_what_no_reader_takes_is_not_written(
 ) -> None:
     monkeypatch.setattr(array_file, "MOST_HEADER_BYTES", 100)
     with pytest.raises(
-        ValueError, match=r"a header of \d+ bytes for 2 arrays, where safetensors reads at most 100"
+        ValueError,
+        match=r"the header has \d+ bytes for 2 arrays, but safetensors reads at most "
+        "100",
     ):
         save(tmp_path, 3)
     assert files.finished(tmp_path) == [] and os.listdir(tmp_path / "checkpoints") == []
@@ -504,11 +506,11 @@ def test_another_shape_of_json_is_refused(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "what"),
     [
-        ("data.samples", 11, "another data.samples: 10, this job has 11"),
-        ("data.mean", [0.25], r"another data.mean: \[0.5\], this job has \[0.25\]"),
-        ("data.labels", "1e", "another data.labels: '0f', this job has '1e'"),
-        ("data.shuffle", "feistel-1", "another data.shuffle: None, this job has 'feistel-1'"),
-        ("seed", 6, "another seed: 5, this job has 6"),
+        ("data.samples", 11, "another data.samples: 10, but this job has 11"),
+        ("data.mean", [0.25], r"another data.mean: \[0.5\], but this job has \[0.25\]"),
+        ("data.labels", "1e", "another data.labels: '0f', but this job has '1e'"),
+        ("data.shuffle", "feistel-1", "another data.shuffle: None, but this job has 'feistel-1'"),
+        ("seed", 6, "another seed: 5, but this job has 6"),
     ],
 )
 def test_another_job_is_refused(tmp_path: Path, key: str, value: object, what: str) -> None:

@@ -187,9 +187,9 @@ def test_part_of_the_validation_set(capsys: pytest.CaptureFixture[str]) -> None:
     assert events("r", "start")[0]["val_samples"] == 61
     assert main([*FAST, "epochs=1", "run=r", "evaluate.samples=30"]) == 2
     assert (
-        "r is complete (epochs=1), so nothing would be trained with the change: "
-        "evaluate.samples is 20 there, 30 here" in capsys.readouterr().err
-    )
+        "r is complete (epochs=1), so the change would have no effect: evaluate.samples is 20 "
+        "there, 30 here"
+    ) in capsys.readouterr().err
     assert main([*FAST, "epochs=1", "run=big", "evaluate.samples=62"]) == 2
     assert "evaluate.samples=62 is more than the 61 validation samples" in capsys.readouterr().err
 

@@ -80,9 +80,9 @@ OF_ONE_PROCESS = [
     ("comm.local_from=3", "comm.local_from=3 has no effect without comm.local_steps",
      "comm.local_from", "comm.local_steps=4, or leave comm.local_from out"),
     ("comm.local_steps=2 comm.local_from=50% stop.time=1h",
-     "comm.local_from: 50% is a share of the job; stop.time=1h alone ends the job, at a step that "
-     "is not known before", "comm.local_from",
-     "a length in epochs, steps, samples or tokens; or stop.steps or epochs as well"),
+     "comm.local_from: 50% is a share of the job, but only stop.time=1h ends the job, at an "
+     "unknown step", "comm.local_from",
+     "a length in epochs, steps, samples or tokens; or also set stop.steps or epochs"),
     ("comm.local_steps=2 comm.local_from=1 "
      "comm.compression=fp16", "comm.compression=fp16 and comm.local_steps=2 exclude each other",
      "comm.local_steps", "keep one of them"),
@@ -151,7 +151,7 @@ OF_ONE_PROCESS = [
      "data.resident=true", "framework=jax does not support data.resident=true", "data.resident",
      "data.resident=null, or framework=torch"),
     ("framework=jax model.name=linear optim.name=torch.optim.SGD",
-     "torch.optim.SGD is a torch optimizer, framework=jax needs a rule or a function of optax",
+     "torch.optim.SGD is a torch optimizer, but framework=jax needs a rule or a function of optax",
      "optim.name", "framework=torch, or a name of `list`"),
     ("optim.name=torch.optim.Adam "
      "optim.lr=0.1", "optim.lr is not an option: the recipe sets the rate of each step", "optim.lr",
@@ -163,10 +163,11 @@ OF_ONE_PROCESS = [
     ("stop.time=soon", "'soon' is not a length of time", "stop.time",
      "write 90 (seconds), 45m, 3.5h, 2d, 45:00 (minutes), 1:30:00 or 2-00:00:00"),
     ("recipe.schedule=cosine "
-     "recipe.warmup=10", "a warm-up of 10 epochs leaves nothing of 10 epochs to the "
-                         "schedule", "recipe.warmup",
+     "recipe.warmup=10", "a warm-up of 10 epochs leaves nothing of 10 epochs for the "
+     "schedule", "recipe.warmup",
      "recipe.warmup=10% is a tenth of the job, however short; or epochs=11 or more"),
-    ("optim.name=adam optim.beta2=1", "a beta2 of 1.0 makes no running mean", "optim.beta2",
+    ("optim.name=adam optim.beta2=1", "a beta2 of 1.0 does not define a running mean",
+     "optim.beta2",
      "give 0 or more and less than 1, as in optim.beta2=0.999"),
 ]  # fmt: skip
 

@@ -307,10 +307,10 @@ def test_a_disk_that_stays_full_is_reported_at_the_end(disk: Disk) -> None:
         result = job.wait()
     assert (result.returncode, newest(run)) == (USER, 10), result
     assert (
-        "hvdtrain: the job is done (epochs=2), but its last checkpoint is not written: no room on "
-        "the disk: needs 1." in result.stderr
-    )
-    assert "fix: make room; start it again" in result.stderr
+        "hvdtrain: the job is done (epochs=2), but its last checkpoint was not written: no room "
+        "on the disk: needs 1."
+    ) in result.stderr
+    assert "fix: make room, and start it again" in result.stderr
     begun = len(events(run))
     with disk.start(command, "run") as job:
         refused = job.wait()

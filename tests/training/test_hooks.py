@@ -182,7 +182,7 @@ class WithState(hvdtrain.Hook):
         return self.state
 
 
-AFTER_RESUME = "of hook WithState would be another after a resume: "
+AFTER_RESUME = "of hook WithState would change on a resume: "
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_what_a_hook_must_not_do(hooks: Any, what: str, tmp_path: Path) -> None:
     ("name", "what"),
     [
         ("hooks_on_ranks:jobs", "cannot be called without arguments"),
-        ("os:system", "os:system is a part of Python"),
+        ("os:system", "os:system is part of Python"),
         ("hooks_on_ranks:Path", "makes a PosixPath, not a hook|part of Python"),
         ("no.such:Hook", "no module named no"),
     ],

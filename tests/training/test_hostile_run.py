@@ -166,7 +166,7 @@ def test_what_a_record_does_outside_its_folder_needs_the_users_word(
     key, _, value = what.partition(" ")[0].partition("=")
     with pytest.raises(UserError) as caught:
         configure(str(tmp_path / "config.yaml"), [])
-    assert caught.value.what == f"{what}, but only the configuration of a run sets it"
+    assert caught.value.what == f"{what}, but it is set only in the configuration of a run"
     assert f"add the argument {key}={value}" in caught.value.fix
     configure(str(tmp_path / "config.yaml"), [f"{key}={value}"])
 

@@ -252,8 +252,8 @@ def test_a_run_goes_on_with_the_inputs_that_it_began_with_or_says_how() -> None:
     with pytest.raises(hvdtrain.UserError) as caught:
         hvdtrain.train(config, "resume=auto", "stop.steps=4", model=net(3, 2), **given)
     assert caught.value.what == (
-        "the model of the checkpoint got x less its mean, over its deviation, this job would give "
-        "it x as the data have it"
+        "the model of the checkpoint was trained on x less its mean, over its deviation, but "
+        "this job would train it on x as the data have it"
     )
     assert (caught.value.fix or "").startswith(
         "resume=RUN task.standardize=true; or start another job"
@@ -272,7 +272,7 @@ def test_a_loss_does_not_go_on_with_other_inputs(before: str, now: str) -> None:
     config = {"epochs": 9, "batch.size": 16, "run": "run", "optim.base_lr": 1e-4}
     given: dict[str, Any] = {"train_data": train, "val_data": val, "loss": squares}
     hvdtrain.train(config, f"task.standardize={before}", "stop.steps=2", model=net(3, 1), **given)
-    with pytest.raises(hvdtrain.UserError, match="this job would give it x"):
+    with pytest.raises(hvdtrain.UserError, match="this job would train it on x"):
         hvdtrain.train(
             config,
             "resume=auto",
@@ -289,12 +289,12 @@ def test_what_is_no_row_of_x_and_no_value_of_the_key() -> None:
     run = hvdtrain.train(config, train_data=train, val_data=val)
     with pytest.raises(
         hvdtrain.UserError,
-        match=r"x is float32 \(40, 2\), and the model was trained on rows of float32 \(3,\)",
+        match=r"x is float32 \(40, 2\), but the model was trained on rows of float32 \(3,\)",
     ):
         run.transform(val["x"][:, :2])
     with pytest.raises(hvdtrain.UserError) as caught:
         dataclasses.replace(run, inputs=None).transform(val["x"])
-    assert caught.value.fix == "call inputs() of that task"
+    assert caught.value.fix == "call the task's inputs()"
     with pytest.raises(hvdtrain.UserError) as caught:
         whole = {"x": COLUMNS.astype(np.int64), "y": LABELS}
         hvdtrain.train({"run": "whole"}, model=net(3, 2), train_data=whole, val_data=whole)

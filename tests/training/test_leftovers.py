@@ -152,7 +152,7 @@ def test_export_of_adapters_is_merged_or_an_error(
     file = tmp_path / "w.safetensors"
     assert main(["export", str(adapted.folder), "--to", str(file)]) == 2
     assert (
-        "has adapters (model.lora), without which its weights are another model"
+        "has adapters (model.lora); its weights without them are a different model"
         in capsys.readouterr().err
         and not file.exists()
     )
@@ -217,22 +217,22 @@ ONES = np.ones(4)
         ),
         (
             state(first__bias=ONES),
-            "has first.bias, and the model has the other weights of first",
+            "contains first.bias, but the model has only the other weights of first",
             "unused.first.bias",
         ),
         (
             state(ema__last__weight=ONES),
-            "has ema.last.weight beside last.weight: averages",
+            "contains both ema.last.weight and last.weight: averages",
             "one of them",
         ),
         (
             {n: a for n, a in state().items() if n != "norm.running_var"},
-            "and no norm.running_var",
+            "but not norm.running_var",
             "model.weights_skip=['norm.running_var']",
         ),
         (
             {n: a for n, a in state().items() if n != "last.bias"},
-            "has weights of last, and no last.bias",
+            "contains weights of last, but not last.bias",
             "model.weights_skip=['last.bias']",
         ),
     ],
@@ -306,7 +306,8 @@ def test_a_file_with_averages_beside_the_weights(tmp_path: Path) -> None:
     both = {"state_dict": Net().state_dict(), "state_dict_ema": Net().state_dict()}
     torch.save(both, tmp_path / "w.pt")
     with pytest.raises(
-        UserError, match="has weights as 'state_dict' and averages of them as 'state_dict_ema'"
+        UserError,
+        match="contains weights under 'state_dict' and averages of them under 'state_dict_ema'",
     ):
         train(tmp_path / "run", f"model.weights={tmp_path / 'w.pt'}", model=Net().double())
 
@@ -334,15 +335,16 @@ def test_a_file_with_two_sets_of_weights(tmp_path: Path) -> None:
     for second in ("model", "best"):
         torch.save({second: other, "state_dict": first}, path)
         with pytest.raises(
-            UserError, match=f"has weights as 'state_dict' and other weights as '{second}'"
+            UserError,
+            match=f"contains weights under 'state_dict' and other weights under '{second}'",
         ) as caught:
             read_state_dict(path, names, "model.weights")
         assert caught.value.fix == (
-            "torch.save(torch.load(FILE)['state_dict'], 'weights.pt') has one of them alone; the "
+            "torch.save(torch.load(FILE)['state_dict'], 'weights.pt') keeps one of them; the "
             f"other is torch.load(FILE)['{second}']"
         )
     torch.save({"state_dict": first} | other, path)
-    with pytest.raises(UserError, match="and others of the same names beside it"):
+    with pytest.raises(UserError, match="and others with the same names next to it"):
         read_state_dict(path, names, "model.weights")
     beside = {"optimizer": {"momentum": other}, "head": {"0.weight": torch.ones(2)}}
     torch.save({"model": first, "state_dict": first, "epoch": 3, **beside}, path)
@@ -375,7 +377,9 @@ def test_what_is_not_a_second_set_of_weights(tmp_path: Path) -> None:
     strange = [torch.ones(2).to(torch.float8_e4m3fn), torch.eye(2).to_sparse(), huge]
     for tensor in strange:
         torch.save({"model": {"a.weight": tensor}, "best": {"a.weight": tensor}}, path)
-        with pytest.raises(UserError, match="other weights as 'best'|is of torch.float8_e4m3fn"):
+        with pytest.raises(
+            UserError, match="other weights under 'best'|has type torch.float8_e4m3fn"
+        ):
             read_state_dict(path, ["model"], "model.weights")
 
 
@@ -383,7 +387,7 @@ def test_a_folder_of_peft(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4}))
     save_file({"base_model.model.last.lora_A.weight": ONES}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(
-        UserError, match="has an adapter of peft, and not the weights that it belongs to"
+        UserError, match="contains a peft adapter without the weights that it belongs to"
     ) as caught:
         train(tmp_path / "run", f"model.weights={tmp_path}", model=Net().double())
     assert "merge_and_unload()" in caught.value.fix
@@ -458,12 +462,14 @@ def test_what_is_trained_beside_adapters(
     for words, what in (
         (
             ["model.lora_train=['fc1.*']"],
-            "model.lora_train: fc1.* fits no weight that could be trained",
+            "model.lora_train: fc1.* matches no weight that could be trained",
         ),
         (
             ["model.weights_skip=['fc1.*']"],
-            "model.weights_skip leaves fc1.weight as it is drawn, and model.lora or model.freeze "
-            "freezes it",
+            (
+                "model.weights_skip leaves fc1.weight at its random initial values, but model.lora "
+                "or model.freeze freezes it"
+            ),
         ),
     ):
         with pytest.raises(UserError) as caught:
@@ -478,7 +484,8 @@ def test_what_is_trained_beside_adapters(
         tmp_path / "w.safetensors",
     )
     with pytest.raises(
-        UserError, match="head.weight is not in .*, and model.lora freezes it as it is drawn"
+        UserError,
+        match="head.weight is not in .*, but model.lora freezes it at its random initial values",
     ) as caught:
         train(tmp_path / "no", *NET, *lora, f"model.weights={tmp_path / 'w.safetensors'}")
     assert "model.weights_skip=['head.*'] trains that layer" in caught.value.fix

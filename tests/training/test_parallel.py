@@ -94,11 +94,11 @@ def test_every_mesh_is_one_process(
     if size == 2 and engine == "mpi":
         refused = found.pop("refused")
         assert (
-            "HalfAPlan, cut as its tensor_plan() says, fails: RuntimeError: mat1 and mat2"
+            "HalfAPlan, divided by its tensor_plan(), fails: RuntimeError: mat1 and mat2"
             in refused["HalfAPlan"]
         )
         assert (
-            "CutOutputs, cut as its tensor_plan() says, gives other outputs than the whole model"
+            "CutOutputs, divided by its tensor_plan(), returns other outputs than the whole model"
             in refused["CutOutputs"]
         )
         difference = np.array(found.pop("unsummed")["losses"]) - np.array(

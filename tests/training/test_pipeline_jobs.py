@@ -196,43 +196,43 @@ def test_a_layer_that_is_there_twice_is_two_units() -> None:
         (
             nn.Bilinear(2, 2, 2),
             "",
-            "Bilinear does not say where it may be cut into stages",
+            "Bilinear does not define where it can be divided into stages",
             "a model with pipeline_units",
         ),
         (
             sequential(),
             "parallel.schedule=interleaved",
-            "a model of 3 units makes no 4 stages",
+            "a model of 3 units cannot be divided into 4 stages",
             "at most 3 stages",
         ),
         (
             sequential(),
             "parallel.balance=2,2",
-            "parallel.balance=.2, 2. has 4 units, the model has 3: 0, 1, 2",
+            "parallel.balance=.2, 2. has 4 units, but the model has 3: 0, 1, 2",
             "2 numbers with a sum of 3",
         ),
         (
             Scaled(nn.Linear(4, 3), nn.Linear(3, 3)).double(),
             "",
-            "Scaled does not say where it may be cut",
+            "Scaled does not define where it can be divided",
             "a model with pipeline_units",
         ),
         (
             WithoutItsEnd(nn.Linear(4, 3), nn.Linear(3, 3)).double(),
             "",
-            "units of WithoutItsEnd, .* do not give what",
+            "units of WithoutItsEnd, .* return something else than",
             "pipeline_units",
         ),
         (
             sequential(GivesTwo(), TakesTwo()),
             "",
-            "unit 2 of Sequential gives a tuple, which is not sent",
-            "units that give one tensor",
+            "unit 2 of Sequential returns a tuple, which cannot be sent",
+            "units that each return one tensor",
         ),
         (
             sequential(nn.BatchNorm1d(4)),
             "",
-            "training changes 2.running_mean of Sequential, a buffer",
+            "training changes the buffer 2.running_mean of Sequential",
             "a model without batch norm",
         ),
     ],
@@ -280,7 +280,7 @@ def test_where_a_model_is_cut_is_chosen(balance: str, first: list[int]) -> None:
 def test_a_wrong_balance_is_refused_in_a_prediction() -> None:
     config = configure(None, ["parallel.pipeline=2", "parallel.balance=2,2"])
     with pytest.raises(
-        UserError, match=r"parallel.balance=.2, 2. has 4 units, the model has 3: 0, 1, 2"
+        UserError, match="parallel.balance=.2, 2. has 4 units, but the model has 3: 0, 1, 2"
     ):
         planned_first_units(sequential(), config, torch.ones(2, 3, 4, dtype=torch.float64))
 
@@ -322,7 +322,7 @@ def test_measured_seconds_are_those_of_rank_0() -> None:
     First = type(
         "First", (Second,), {"rank": 0, "broadcast_object": lambda self, x: gathered.append(x) or x}
     )
-    with pytest.raises(UserError, match="unit 0 fails while it is timed"):
+    with pytest.raises(UserError, match="unit 0 failed while it was timed"):
         agreed_seconds(units, x[:, :3], lambda device: nullcontext(), First())
     assert isinstance(gathered[-1][1], UserError), "rank 0 sends it"
     assert (
@@ -371,7 +371,7 @@ def test_a_model_without_units_is_refused_on_all_ranks(tmp_path: Path) -> None:
     result = mpirun(2, ["-m", "hvdtrain", f"run={tmp_path / 'run'}", *words])
     assert (
         result.returncode == 2
-        and result.stderr.count("does not say where it may be cut into stages") == 1
+        and result.stderr.count("does not define where it can be divided into stages") == 1
     ), result.stderr
     assert "Traceback" not in result.stderr
 

@@ -126,9 +126,9 @@ def test_bfloat16_and_prefixes(
 @pytest.mark.parametrize(
     ("change", "words", "what", "fix"),
     [
-        ({"fc.bias": np.ones(10, np.int8)}, [], "is int8, and the model has it as", "floats"),
-        ({"fc.bias": np.ones(10, bool)}, [], "is bool, and the model has it as", "floats"),
-        ({"fc.bias": np.ones(10, "c8")}, [], "is complex64, and the model has", "floats"),
+        ({"fc.bias": np.ones(10, np.int8)}, [], "is int8, but the model has", "floating-point"),
+        ({"fc.bias": np.ones(10, bool)}, [], "is bool, but the model has", "floating-point"),
+        ({"fc.bias": np.ones(10, "c8")}, [], "is complex64, but the model has", "floating-point"),
         ({"fc.bias": np.full(10, np.nan)}, [], "has nan, which is not a finite", "diverged"),
         (
             {"fc.bias": np.full(10, 1e300)},
@@ -140,13 +140,13 @@ def test_bfloat16_and_prefixes(
             {"fc.weight": np.ones((7, 4))},
             [],
             "fc.weight is (7, 4) in ",
-            "model.weights_skip=['fc.*'] for a layer of its own",
+            "model.weights_skip=['fc.*'] keeps the layer's",
         ),
         (None, [], "no array of ", "model.weights_names=['OLD=NEW']"),
         (
             {},
             ["model.weights_skip=['head.*']"],
-            "model.weights_skip: head.* fits no weight of the model",
+            "model.weights_skip: head.* matches no weight of the model",
             "its first names are conv1",
         ),
         (
@@ -158,31 +158,31 @@ def test_bfloat16_and_prefixes(
         (
             {},
             ["model.weights_names=['enc*=*']"],
-            "no array's name fits 'enc*'",
+            "no array's name matches 'enc*'",
             "the first names are ",
         ),
         (
             {},
             ["model.weights_names=['*.*=a.*']"],
-            "has 2 * before the = and 1 behind it",
-            "as many",
+            "has 2 * before the = and 1 after it",
+            "the same number",
         ),
         (
             {},
             ["model.weights_names=['norm1.*=norm2.*']"],
             "model.weights_names: norm1.*=norm2.* makes norm1.",
-            "fits one of them",
+            "matches one of them",
         ),
         (
             {},
             ["model.weights_names=['encoder']"],
             "model.weights_names: encoder is not OLD=NEW",
-            "'encoder=' leaves it out",
+            "'encoder=' excludes it",
         ),
         (
             {},
             ["model.freeze=['convx*']"],
-            "model.freeze: convx* fits no weight of the model",
+            "model.freeze: convx* matches no weight of the model",
             "known: conv1.weight",
         ),
         ({}, ["model.freeze=['*']"], "model.freeze=['*'] leaves nothing to train", "fewer names"),
@@ -436,14 +436,14 @@ def test_weights_are_thawed_on_any_number_of_ranks_and_stage(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        ("model.thaw=[{at: 2, names: ['fc*']}]", "fits no weight that model.freeze has"),
+        ("model.thaw=[{at: 2, names: ['fc*']}]", "matches no weight that model.freeze matches"),
         (
             f"{THAWED.split(' ', 1)[0]} optim.ema=0.9 model.thaw=[{{at: 2, names: ['conv1*']}}]",
             "model.thaw does not support optim.ema=0.9",
         ),
         (
             "model.freeze=['conv*'] model.thaw=[{at: 2, names: ['conv*']},{at: 3, names: ['fc*']}]",
-            r"model.thaw: fc\* fits no weight that model.freeze has",
+            r"model.thaw: fc\* matches no weight that model.freeze matches",
         ),
         ("model.thaw=[{at: 2}]", "has no names"),
         (
@@ -548,10 +548,10 @@ class Around(torch.nn.Module):
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        ("model.name=mlp model.lora=['fc9']", "fits no torch.nn.Linear of the model"),
+        ("model.name=mlp model.lora=['fc9']", "matches no torch.nn.Linear of the model"),
         (
             "model.name=mlp model.lora=['head'] model.lora_rank=11",
-            "model.lora_rank=11 is more than a layer",
+            "model.lora_rank=11 is too large for a layer",
         ),
         ("model.name=mlp model.lora_rank=4", "model.lora_rank=4 has no effect without model.lora"),
         (
@@ -568,7 +568,7 @@ class Around(torch.nn.Module):
         ),
         (
             "model.name=test_pretrained:Around model.lora=['fc']",
-            "the model does not call its layer fc: its adapter would do nothing",
+            "the model does not call its layer fc, so an adapter would have no effect",
         ),
     ],
 )
@@ -630,16 +630,16 @@ def test_a_net_of_torchvision_gives_what_the_library_gives(
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        ("data.mean=[0.5,0.5]", "of images with 1 channel"),
-        ("data.mean=[0.5] data.std=[0]", "of images with 1 channel"),
-        ("data.std=[0.5]", "of images with 1 channel"),
+        ("data.mean=[0.5,0.5]", "do not fit images with 1 channel"),
+        ("data.mean=[0.5] data.std=[0]", "do not fit images with 1 channel"),
+        ("data.std=[0.5]", "do not fit images with 1 channel"),
         (
             "data.mean=[0.5] data.std=[0.5] task.standardize=false",
-            "task.standardize=false leaves data.mean and data.std without effect",
+            "with task.standardize=false, data.mean and data.std have no effect",
         ),
         (
             "data.mean=[0.5] data.std=[0.5] task.name=language data.name=digit_tokens:windows",
-            "are of images",
+            "apply to images",
         ),
     ],
 )
@@ -705,7 +705,7 @@ INDEXES: list[tuple[Any, str]] = [
         "w is in b.safetensors and in another file",
     ),
     ({"weight_map": {"v": "a.safetensors"}}, "names v, which the files do not have"),
-    ({"weight_map": {}}, "has no arrays by name"),
+    ({"weight_map": {}}, "does not contain named arrays"),
     *(
         (tree, "is not an index of weights")
         for tree in ({"weight_map": ["a.safetensors"]}, {}, [], 3, None)

@@ -86,8 +86,8 @@ def test_a_folder_of_something_else_is_refused(
     assert main([*JOB, "run=run"]) == USER
     first = name.partition("/")[0]
     expected = (
-        f"run is not a run folder: {first} in it is not of hvdtrain\n  where: run, command line\n  "
-        "fix: give run= a folder of its own"
+        f"run is not a run folder: {first} in it was not written by hvdtrain\n  where: run, "
+        "command line\n  fix: give run= a separate folder"
     )
     assert f"{expected}, such as run=run/run-1\n" in capsys.readouterr().err
     assert tree(Path()) == before

@@ -215,7 +215,7 @@ def test_a_checkpoint_of_another_task_is_refused(
     assert main([*NUMBERS, "run=out", "max_steps=3"]) == 0
     assert main([*NUMBERS, "run=out", "max_steps=6", "task.objective=r2"]) == 2
     assert (
-        "the checkpoint has another data.objective: 'loss', this job has 'r2'"
+        "the checkpoint has another data.objective: 'loss', but this job has 'r2'"
         in capsys.readouterr().err
     )
     assert (
@@ -232,7 +232,7 @@ def test_a_checkpoint_of_another_task_is_refused(
         == 2
     )
     assert (
-        "the checkpoint has another data.task: 'regression', this job has 'quantile'"
+        "the checkpoint has another data.task: 'regression', but this job has 'quantile'"
         in capsys.readouterr().err
     )
     assert main(["resume=out", "max_steps=6"]) == 2
@@ -270,7 +270,7 @@ def test_what_is_wrong_with_data_of_the_users_own(
             ["data.name=own_data:numbers", "data.outptus=3"],
             "own_data:numbers(split: 'str', outputs: 'int' = 2)",
         ),
-        (["data.name=os:listdir"], "os:listdir is a part of Python, not a data"),
+        (["data.name=os:listdir"], "os:listdir is part of Python itself, not a data"),
         (
             ["data.name=own_data:restore", "data.facts={shape: [2], share: 0.5}"],
             "own_data:restore, train is a Quantile",
@@ -281,7 +281,7 @@ def test_what_is_wrong_with_data_of_the_users_own(
         ),
         (
             ["data.name=own_data:numbers", "augment.flip=true"],
-            "augmentation is of images; the data have x float64 (3, 2), y float64 (2,)",
+            "augmentation needs images; the data have x float64 (3, 2), y float64 (2,)",
         ),
         (
             ["data.name=own_data:numbers", "data.class_names=[a,b]"],

@@ -216,7 +216,7 @@ def test_a_run_folder_is_never_overwritten(capsys: pytest.CaptureFixture[str]) -
     before = (Path("out") / "events.jsonl").read_bytes()
     for left in ("config.yaml", "events.jsonl", "nothing but checkpoints"):
         assert main([*FAST, "epochs=1", "run=out", "resume=no"]) == 2, left
-        assert "out holds another run" in capsys.readouterr().err
+        assert "out contains another run" in capsys.readouterr().err
         if left == "config.yaml":
             assert (Path("out") / "events.jsonl").read_bytes() == before
         (Path("out") / left).unlink(missing_ok=True)
@@ -293,7 +293,7 @@ def test_with_local_steps_sync_points_decide_what_is_learned() -> None:
     now = TrainState(Progress(1437, 2874, 20, 1280))
     refuse_another_job(found, configure(None, []), Path("r"), now)
     with pytest.raises(
-        UserError, match="^r holds another job: checkpoint.every_steps is 20 there, 30 here\n"
+        UserError, match="^r contains another job: checkpoint.every_steps is 20 there, 30 here\n"
     ):
         refuse_another_job(found, configure(None, ["comm.local_steps=3"]), Path("r"), now)
 
@@ -327,8 +327,7 @@ def test_a_run_that_is_over_is_never_rewritten(
         assert main([*FAST, *words] if words[0] == "run=r" else words) == 2
         said = capsys.readouterr().err
         assert (
-            "r is complete (" in said
-            and f"so nothing would be trained with the change: {change}\n" in said
+            "r is complete (" in said and f"so the change would have no effect: {change}\n" in said
         ), said
         assert (
             f"fix: run=ANOTHER for a new job; to train on with it: {command_line()} resume=r "
@@ -387,9 +386,9 @@ def test_another_job_in_the_folder_of_one_that_is_not_over(
     assert main([*FAST, "epochs=4", "optim.momentum=0.5", "optim.base_lr=0.1", "run=r"]) == 2
     said = capsys.readouterr().err
     assert (
-        "r holds another job: optim.base_lr is 0.05 there, 0.1 here; optim.momentum is None "
-        "there, 0.5 here\n" in said
-    ), said
+        "r contains another job: optim.base_lr is 0.05 there, 0.1 here; optim.momentum is None "
+        "there, 0.5 here\n"
+    ) in said, said
     assert "where: r/config.yaml\n" in said and contents("r") == before
     command = shlex.split(said.rpartition(f"{command_line()} ")[2])
     assert command == ["resume=r", "optim.base_lr=0.1", "optim.momentum=0.5", "stop.steps=null"]
@@ -416,9 +415,9 @@ def test_the_state_of_one_optimizer_is_not_given_to_another(
         assert main(words) == 2
         said = capsys.readouterr().err
         assert (
-            "the checkpoint was made with optim.name=sgd, this job has optim.name=lars: the "
-            "optimizer's state would mean" in said
-        ), said
+            "the checkpoint was written with optim.name=sgd, but this job has optim.name=lars, "
+            "so the optimizer's state would"
+        ) in said, said
         assert (
             "where: r\n  fix: optim.name=sgd; or run=ANOTHER resume=no for a new job\n" in said
             and contents("r") == over
@@ -440,9 +439,9 @@ def test_the_momentum_of_one_form_of_lars_is_not_given_to_the_other(
         assert main(words) == 2
         said = capsys.readouterr().err
         assert (
-            "the checkpoint was made with optim.form=torch, this job has optim.form=paper: the "
-            "optimizer's state would mean" in said
-        ), said
+            "the checkpoint was written with optim.form=torch, but this job has "
+            "optim.form=paper, so the optimizer's state would"
+        ) in said, said
         assert (
             "where: r\n  fix: optim.form=torch; or run=ANOTHER resume=no for a new job\n" in said
             and contents("r") == before
@@ -490,7 +489,9 @@ def test_a_saved_configuration_says_what_a_job_is_not_where(
     assert "resume  " not in capsys.readouterr().out.partition("epoch ")[0]
     assert [e["epoch"] for e in events(Path("b"), "epoch")] == [1, 2, 3]
     assert main(["resume=r", "run=c"]) == 2
-    assert "r is complete (epochs=2): nothing would be trained in c" in capsys.readouterr().err
+    assert (
+        "r is complete (epochs=2): there is nothing left to train in c" in capsys.readouterr().err
+    )
     assert contents("r") == over and not Path("c").exists()
 
 
@@ -502,7 +503,7 @@ def test_the_same_command_resumes_in_a_new_folder_too(capsys: pytest.CaptureFixt
     assert main(command) == 0
     assert "resume  from step 30, epoch 1.34" in capsys.readouterr().out
     assert main([*FAST, "resume=two", "run=one"]) == 2
-    assert "one holds another run" in capsys.readouterr().err
+    assert "one contains another run" in capsys.readouterr().err
 
 
 def test_epochs_at_another_target_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:
@@ -626,12 +627,17 @@ def normed(shape: tuple[int, int, int], classes: int) -> torch.nn.Module:
 @pytest.mark.parametrize(
     ("words", "ranks", "what", "key"),
     [
-        ("batch.size=5", 4, "a batch of 5 on 4 ranks has a pass of one sample", "batch.size"),
-        ("batch.size=1", 1, "a batch of 1 on 1 rank has a pass of one sample", "batch.size"),
+        (
+            "batch.size=5",
+            4,
+            "a batch of 5 on 4 ranks has a micro-batch of one sample",
+            "batch.size",
+        ),
+        ("batch.size=1", 1, "a batch of 1 on 1 rank has a micro-batch of one sample", "batch.size"),
         (
             "batch.size=5 batch.micro=2",
             1,
-            "a batch of 5 on 1 rank in passes of batch.micro=2 has a pass of one sample",
+            "a batch of 5 on 1 rank in passes of batch.micro=2 has a micro-batch of one sample",
             "batch.micro",
         ),
         (

@@ -134,8 +134,8 @@ def check(arguments: Sequence[str]) -> int:
 
 
 def _let_go(time_limit: TimeLimit, size: int) -> None:
-    """One process, which may be a script's own, waits for nobody after an error; several ranks may
-    wait, until the limit."""
+    """Ends after an error: one process, which may be a script, does not wait; several ranks may
+    wait until the limit."""
     if size == 1:
         time_limit.cancel()
 

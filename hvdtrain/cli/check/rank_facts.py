@@ -35,7 +35,7 @@ NETWORK_VARIABLES = (
 
 
 class DeviceFacts(TypedDict):
-    """What a rank trains on."""
+    """The device of a rank."""
 
     name: str  # cpu, cuda:0, ...
     model: str  # "" for a CPU

@@ -113,7 +113,7 @@ def _threads(facts: RankFacts, ranks: Sequence[RankFacts]) -> int:
 
 
 def _in_common(report: CheckReport) -> Iterator[str]:
-    """What all ranks have in common, or most of them."""
+    """Returns the facts that all ranks, or most of them, have in common."""
     first = report.ranks[0]
     yield f"engine    {report.engine}"
     yield (

@@ -1,5 +1,4 @@
-"""What is not enough for the ranks of one machine: cores, GPUs, shared and locked memory, open
-files."""
+"""Shortages for the ranks of one machine: cores, GPUs, shared and locked memory, open files."""
 
 from __future__ import annotations
 
@@ -112,7 +111,7 @@ def _threads(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def _gpus(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """Ranks of one machine that share a GPU, or of which some have none."""
+    """Ranks of one machine that share a GPU, or some of them without a GPU."""
     devices = {facts["rank"]: facts["device"] for facts in ranks if facts["device"] is not None}
     on_gpus = [
         facts for facts in ranks if facts["rank"] in devices and devices[facts["rank"]]["id"]

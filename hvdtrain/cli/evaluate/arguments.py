@@ -1,4 +1,5 @@
-"""What evaluate, predict and sample take on the command line, and what they take from the run."""
+"""The arguments of evaluate, predict and sample, and the configuration that they take from the
+run."""
 
 from __future__ import annotations
 
@@ -92,16 +93,16 @@ def parse(
             given.key == "optim.ema" and given.value is not None
         ):  # no average is made here, of whatever decay
             what = (
-                f"{command} takes no {short(argument)}: the averages of the weights are those of "
-                "the run"
+                f"{command} does not accept {short(argument)}: it uses the weight averages of the "
+                "run"
             )
             raise UserError(
                 what,
                 f"command line of {command}",
-                "optim.ema=null for the weights themselves, or leave it out",
+                "optim.ema=null for the weights without averaging, or leave it out",
             )
         if not given.key.startswith(_OF_THE_COMMAND):
-            what = f"{command} takes no {short(argument)}: it does not train"
+            what = f"{command} does not accept {short(argument)}, because it does not train"
             raise UserError(
                 what,
                 f"command line of {command}",
@@ -111,8 +112,7 @@ def parse(
 
 
 def read_former_run(assigned: Sequence[Assignment]) -> list[Assignment]:
-    """What the configuration of the run says about its model and its data. Raises UserError if
-    it cannot be read.
+    """Reads the run's configuration of model and data. Raises UserError if it cannot be read.
 
     Where the command names other data, only the names of the run's classes and the form of its
     images remain. Of shard.stage 3 remains: its model may fit no rank.

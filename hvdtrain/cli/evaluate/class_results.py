@@ -43,8 +43,8 @@ def class_accuracies(counts: ClassCounts) -> list[float]:
 
 
 def class_precisions(confusion: np.ndarray | None) -> list[float] | None:
-    """How many of the samples that the model says are of a class are so; NaN if it says none,
-    None without a confusion matrix."""
+    """Computes the precision of each class; NaN if the model never predicts it, None without a
+    confusion matrix."""
     if confusion is None:
         return None
     return [

@@ -69,7 +69,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     )
     if parsed.options["split"] not in ("train", "val"):
         raise UserError(
-            f"no such part of a data set: {short(parsed.options['split'])}",
+            f"unknown split: {short(parsed.options['split'])}",
             "--split",
             "train or val",
         )
@@ -170,8 +170,8 @@ def fit(source: Source, task: Task, config: Config) -> Source:
         raise UserError(
             what,
             where,
-            f"data.size={shape[0]} and data.channels={shape[2]}, where data.name has "
-            "them; or other data",
+            f"data.size={shape[0]} and data.channels={shape[2]}, if data.name has these options; "
+            "or other data",
         )
     if names and source.class_names:
         _refuse_unknown(source.class_names, names, where)
@@ -182,7 +182,7 @@ def fit(source: Source, task: Task, config: Config) -> Source:
         raise UserError(
             f"the data have {source.classes} classes, the model {label.values}",
             where,
-            "data of the classes of the run",
+            "data with the same classes as the run",
         )
     return as_declared(source, task.fields)
 
@@ -236,7 +236,7 @@ def _with_fields_of(source: Source, task: Task, where: str) -> Source:
 
 
 def _facts(rank: ConnectedRank, model: TrainedModel, config: Config, split: str) -> dict[str, Any]:
-    """Which model was evaluated on which data."""
+    """Describes the evaluated model and the data."""
     return {
         "checkpoint": model.checkpoint.folder.name,
         "epochs": model.checkpoint.train_state.progress.epochs,

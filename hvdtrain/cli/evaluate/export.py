@@ -53,7 +53,7 @@ def _export_keras(run: Path, to: Path, which: str, words: Sequence[str]) -> int:
 
 def _write(rank: ConnectedRank, to: Path, which: str) -> int:
     if rank.config.framework != "keras":
-        what = f"the run has framework={rank.config.framework}, which makes no file of Keras"
+        what = f"the run has framework={rank.config.framework}, which cannot export a Keras file"
         raise UserError(what, "--to", "--to model.safetensors")
     loaded = load_checkpoint(rank, which)
     learner: Any = loaded.learner

@@ -32,7 +32,7 @@ def check_folder_of_masks(to: str, force: bool) -> None:
     """Raises UserError if a folder of this name cannot be created, or already has files."""
     path = Path(os.path.expanduser(to))
     if path.suffix or to == "-":
-        what = f"masks are PNG files in a folder, and {to} is none"
+        what = f"masks are written as PNG files into a folder, but {to} is not a folder"
         raise UserError(what, _WHERE, "--to masks")
     if not path.absolute().parent.is_dir():
         raise UserError(f"there is no folder {path.parent}", _WHERE, f"mkdir -p {path.parent}")

@@ -110,7 +110,7 @@ def _inputs_alone(config: Config, of_checkpoint: dict[str, Any]) -> Task:
             _without_loss(of_checkpoint, outputs if isinstance(outputs, int) else None)
         )
     if plugins.is_dotted(name):
-        what = f"the run has task.name={short(name)}, which is code of its own"
+        what = f"the run has task.name={short(name)}, which is custom code"
         raise UserError(
             what,
             config.where("task.name"),

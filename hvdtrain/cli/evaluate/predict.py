@@ -158,7 +158,9 @@ def _predict(rank: ConnectedRank, parsed: Arguments) -> int:
         what = f"task.name={task.name}" + (
             f" with the inputs {', '.join(task.transforms.each)}" if task.transforms else ""
         )
-        raise UserError(f"--images are of images, and the run has {what}", "RUN", "--data FILE")
+        raise UserError(
+            f"--images needs a run trained on images, but this run has {what}", "RUN", "--data FILE"
+        )
     source = _source(files, task.sizes["shape"], task.sizes.get("classes", 1), config)
     if communicator.size > 1:
         data = {
@@ -287,8 +289,8 @@ def read_data_file(path: Path, table: TableFormat = NO_TABLE) -> Any:
     Raises UserError."""
     if path.suffix not in TABLE_SUFFIXES:
         fix = (
-            f"a file that ends in {', '.join(SUFFIXES)}; or package.module:function of your own, "
-            "or --images DIR"
+            f"a file that ends in {', '.join(SUFFIXES)}; or your own package.module:function, or "
+            "--images DIR"
         )
         raise UserError(f"{short(str(path))} is not a file of numbers", "--data", fix)
     if not path.is_file():

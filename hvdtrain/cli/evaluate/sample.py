@@ -66,7 +66,7 @@ _OF_TEXT = ("--prompt", "--length")
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """What the command line asks for."""
+    """The options of the command line."""
 
     count: int
     temperature: float
@@ -101,8 +101,8 @@ def _sample(rank: ConnectedRank, parsed: Arguments, request: SampleRequest) -> i
     config = unstaged(rank.config)
     if config.data.name not in DRAWN:
         what = (
-            f"sample draws what data.name={' and '.join(DRAWN)} {'have' if DRAWN[1:] else 'has'}; "
-            f"the run has data.name={short(config.data.name)}"
+            f"sample supports data.name={' and '.join(DRAWN)}; the run has "
+            f"data.name={short(config.data.name)}"
         )
         raise UserError(what, "RUN", "another run folder")
     of_images = config.data.name in token_images()
@@ -110,7 +110,7 @@ def _sample(rank: ConnectedRank, parsed: Arguments, request: SampleRequest) -> i
     for option in options:
         if parsed.options[option.removeprefix("--").replace("-", "_")] not in (None, False):
             raise UserError(
-                f"{option} is of {others}; the run has data.name={config.data.name}",
+                f"{option} is for {others}; the run has data.name={config.data.name}",
                 option,
                 "leave it out",
             )
@@ -120,7 +120,7 @@ def _sample(rank: ConnectedRank, parsed: Arguments, request: SampleRequest) -> i
     tokens = model.task.drawn
     if tokens is None:
         raise UserError(
-            f"sample draws tokens, and the run has task.name={model.task.name}",
+            f"sample draws tokens, but the run has task.name={model.task.name}",
             "RUN",
             "a run with task.name=language",
         )
@@ -194,8 +194,8 @@ def _text(
         raise UserError(f"the prompt has {len(prompt)} tokens", "--prompt", f"1 to {most}")
     if prompt.max() >= tokens.values:
         what = (
-            f"the tokenizer gives the prompt token {prompt.max()}, the model has 0 to "
-            f"{tokens.values - 1}"
+            f"the tokenizer returns token {prompt.max()} for the prompt, but the model only has 0 "
+            f"to {tokens.values - 1}"
         )
         raise UserError(what, f"{path}", "the tokenizer that the run was trained with")
     check_tokenizer(checkpoint, tokenizer.digest if tokenizer else None, f"{path}")

@@ -19,7 +19,7 @@ from hvdtrain.errors import UserError, first_line, short
 
 
 class TableFormat(NamedTuple):
-    """What the run says of its tables."""
+    """The form of the run's tables."""
 
     columns: tuple[str, ...] = ()  # of x, in the order of the model's inputs; empty: not known
     delimiter: str = ","
@@ -39,9 +39,9 @@ def table_of(options: Mapping[str, Any]) -> TableFormat:
 def read_table(path: Path, table: TableFormat = NO_TABLE) -> np.ndarray:
     """(n, columns) of a CSV file, whole numbers where all are. TRUE and FALSE are 1 and 0.
 
-    Where the first row names the columns, they are those of the run, by name, and a line on stderr
-    names the others; a run whose columns are not known takes all but a target. Raises UserError for
-    a row of another length, for a missing column, and for a cell that is not a number.
+    If the first row names the columns, the run's columns are selected by name, and a line on stderr
+    lists the others; if the run's columns are unknown, all but a target are used. Raises UserError
+    for a row of another length, for a missing column, and for a cell that is not a number.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -62,7 +62,7 @@ def read_table(path: Path, table: TableFormat = NO_TABLE) -> np.ndarray:
             raise UserError(
                 f"row {number} of {path} has {len(row)} values, the first one {width}",
                 "--data",
-                "as many in each row",
+                "the same number of values in each row",
             )
     chosen = [[row[column].strip() for row in rows] for column in columns]
     read: list[Callable[[str], Any]] = [

@@ -150,7 +150,7 @@ def read_hostfile(lines: Iterable[str], path: str, needs_slots: bool = False) ->
         if slots is None and options and options[0].isdecimal():
             slots = options[0]
         if name and slots is None and needs_slots:
-            what = f"no number of slots behind the host '{short(name)}'"
+            what = f"no number of slots after the host '{short(name)}'"
             raise UserError(what, f"{path}:{number}", "n1 4 in each line; or launch -H n1:4,n2:4")
         if name:
             hosts.append(

@@ -86,7 +86,7 @@ def launch(arguments: Sequence[str]) -> int:
     )
     if program.is_job and (options.logs or options.plain):
         option = "--logs" if options.logs else "--plain"
-        fix = "without it: rank 0 speaks for all ranks, and run=DIR has what the job tells"
+        fix = "without it: rank 0 prints for all ranks, and the folder run=DIR records the job"
         raise UserError(f"{option} is for scripts and programs", _COMMAND_LINE, fix)
     for option, mode in modes("launch").items():
         if _value(options, option):
@@ -217,14 +217,14 @@ def _for_another_machine(options: argparse.Namespace, program: Program) -> list[
     of_here = [option for option in ("inside", "slurm") if getattr(options, option)]
     if of_here:
         raise UserError(
-            f"--{of_here[0]} looks at this machine, --mpi is for another",
+            f"--{of_here[0]} inspects this machine, but --mpi is for another one",
             _COMMAND_LINE,
             "one of them",
         )
     hosts = _hosts(options)
     if options.ranks is None and not hosts:
         raise UserError(
-            "how many ranks?",
+            "the number of ranks is missing",
             _COMMAND_LINE,
             f"-np, as in launch -np 8 --mpi {options.mpi} --dry-run; or -H n1:4,n2:4",
         )

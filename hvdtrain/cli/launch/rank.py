@@ -95,7 +95,7 @@ def set_torch_variables(
         if environ.get(key, value) != value:
             what = (
                 f"{key}={short(environ[key])} is set, but this is rank {place.rank} of "
-                f"{place.size}, whose {key} is {value}"
+                f"{place.size}, which should have {key}={value}"
             )
             raise UserError(
                 what, f"the environment; the launcher is {place.launcher}", f"unset {key}"

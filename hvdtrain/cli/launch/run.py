@@ -164,7 +164,7 @@ def spawn(arguments: Sequence[str]) -> int:
     """
     options, job = parse_node_options(arguments)
     if "RANK" in os.environ:
-        fix = "either a launcher, or these options"
+        fix = "use either a launcher or these options"
         raise UserError(
             "this process was started by a launcher: RANK is set", ", ".join(OPTIONS), fix
         )
@@ -214,8 +214,8 @@ def parse_node_options(arguments: Sequence[str]) -> tuple[NodeOptions, list[str]
     options = NodeOptions(values["--num-nodes"], values["--node-id"], values["--num-gpus"])
     if options.num_nodes < 1 or options.processes < 1 or options.node_id >= options.num_nodes:
         what = (
-            f"impossible: node {options.node_id} of {options.num_nodes} with {options.processes} "
-            "processes"
+            f"node {options.node_id} of {options.num_nodes} with {options.processes} processes is "
+            "impossible"
         )
         raise UserError(
             what,

@@ -120,5 +120,5 @@ class ModelConfig(OpenSection):
 
     @property
     def lora_scale(self) -> float:
-        """What an adapter of model.lora is multiplied by."""
+        """The factor of an adapter of model.lora."""
         return (self.lora_rank if self.lora_alpha is None else self.lora_alpha) / self.lora_rank

@@ -121,7 +121,7 @@ class OptimConfig(OpenSection):
     @model_validator(mode="before")
     @classmethod
     def _default_decay(cls, tree: Any) -> Any:
-        """None if a class of the user's may have its own."""
+        """Returns the default decay; None if the user's class may have its own default."""
         if (
             not isinstance(tree, dict)
             or tree.get("weight_decay") is not None
@@ -132,6 +132,6 @@ class OptimConfig(OpenSection):
 
     @property
     def decay(self) -> float:
-        """What hvdtrain tells the optimizer: 0 where weight_decay is not set, and a class keeps its
-        own."""
+        """The decay that hvdtrain passes to the optimizer: 0 if weight_decay is not set, and a
+        class keeps its own."""
         return self.weight_decay or 0.0

@@ -49,7 +49,7 @@ class Section(BaseModel):
 
     @property
     def given(self) -> Given | None:
-        """What a script gives as an object."""
+        """The object that a script passes for this section, if any."""
         return self._given
 
     def with_given(self, given: Given) -> Self:
@@ -119,7 +119,7 @@ class Section(BaseModel):
 
 
 class Given(NamedTuple):
-    """What a script gives for one section."""
+    """An object that a script passes for one section."""
 
     name: str | None  # that stands in the configuration; None: the section keeps its own
     # what package.module:function would be; of a section that keeps its name: task -> task
@@ -161,7 +161,7 @@ def name_of_object(thing: Any) -> str:
 
 
 def is_object(name: str) -> bool:
-    """Whether it is the name of an object, which only the script that gave it has."""
+    """Whether the name stands for an object that only a script has."""
     return name.startswith(_OBJECT)
 
 
@@ -172,7 +172,8 @@ def class_of_object(name: str) -> str:
 
 
 def go_on(section: str) -> str:
-    """How a job is continued, evaluated and used whose object only a script has."""
+    """Returns the fix for a job whose objects only a script has: how to resume, evaluate and use
+    it."""
     again = "start that script again, with resume=RUN in its hvdtrain.train()"
     by_path = {
         "optim": "; or optim.name=package.module:function, which makes the same optimizer",

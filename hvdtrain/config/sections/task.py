@@ -10,7 +10,7 @@ from hvdtrain.config.sections.section import OpenSection
 
 @with_keys_of_extras
 class TaskConfig(OpenSection):
-    """What is learned: the loss, the metrics, and the one of them that stop.target speaks of."""
+    """The task: its loss, its metrics, and the metric that stop.target uses."""
 
     section = "task"
     name: str = Field(

@@ -15,8 +15,7 @@ def with_class_names(config: Config, source: Source) -> Config:
     """Returns the configuration with the names of the classes, if the data set or the user gives
     them.
 
-    Raises UserError if both do and they differ, and where there are not as many names as
-    classes.
+    Raises UserError if both do and they differ, and if the numbers of names and classes differ.
     """
     where = config.where("data.class_names")
     own = list(source.class_names)

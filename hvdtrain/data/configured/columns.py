@@ -1,4 +1,4 @@
-"""data.fields of a table whose first line is the only record of which columns are x and y."""
+"""data.fields of a table in which only the header line shows which columns are x and y."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def check_columns(config: Config, train: Source, val: Source) -> None:
                 f"column {place} of {name} is {short(one[place], 60)} in the training set, and "
                 f"{short(other[place], 60)} in the validation set",
                 config.where("data.name"),
-                "the columns of both in one order; of DataFrames val_frame[train_frame.columns]",
+                "give both the same order of columns; for DataFrames: "
+                "val_frame[train_frame.columns]",
             )
 
 

@@ -37,8 +37,7 @@ def open_split(
 ) -> Source:
     """Opens a set with the plugin of data.name or the user's function. Raises UserError.
 
-    finish: as that of CommonArray. kept: as that of as_source(), asked for data of the user's
-    alone.
+    finish: see CommonArray. kept: see as_source(); only called for the user's own data.
     """
     if plugins.is_users_own(config.data):
         return _open_own(config, split, kept)
@@ -85,8 +84,8 @@ def _check_workers(
     if config.data.workers is None or packed is False or _default_of(make, "cache_mb"):
         return
     what = (
-        f"data.workers={config.data.workers} are processes that decode images or read a Dataset "
-        "of your own; "
+        f"data.workers={config.data.workers} starts processes that decode images or read your own "
+        "Dataset; "
     )
     what += f"data.name={config.data.name} has " + (
         "its pixels in array files (data.packed=true)" if packed else "threads"
@@ -109,7 +108,7 @@ def _open_own(config: Config, split: Split, kept: Callable[[], tuple[str, ...]])
     """Calls the user's own package.module:function, with split and root if it has parameters of
     these names.
 
-    Raises UserError if that is nothing that as_source() knows.
+    Raises UserError if as_source() does not support the result.
     """
     where = config.where("data.name")
     if config.data.stage is not None:

@@ -15,7 +15,7 @@ def padding_of(config: Config) -> dict[str, Padding]:
     pad = config.data.pad
     masks = config.data.mask
     if other := next((name for name in masks if name not in pad), None):
-        what = f"data.mask names the mask of {other}, which data.pad does not have"
+        what = f"data.mask has {other}, but data.pad does not"
         raise UserError(
             what, config.where("data.mask"), f"data.pad={{{other}: 0}}, or leave it out"
         )
@@ -36,8 +36,8 @@ def refuse_lengths(config: Config) -> None:
     else:
         return
     what = (
-        f"{key} is of data of your own whose samples have different lengths; those of "
-        f"data.name={config.data.name} have one"
+        f"{key} needs your own data with variable-length samples; all samples of "
+        f"data.name={config.data.name} have the same length"
     )
     raise UserError(
         what,
@@ -47,7 +47,7 @@ def refuse_lengths(config: Config) -> None:
 
 
 def packed_rows(config: Config, source: Source, name: str) -> Source:
-    """The set in rows of data.pack tokens. Raises UserError as packed()."""
+    """Packs the set into rows of data.pack tokens. Raises what packed() raises."""
     return (
         source
         if config.data.pack is None

@@ -38,9 +38,9 @@ def _are_classes(config: Config, source: Source, labels: np.ndarray) -> bool:
 
 def evaluated_part(config: Config, val: Source) -> Source:
     """Returns the samples of an evaluation: evaluate.samples of the validation set, drawn by the
-    seed, in the order of the set; or all.
+    seed, in the order of the set; or all samples.
 
-    Raises UserError if there are not so many.
+    Raises UserError if the set has fewer samples.
     """
     count = config.evaluate.samples
     if count is None or count == len(val):

@@ -76,21 +76,21 @@ def checked_weights(weights: np.ndarray, samples: int, where: str) -> np.ndarray
     negative, one of them above 0."""
     if weights.shape != (samples,) or weights.dtype.kind not in "iufb":
         what = (
-            f"weights are {weights.dtype} {weights.shape}, and there are {samples:,} training "
+            f"weights are {weights.dtype} {weights.shape}, but there are {samples:,} training "
             "samples"
         )
-        raise UserError(what, where, f"numbers ({samples},), one for each")
+        raise UserError(what, where, f"an array of shape ({samples},), a number for each sample")
     checked = weights.astype(np.float64)
     wrong = np.flatnonzero(~(np.isfinite(checked) & (checked >= 0)))
     if len(wrong):
         raise UserError(
             f"the weight of sample {wrong[0]} is {checked[wrong[0]]:g}",
             where,
-            "finite numbers from 0 on; 0 leaves a sample out",
+            "finite numbers, 0 or more; 0 excludes a sample",
         )
     if not checked.any():
         raise UserError(
-            "all weights are 0, so that no sample can be drawn", where, "at least one above 0"
+            "all weights are 0, so no sample can be drawn", where, "at least one above 0"
         )
     return checked
 
@@ -105,13 +105,14 @@ def _balanced(source: Source, ignored: int | None, where: str) -> np.ndarray:
             if labels is None
             else f"y is {labels.dtype} {labels.shape}"
         )
-        what = f"data.sample_weights=balanced is of classes: {kind}" + (
+        what = f"data.sample_weights=balanced needs classes: {kind}" + (
             " is not known without reading them" if labels is None else ""
         )
         raise UserError(
             what,
             where,
-            f"labels (n,) of classes; a Dataset tells them by its attribute `targets`; or {_GIVE}",
+            "labels (n,) of classes; a Dataset provides them in its attribute `targets`; or "
+            f"{_GIVE}",
         )
     _, number, counts = np.unique(labels, return_inverse=True, return_counts=True)
     weights = 1.0 / counts[number]
@@ -123,7 +124,7 @@ def _balanced(source: Source, ignored: int | None, where: str) -> np.ndarray:
 
 
 def _field(source: Source, name: str) -> np.ndarray | None:
-    """A field of every sample, where it is there without reading all else."""
+    """Returns a field of all samples, if it can be read without the other fields; else None."""
     arrays = arrays_in_memory(source)
     if arrays is not None:
         return arrays[name]

@@ -1,5 +1,5 @@
-"""CIFAR-10 and CIFAR-100 in their binary version; the pickled one, which could run code, is never
-read."""
+"""CIFAR-10 and CIFAR-100 in their binary version; the pickled version, which could run code, is
+never read."""
 
 from __future__ import annotations
 

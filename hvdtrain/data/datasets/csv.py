@@ -71,17 +71,17 @@ def build(
     data.val_share or data.split_by.
 
     The first line has the names of the columns. A column of whole numbers, or of TRUE and FALSE
-    (1 and 0), in the first lines is int64, any other float64.
+    (1 and 0), in the first lines is int64, any other column is float64.
 
     fields: the column of each field, {x: [height, width], y: label} (default: y, label, labels or
         target is y, all other columns are x)
     dtypes: number types that fields are converted to, {x: float32}
-    split_by: a column that tells validation samples from others: train, val; or the values of
-        split_val
-    split_val: values of split_by that validate
+    split_by: a column that marks validation samples: by the words train and val, or by the values
+        of split_val
+    split_val: values of split_by that mark validation samples
     cache_mb: most megabytes of parsed blocks that a rank keeps for each set
-    delimiter: what stands between two columns, as ; or tab or space (default: a comma, of .tsv a
-        tab)
+    delimiter: separator of columns, such as ; or tab or space (default: a comma; a tab in .tsv
+        files)
 
     Raises UserError if a line is damaged, with its number, and for columns without numbers.
     """
@@ -202,8 +202,8 @@ class CsvFile(StoredFile):
         return decoded(raw, self.file.path, int(self.lines[block]))
 
     def rows(self, block: int) -> list[tuple[int, list[str]]]:
-        """Yields rows with the line of the file that each begins in. Raises UserError for a row
-        with another number of columns than the first line."""
+        """Yields rows with the line of the file that each begins in. Raises UserError if a row does
+        not have as many columns as the first line."""
         first = int(self.lines[block])
         rows = split_rows(self.text(block), self.delimiter, self.file.path, first)
         columns = len(self.header)
@@ -215,9 +215,9 @@ class CsvFile(StoredFile):
         line, row = wrong
         fix = "correct or remove it"
         if any("\n" in cell for cell in row):
-            fix = "close the quote that begins in this line and goes on in the next one"
+            fix = "close the quote that begins in this line and continues in the next one"
         elif len(row) == columns + 1 > 2 and line == 2 and row[-1]:
-            fix = "a name for the column of the names of rows: R's write.table(col.names=NA)"
+            fix = "a name for the column of row names: R's write.table(col.names=NA)"
         elif len(row) > columns and not any(row[columns:]):
             fix = "remove the delimiter at the ends of lines, or add one to the first line"
         elif columns == 1 and len(row) > 1:
@@ -243,13 +243,13 @@ class CsvFile(StoredFile):
             fix = f"fill it, or remove the line; {without}"
         elif _THOUSANDS.fullmatch(text) and self.delimiter == ",":
             fix = (
-                "1260 in place of 1,260: pandas.read_csv(FILE, thousands=',')"
-                ".to_csv(NEW, index=False)"
+                "1260 instead of 1,260: pandas.read_csv(FILE, thousands=',').to_csv(NEW, "
+                "index=False)"
             )
         elif _DECIMAL_COMMA.fullmatch(text):
             thousands = ", thousands='.'" if "." in text else ""
             fix = (
-                "a point in place of the decimal comma: pandas.read_csv(FILE, "
+                "a decimal point instead of the comma: pandas.read_csv(FILE, "
                 f"sep={self.delimiter!r}, decimal=','{thousands}).to_csv(NEW, index=False), "
                 "without data.delimiter"
             )
@@ -295,7 +295,7 @@ class TextColumns:
 
     @staticmethod
     def named(table: CsvFile, names: list[str], is_single: bool) -> TextColumns:
-        """Raises UserError if the first lines have something else than numbers."""
+        """Returns the columns. Raises UserError if the first lines contain anything but numbers."""
         places = tuple(table.place(name) for name in names)
         samples = int(table.edges[-1])
         shape = (samples,) if is_single else (samples, len(names))
@@ -342,7 +342,8 @@ class TextColumns:
         return numbers.astype(self.dtype, copy=False)
 
     def _slowly(self, block: int) -> np.ndarray:
-        """Numbers (rows, columns). Raises UserError with the line that has none."""
+        """Parses numbers (rows, columns) cell by cell. Raises UserError with the line of a wrong
+        cell."""
         is_whole = self.dtype.kind == "i"
         convert = whole_number if is_whole else number
         kind = "a whole number, as the first lines have" if is_whole else "a number"

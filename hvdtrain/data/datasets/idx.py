@@ -60,7 +60,7 @@ _FILES: dict[Split, tuple[str, str]] = {
 }
 _CLASSES = 10
 _BLOCK_BYTES = 2**20
-# of images: six times MNIST; of labels, each of which takes eight bytes of memory
+# by number of axes. Images: six times MNIST; labels: each takes eight bytes of memory
 _MOST_BYTES = {
     3: 2**28,
     1: 2**24,

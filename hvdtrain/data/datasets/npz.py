@@ -66,9 +66,9 @@ def build(
     fields: the array of each field, {x: inputs, y: labels}; "inputs[:, 0:3]" is a part, a list is
         stacked (default: arrays x and y)
     dtypes: number types that fields are converted to, {x: float32}
-    split_by: an array (n,) that tells validation samples from others: train, val; or the values of
-        split_val
-    split_val: values of split_by that validate
+    split_by: an array (n,) that marks validation samples: by the words train and val, or by the
+        values of split_val
+    split_val: values of split_by that mark validation samples
     cache_mb: most megabytes of decoded blocks that a rank keeps for each set
 
     Raises UserError if files are damaged, lack a field, or hold pickled objects, which are never
@@ -102,7 +102,7 @@ class NpzFile(StoredFile):
                     if info.filename.endswith(".npy")
                 }
         except (OSError, *_DAMAGE) as error:
-            raise cut_off(path, f"it is no .npz archive ({first_line(error)})") from None
+            raise cut_off(path, f"it is not an .npz archive ({first_line(error)})") from None
         return NpzFile(file, members)
 
     @property
@@ -120,7 +120,7 @@ class NpzFile(StoredFile):
         return WholeMember(self.file, name, dtype, shape)
 
     def _stored(self, info: zipfile.ZipInfo, name: str) -> StoredArray:
-        """A member that lies in the archive as it is."""
+        """Returns a member that is stored uncompressed."""
         path = self.file.path
         with self.file.opened() as file:
             signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(
@@ -128,7 +128,7 @@ class NpzFile(StoredFile):
             )
             start = info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
             if signature != b"PK\3\4":
-                raise cut_off(path, f"{name} is not where its archive says")
+                raise cut_off(path, f"{name} is not at the offset that its archive gives")
             head = io.BytesIO(file.read(start, min(_HEADER_BYTES, info.file_size)))
         try:
             dtype, shape, is_fortran = _array_header(head)
@@ -137,11 +137,13 @@ class NpzFile(StoredFile):
         check_dtype(dtype, name, path)
         rows = PlainRows(self.file, start + head.tell(), dtype, shape)
         if head.tell() + math.prod(shape) * dtype.itemsize != info.file_size:
-            raise cut_off(path, f"{name} has {info.file_size} bytes, which are no {dtype} {shape}")
+            raise cut_off(
+                path, f"{name} has {info.file_size} bytes, which do not fit {dtype} {shape}"
+            )
         return WholeMember(self.file, name, dtype, shape) if is_fortran and len(shape) > 1 else rows
 
     def values(self, name: str) -> np.ndarray:
-        """Texts are read too."""
+        """Also reads strings."""
         if name not in self.members:
             raise no_such(name, self.names, self.file.path)
         dtype, shape = _compressed_header(self.file, self.members[name], name)
@@ -166,7 +168,9 @@ def _compressed_header(
     except (OSError, *_DAMAGE) as error:
         raise cut_off(file.path, f"{name}: {first_line(error)}") from None
     if wanted != info.file_size and not dtype.hasobject:
-        raise cut_off(file.path, f"{name} has {info.file_size} bytes, which are no {dtype} {shape}")
+        raise cut_off(
+            file.path, f"{name} has {info.file_size} bytes, which do not fit {dtype} {shape}"
+        )
     return dtype, shape
 
 
@@ -191,7 +195,8 @@ def _array_header(file: IO[bytes]) -> tuple[np.dtype[Any], tuple[int, ...], bool
 
 
 def _load(file: FileOnDisk, name: str) -> np.ndarray:
-    """A whole array. Raises UserError if it is damaged, by its checksum too, or has objects."""
+    """Reads a whole array. Raises UserError if it is damaged or its checksum is wrong, or if it
+    contains objects."""
     with file.opened():  # that it has not changed
         pass
     try:
@@ -218,7 +223,7 @@ class WholeMember:
         array = _load(self.file, self.name)
         if array.shape != self.shape or array.dtype != self.dtype:
             raise UserError(
-                f"{self.name} is {array.dtype} {array.shape} now",
+                f"{self.name} is now {array.dtype} {array.shape}",
                 str(self.file.path),
                 "start again",
             )

@@ -50,9 +50,9 @@ def build(
     fields: the column of each field, {x: [height, width], y: label} (default: y, label, labels or
         target is y, all other columns are x)
     dtypes: number types that fields are converted to, {x: float32}
-    split_by: a column that tells validation samples from others: train, val; or the values of
-        split_val
-    split_val: values of split_by that validate
+    split_by: a column that marks validation samples: by the words train and val, or by the values
+        of split_val
+    split_val: values of split_by that mark validation samples
     cache_mb: most megabytes of decoded row groups that a rank keeps for each set
 
     Raises UserError without pyarrow, where files are damaged or lack a column, and for columns with
@@ -202,8 +202,7 @@ class ParquetFile(StoredFile):
 
 
 def _bytes_of(column: Any) -> int:
-    """What a column of a row group takes at least in memory, as the file says: a dictionary, or few
-    bytes for very many rows."""
+    """Returns a lower bound of the memory of a column in a row group, from the file's metadata."""
     return max(
         column.total_uncompressed_size, column.num_values * _ITEM_BYTES.get(column.physical_type, 1)
     )
@@ -234,8 +233,8 @@ class RowGroups:
 
     @staticmethod
     def named(table: ParquetFile, names: list[str]) -> RowGroups:
-        """Type and shape are those of the first row group. Raises UserError if it has something
-        else than numbers."""
+        """Returns the columns, with dtype and shape of the first row group. Raises UserError if it
+        contains anything but numbers."""
         first = _numbers(table, 0, names) if len(table.edges) > 1 else np.empty((0,))
         return RowGroups(
             table,
@@ -253,13 +252,13 @@ class RowGroups:
             raise UserError(
                 what,
                 str(self.table.file.path),
-                "lists of one length, and one type, in the whole column",
+                "lists of the same length and type in the whole column",
             )
         return numbers[(slice(None), *box.slices)]
 
 
 def _as_numbers(arrow_type: str, column: str) -> str:
-    """How pandas makes numbers of a column."""
+    """Returns pandas code that converts a column to numbers."""
     if arrow_type.startswith("decimal"):
         return f"write it as floats: {column}.astype(float)"
     if "string" in arrow_type and not arrow_type.startswith(("list", "large_list", "fixed_size")):
@@ -294,7 +293,9 @@ def _numbers(table: ParquetFile, group: int, names: Sequence[str]) -> np.ndarray
         columns.append(column)
     rows = int(table.edges[group + 1] - table.edges[group])
     if any(len(column) != rows for column in columns):
-        raise cut_off(path, f"row group {group} has not the {rows} rows that the file says")
+        raise cut_off(
+            path, f"row group {group} does not have the {rows} rows that the file declares"
+        )
     if len(columns) == 1:
         return columns[0]
     wrong = next(
@@ -302,8 +303,8 @@ def _numbers(table: ParquetFile, group: int, names: Sequence[str]) -> np.ndarray
     )
     if wrong is not None:
         raise UserError(
-            f"column {wrong} has lists, and is beside other columns in a field",
+            f"column {wrong} contains lists, but shares its field with other columns",
             str(path),
-            "a field of its own in data.fields",
+            "give it a separate field in data.fields",
         )
     return np.stack(columns, axis=1)

@@ -104,13 +104,13 @@ class _Synthetic(LabelledImages):
         return {"x": self._pattern(y) // 4 + (noise - noise // 4), "y": y}  # at most 63 + 192 = 255
 
     def stats(self) -> ChannelStats:
-        """Exact over the first 1024 samples or all, if fewer; of large images over 2**28 values.
+        """Exact over the first 1024 samples or all, if fewer; for large images over 2**28 values.
         All samples have the same distribution."""
         samples = min(self.length, _STATS_SAMPLES, -(-_STATS_VALUES // math.prod(self.shape)))
         return stats_of_images(self, np.arange(samples))
 
     def label_digest(self) -> str:
-        """A digest of what all labels follow from."""
+        """Returns a digest of the parameters that determine all labels."""
         return digest_of_labels(np.array([self.classes, self.length]))
 
     def _pattern(self, y: np.ndarray) -> np.ndarray:

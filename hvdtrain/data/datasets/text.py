@@ -39,7 +39,7 @@ def build(
     predicted once; a rest that is shorter is left out. One file has no validation set of its own:
     data.val_share=0.1 takes a tenth of its windows.
 
-    context: tokens that are read to predict the next
+    context: number of tokens from which the next one is predicted
     tokenizer: a tokenizer.json of the tokenizers package (none: each byte is a token)
 
     Raises UserError without a root, where the text is not UTF-8 or shorter than a window, and where
@@ -66,7 +66,10 @@ def build(
     of_file = read_tokenizer(expanded(tokenizer, "tokenizer"), notes) if tokenizer else None
     tokens, vocabulary = encode(text, path, of_file)
     if len(tokens) <= context:
-        what = f"{len(tokens)} tokens are fewer than data.context={context} and one more"
+        what = (
+            f"{len(tokens)} tokens are too few: data.context={context} needs at least one more "
+            "than that"
+        )
         raise UserError(
             what, str(path), f"a longer text, or data.context={max(1, len(tokens) - 1)} or less"
         )
@@ -131,7 +134,8 @@ def encode(text: bytes, path: Path, tokenizer: Tokenizer | None) -> tuple[np.nda
         raise UserError(
             f"byte {error.start} is not UTF-8: {error.reason}",
             f"{path}:{line}",
-            "convert the text: iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW (or what it is in)",
+            "convert the text: iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW (with its actual "
+            "encoding)",
         ) from None
     if tokenizer is None:
         return np.frombuffer(text, np.uint8), _BYTES

@@ -151,7 +151,7 @@ class _Archives:
             return self.files[number], offset, size
         what = f"the index of {self.where} is damaged: image {index} is outside of its archive"
         raise UserError(
-            what, str(self.folder), "remove this folder, and start again: the index is made anew"
+            what, str(self.folder), "remove this folder, and start again: the index is rebuilt"
         )
 
     def content(self, index: int) -> bytes:
@@ -286,15 +286,15 @@ def _key(files: list[_Archive]) -> str:
 
 
 class _Index(NamedTuple):
-    """Memory-mapped arrays, as _Archives has them."""
+    """The memory-mapped arrays of an index."""
 
     places: np.ndarray
     labels: np.ndarray
 
 
 def _load_or_make_index(where: str, files: list[_Archive], folder: Path) -> _Index:
-    """From the arrays in `folder`; one process of the machine makes them, the others wait. Raises
-    UserError, OSError."""
+    """Loads the index from `folder`; if it is missing, one process of the machine creates it and
+    the others wait. Raises UserError, OSError."""
     index = _load_index(folder)
     if index is None:
         with locked(folder, f"indexes the images of {where}"):
@@ -335,8 +335,8 @@ def _make_index(where: str, files: list[_Archive], folder: Path) -> None:
 
 
 def _load_index(folder: Path) -> _Index | None:
-    """None if it is absent or cut off. A place is checked when its image is read: all of them
-    may take 24 GB."""
+    """Returns the index, or None if it is absent or truncated. A position is checked when its image
+    is read, since all of them may take 24 GB."""
     places = load_npy(folder / _PLACES, np.dtype("<i8"), (3, None))
     found = (load_npy(folder / _LABELS, np.dtype(of), (None,)) for of in ("u1", "<u2", "<u4"))
     labels = next((array for array in found if array is not None), None)
@@ -352,5 +352,5 @@ def _check_labels(archives: _Archives, classes: int) -> None:
     first = first_outside(archives.labels, classes)
     if first is not None:
         what = f"label {archives.labels[first]} is outside 0..{classes - 1}"
-        fix = "correct it, or data.classes=N (where left out: train's largest label plus 1)"
+        fix = "correct it, or set data.classes=N (default: the largest label of train plus 1)"
         raise UserError(what, archives.name(first), fix)

@@ -22,7 +22,7 @@ _PROGRESS_S = 2.0
 
 
 class FileState(NamedTuple):
-    """What changes when a file is written to."""
+    """The size and times of a file, which change when it is written."""
 
     size: int  # bytes
     mtime_ns: int
@@ -39,7 +39,7 @@ class FileSelection(NamedTuple):
 
 @dataclass
 class CopyThread:
-    """What one thread writes to, and how much it has done."""
+    """The buffer and the progress of one thread."""
 
     partial: Path  # the file under way
     buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(_BLOCK_BYTES)))

@@ -1,5 +1,5 @@
-"""The folders of data sets and caches: which they are, one process at a time prepares one, and
-files come into them whole."""
+"""Folders of data sets and caches: their paths, locks, and downloads that appear complete or not at
+all."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def data_root(root: Path | None) -> Path:
 
 
 def check_folder(root: Path, fix: str) -> None:
-    """Raises UserError if data.root is not there, or is a file; OSError where it cannot be
-    seen."""
+    """Raises UserError if data.root does not exist or is a file; OSError if it cannot be
+    accessed."""
     try:
         is_folder = stat.S_ISDIR(root.stat().st_mode)
     except FileNotFoundError:
@@ -118,11 +118,11 @@ class RequiredFiles:
 def download(
     required: RequiredFiles, fetch: Callable[[Path], None], timeout_s: float = 20.0
 ) -> None:
-    """Brings the missing files into their root: one process calls fetch(empty folder), the others
-    wait for it.
+    """Downloads missing files into their root: one process calls fetch(empty folder), and the
+    others wait for it.
 
-    A file appears by a rename, complete, and replaces none that is there. A connection that is
-    silent for `timeout_s` ends the attempt. Raises UserError, with the names of files and folder,
+    A complete file is moved into place and never replaces an existing one. The attempt ends if a
+    connection is silent for `timeout_s`. Raises UserError, with the names of files and folder,
     where the download fails.
     """
     try:
@@ -162,7 +162,7 @@ def _fetch_and_place(
 
 @contextmanager
 def _socket_timeout(timeout_s: float) -> Iterator[None]:
-    """For every socket of this process: torchvision opens its own without a timeout."""
+    """Sets a timeout for every socket of this process, since torchvision sets none."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(timeout_s)
     try:

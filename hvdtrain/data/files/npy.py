@@ -45,7 +45,7 @@ def write_npy(path: Path, dtype: str, shape: tuple[int, ...]) -> Iterator[IO[byt
     """A file to which the array's bytes are written, behind its header. It gets its name once it is
     complete and on the disk.
 
-    It is removed where that fails. Raises OSError.
+    It is removed if that fails. Raises OSError.
     """
     partial = path.with_suffix(".part")
     partial.unlink(missing_ok=True)  # left by a process that was killed
@@ -70,14 +70,14 @@ _AGAIN = "start again: its images are decoded again"
 
 
 def rows_of_block(shape: tuple[int, ...]) -> int:
-    """How many images, of shape[1:], a checksum is of: a power of two, so that it divides
-    MOST_ROWS."""
+    """Returns the number of images, of shape[1:], that share a checksum: a power of two, so that it
+    divides MOST_ROWS."""
     rows = min(MOST_ROWS, max(1, _BLOCK_BYTES // math.prod(shape[1:])))
     return 1 << rows.bit_length() - 1
 
 
 def checksums(images: np.ndarray, rows: int) -> list[int]:
-    """XXH3 of each block of so many images, 64 bits; the last block may be shorter."""
+    """Computes XXH3, 64 bits, of each block of `rows` images; the last block may be shorter."""
     return [
         xxhash.xxh3_64_intdigest(images[start : start + rows].data)
         for start in range(0, len(images), rows)
@@ -131,7 +131,7 @@ class CheckedArray:
         return np.asarray(self.images[rows])
 
     def is_sound(self) -> bool:
-        """Whether every block has its checksum: 0.1 s for each GiB in memory."""
+        """Whether every block matches its checksum: 0.1 s for each GiB in memory."""
         return all(self._is_sound(block) for block in range(len(self.sums)))
 
     def _is_sound(self, block: int) -> bool:
@@ -141,8 +141,8 @@ class CheckedArray:
         ]
 
     def _damaged(self, block: int) -> UserError:
-        """Removes the file, so that the next start makes it again; this process and others still
-        have it mapped."""
+        """Removes the file, so that the next start recreates it; this process and others still have
+        it mapped."""
         with contextlib.suppress(OSError):
             self.path.unlink()
         rows = rows_of_block(self.images.shape)

@@ -43,8 +43,8 @@ def whole_root(name: str, source: Path) -> tuple[FileSelection, ...]:
 
 
 class Staging(NamedTuple):
-    """How the files of a data set are copied: the STAGING of its module in data/datasets/. Without
-    one all files below its root are, and downloaded where there are none."""
+    """How the files of a data set are copied: the STAGING of its module in data/datasets/. By
+    default all files below its root are copied, and downloaded if there are none."""
 
     has_files: bool = True
     is_read_once: bool = False  # at the start, and kept in memory
@@ -84,7 +84,7 @@ class ManifestEntry(NamedTuple):
 
 
 class VerifiedFiles(NamedTuple):
-    """The copies that still hold what was copied."""
+    """The copies whose content is still correct."""
 
     entries: dict[str, ManifestEntry]
     reread: int  # files whose bytes were read for that
@@ -98,22 +98,22 @@ def stage_data(
     where: str,
     staging: Staging = Staging(),  # noqa: B008 (it does not change)
 ) -> StagedData:
-    """Copies the files of data set `name` below `folder`, on this node's disk; returns what it is
-    built with there.
+    """Copies the files of data set `name` below `folder`, on this node's disk; returns the options
+    with which it is built there.
 
-    One process of the node copies, the others wait. Where the source has no files yet, they are
+    One process of the node copies, the others wait. If the source has no files yet, they are
     downloaded into the stage folder. Raises UserError; `where` is the place of data.stage in the
     configuration.
     """
     if not staging.has_files:
         raise UserError(
-            f"{name} has no files, there is nothing to stage",
+            f"{name} has no files to stage",
             where,
             "leave data.stage out, or choose another data.name",
         )
     if staging.is_read_once:
         raise UserError(
-            f"{name} reads its files once, at the start: a copy would be read once, too",
+            f"{name} reads its files only once, at the start, so a copy would not help",
             where,
             "leave data.stage out",
         )
@@ -121,7 +121,7 @@ def stage_data(
         return StagedData(root, options)  # building the data set reports the missing root
     source = data_root(root).resolve()
     if staging.may_be_a_file and (source.is_file() or data_files().get(source.suffix) == name):
-        what = f"data.stage copies a folder of files, and data.root is {source.name} alone"
+        what = f"data.stage copies a folder, but data.root is the single file {source.name}"
         raise UserError(
             what, where, "data.root=FOLDER, with this file in it; or leave data.stage out"
         )
@@ -178,8 +178,8 @@ def _user_folder(folder: str, source: Path, where: str) -> Path:
 # once
 @functools.cache
 def ensure_staged(name: str, source: Path, target: Path, where: str, staging: Staging) -> bool:
-    """Brings target/files up to date with the source. False if the source has no files. Raises
-    UserError where there is no room."""
+    """Brings target/files up to date with the source. Returns False if the source has no files.
+    Raises UserError if there is no room."""
     try:
         asked_s = time.time()
         target.mkdir(mode=0o700, exist_ok=True)
@@ -196,7 +196,7 @@ def ensure_staged(name: str, source: Path, target: Path, where: str, staging: St
 
 
 def splits_of_images(name: str, source: Path, archives: bool = False) -> tuple[FileSelection, ...]:
-    """The splits of a user's images: train, and the first one to validate that exists.
+    """Returns the splits of a user's images: train, and the first existing validation split.
 
     archives: in train/, or train-*.tar in the root.
     """
@@ -235,7 +235,7 @@ class StagedCopy:
         self._host = socket.gethostname()
 
     def update(self, wanted: Mapping[str, FileState]) -> None:
-        """Makes files/ hold the `wanted` files of the source, and no others. Raises UserError,
+        """Updates files/ to contain exactly the `wanted` files of the source. Raises UserError,
         OSError."""
         began_s = time.perf_counter()
         self._verified.unlink(missing_ok=True)
@@ -259,11 +259,10 @@ class StagedCopy:
         os.utime(self._verified, ns=(time.time_ns(), time.time_ns()))
 
     def _verify(self, current: Mapping[str, ManifestEntry]) -> VerifiedFiles:
-        """The copies that hold what was copied. The bytes of those whose fingerprint has changed
-        are read.
+        """Returns the copies whose content is correct; reads only those whose fingerprint has
+        changed.
 
-        After a restart of the machine all are read: a crash may lose unwritten data of a file that
-        has its name already.
+        After a reboot all are read: a crash may lose unwritten data of a renamed file.
         """
         same_boot = self._manifest_boot_id() == _boot_id()
         fingerprints = {path: _fingerprint(self._files / path) for path in current}
@@ -361,7 +360,7 @@ class StagedCopy:
             )
 
     def _manifest_boot_id(self) -> bytes:
-        """The start of the machine at which the manifest was written; empty if there is none."""
+        """Returns the boot id at which the manifest was written; empty if there is none."""
         if not self._manifest.exists():
             return b""
         with self._manifest.open("rb") as manifest:
@@ -386,7 +385,7 @@ class StagedCopy:
         os.replace(unfinished, self._manifest)
 
     def _remove(self, path: str) -> None:
-        """A file, and the folders that it leaves empty."""
+        """Removes a file, and the folders that become empty."""
         (self._files / path).unlink(missing_ok=True)
         for folder in list(Path(path).parents)[:-1]:
             with contextlib.suppress(OSError):  # not empty
@@ -416,7 +415,7 @@ def _line(entry: ManifestEntry) -> bytes:
 
 
 def _boot_id() -> bytes:
-    """Changes with every start of the machine."""
+    """Returns an id that changes with every boot of the machine."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
     except OSError:

@@ -42,7 +42,7 @@ class AugmentationParameters(NamedTuple):
         None
     )
     reflected_shift: np.ndarray | None = (
-        None  # the same where the image goes on mirrored outside, without the pixels of its border
+        None  # the same, with the image mirrored at its border pixels
     )
     flipped: np.ndarray | None = None  # bool (n,), left to right
     operation: np.ndarray | None = (
@@ -94,18 +94,16 @@ def _check_channels(augment: AugmentConfig, channels: int) -> None:
         changes = ""
     if changes and channels not in (1, 3):
         what = (
-            f"augment.{changes} computes the grey of images of 1 or 3 channels; these have "
+            f"augment.{changes} converts images to grey, which needs 1 or 3 channels; these have "
             f"{channels}"
         )
         fix = (
-            f"leave augment.{changes} out; brightness alone, augment.erase and augment.cutmix "
-            "take any channels"
+            f"leave augment.{changes} out; brightness, augment.erase and augment.cutmix support "
+            "any number of channels"
         )
         raise UserError(what, augment.where(changes), fix)
     if channels == 1 and any(augment.color_jitter[2:]):
-        what = (
-            "augment.color_jitter has a saturation or a hue, which images of 1 channel do not have"
-        )
+        what = "augment.color_jitter sets saturation or hue, which images of 1 channel do not have"
         shown = ",".join(f"{width:g}" for width in augment.color_jitter[:2])
         raise UserError(
             what,
@@ -121,7 +119,7 @@ def draw(
     samples: np.ndarray,
     shape: tuple[int, int, int],
 ) -> AugmentationParameters:
-    """The parameters of samples int64 (n,) in their epochs, int64 (n,); the images are of `shape`,
+    """Draws the parameters of samples int64 (n,) in their epochs, int64 (n,); images have `shape`
     (H, W, C)."""
     height, width, _ = shape
     keys = draw_keys(seed, epochs, samples)
@@ -151,7 +149,7 @@ def draw(
 def _operations(
     augment: AugmentConfig, keys: np.ndarray, height: int, width: int
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """AugmentationParameters.operation and argument."""
+    """Draws AugmentationParameters.operation and argument."""
     drawn = []
     if augment.rand_augment:
         drawn.append(rand_augment(keys, augment.rand_augment, augment.magnitude, height, width))
@@ -180,7 +178,7 @@ def augment_batch_with(
     mix_both: Callable[[Any, Any, Any, Any], Any],
     batch: Batch,
 ) -> Batch:
-    """augment_batch() with a framework's own apply() and mix()."""
+    """Runs augment_batch() with the apply() and mix() of a framework."""
     augmented = {key: value for key, value in batch.items() if key not in _CONSUMED}
     if batch.get("augmentation") is not None:
         augmented["x"] = apply_to(batch["x"], batch["augmentation"])
@@ -196,7 +194,7 @@ def augment_batch_with(
 
 
 def apply(x: np.ndarray, parameters: AugmentationParameters) -> np.ndarray:
-    """uint8 (n, H, W, C) -> the same, augmented by all but mixup and CutMix. `x` is not changed."""
+    """Augments uint8 (n, H, W, C) by everything except mixup and CutMix. `x` is not changed."""
     x = np.ascontiguousarray(x)
     if parameters.crop_box is not None:
         x = resized_crop(x, parameters.crop_box, parameters.flipped)

@@ -1,5 +1,5 @@
-"""One encoded image -> pixels, in bounded memory and time; every defect is a UserError that names
-the image."""
+"""Decodes one image in bounded memory and time; every defect is a UserError that names the
+image."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def check_file(file: str | Path) -> os.stat_result:
 def read_file(file: str) -> bytes:
     """The bytes of an image file. Raises UserError.
 
-    `file` is a string and the calls are the system's: a Path, and Python's own file object, take as
-    long as the reading itself.
+    `file` is a string, read by system calls: a Path and Python's file object would take as long as
+    the reading itself.
     """
     try:
         size = check_file(file).st_size
@@ -135,7 +135,7 @@ def centre_square(height: int, width: int) -> CropBox:
 
 
 class Undecoded:
-    """An image file whose header alone has been read. Raises UserError if the header is damaged, or
+    """An image file; only its header has been read. Raises UserError if the header is damaged, or
     decoding would cost too much."""
 
     def __init__(self, content: bytes, name: Name, upright: bool = False) -> None:
@@ -151,8 +151,8 @@ class Undecoded:
         self.height, self.width = self._stored if self._orientation < 5 else self._stored[::-1]
 
     def pixels(self, shape: tuple[int, ...], box: CropBox | None) -> bytes:
-        """uint8 of `shape`, (H, W, C), row by row: the box, resized with antialiasing; without a
-        box the whole image, which is H x W.
+        """Returns uint8 of `shape`, (H, W, C): the box, resized with antialiasing; without a box
+        the whole image, which must be H x W.
 
         Safe to call from several threads; PIL releases the interpreter lock. Raises UserError if
         the image is damaged.
@@ -179,7 +179,7 @@ class Undecoded:
                 return _resized(_turned(image, self._orientation), shape, box, 1)
 
     def _read_orientation(self) -> int:
-        """1, upright, to 8; PIL turns TIFF files itself."""
+        """Returns the orientation, 1 (upright) to 8; PIL turns TIFF files itself."""
         image = self._image
         if image is None:
             if b"Exif" not in self._content[:_MOST_BEFORE_EXIF]:
@@ -193,7 +193,7 @@ class Undecoded:
 
 
 def height_and_width(content: bytes, name: Name, upright: bool = False) -> tuple[int, int]:
-    """Height and width of an image, from its header alone. Raises UserError."""
+    """Returns height and width of an image, from its header only. Raises UserError."""
     image = Undecoded(content, name, upright)
     return image.height, image.width
 
@@ -201,8 +201,8 @@ def height_and_width(content: bytes, name: Name, upright: bool = False) -> tuple
 def mask_numbers(
     content: bytes, shape: tuple[int, int], box: CropBox | None, name: Name
 ) -> np.ndarray:
-    """uint8 (H, W): the numbers of a mask's pixels, those of its palette where it has one; the box
-    by its nearest pixels, or the whole.
+    """Returns uint8 (H, W), the pixel values of a mask (palette indices if it has a palette),
+    resampled from the box by the nearest pixel; without a box, the whole mask.
 
     Raises UserError for an image with colours or more than 8 bits, and for a damaged one.
     """
@@ -222,8 +222,7 @@ def mask_numbers(
 
 
 def _turned(image: Image, orientation: int) -> Image:
-    """The image upright; EXIF's orientation says which row and column of the scene are the first of
-    the file."""
+    """Turns the image upright by its EXIF orientation."""
     from PIL.Image import Transpose
 
     if orientation == 1:
@@ -242,7 +241,7 @@ def _turned(image: Image, orientation: int) -> Image:
 
 
 def _resized(image: Image, shape: tuple[int, ...], box: CropBox | None, scale: int) -> bytes:
-    """The box is of an image with `scale` times the height and width."""
+    """Resizes an image; `box` refers to an image with `scale` times its height and width."""
     from PIL.Image import Resampling
 
     height, width, channels = shape
@@ -257,8 +256,8 @@ def _resized(image: Image, shape: tuple[int, ...], box: CropBox | None, scale: i
 
 
 def _usual_jpeg(content: bytes) -> JpegHeader | None:
-    """None if the image is not a usual JPEG file, or would cost too much: PIL.Image.open() reads
-    those, or says what they are."""
+    """Returns the header of a common JPEG file; None for any other file or one that would cost too
+    much, which PIL.Image.open() handles."""
     header = read_header(content)
     if header is None or header.height * header.width > _MOST_PIXELS:
         return None
@@ -266,7 +265,7 @@ def _usual_jpeg(content: bytes) -> JpegHeader | None:
 
 
 def _scans(content: bytes) -> int:
-    """Number of scans of a JPEG file and of its thumbnail. Reads all of it: 2 % of the time that
+    """Counts the scans of a JPEG file and its thumbnail. Reads all of it: 2 % of the time that
     decoding takes."""
     return content.count(b"\xff\xda")
 
@@ -382,8 +381,8 @@ def read_header(content: bytes) -> JpegHeader | None:
 
 
 def _find(content: bytes, at: int, markers: tuple[int, ...]) -> int | None:
-    """Where the first segment of one of these markers begins, from `at` on; None if one that is
-    not usual before it comes first."""
+    """Returns where the first segment with one of these markers begins, from `at` on; None if an
+    uncommon segment comes before it."""
     while at + _SEGMENT.size + _FRAME.size <= len(content):
         prefix, marker, length = _SEGMENT.unpack_from(content, at)
         if prefix == 0xFF and marker in markers:
@@ -395,8 +394,8 @@ def _find(content: bytes, at: int, markers: tuple[int, ...]) -> int | None:
 
 
 def decode_jpeg(content: bytes, header: JpegHeader, scale: int) -> Image:
-    """All of it, with 1 / scale of its height and width, rounded up. Raises ValueError if it is
-    damaged or cut off."""
+    """Decodes the whole image at 1 / scale of its height and width, rounded up. Raises ValueError
+    if it is damaged or truncated."""
     from PIL.Image import frombytes
 
     size = -(-header.width // scale), -(-header.height // scale)
@@ -404,8 +403,8 @@ def decode_jpeg(content: bytes, header: JpegHeader, scale: int) -> Image:
 
 
 def coarsest_scale(box: tuple[float, float], wanted: tuple[int, ...]) -> int:
-    """The coarsest scale for decode_jpeg() at which the box, its height and width, still has the
-    pixels that are wanted."""
+    """Returns the coarsest scale for decode_jpeg() at which the box (height, width) still has the
+    `wanted` pixels."""
     return next(
         (scale for scale in _SCALES if box[0] >= scale * wanted[0] and box[1] >= scale * wanted[1]),
         1,

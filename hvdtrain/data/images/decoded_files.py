@@ -57,13 +57,13 @@ def pack(
     shard_bytes: int = _SHARD_BYTES,
     worth_workers: int | None = None,
 ) -> LabelledImages:
-    """The images from array files in `folder`; one process of the machine decodes what is missing,
-    the others wait.
+    """Returns the images from array files in `folder`; one process of the machine decodes missing
+    ones, and the others wait.
 
-    One file and an ArraySource where the pixels take no more than `shard_bytes`, else several files
-    and a PackedSource. Processes decode `worth_workers` images and more (None: as many as make up
-    for their start), threads fewer. Raises UserError if an image cannot be decoded or the files
-    cannot be written.
+    Uses one file and an ArraySource if the pixels take at most `shard_bytes`, else several files
+    and a PackedSource. At least `worth_workers` images are decoded by processes (None: the number
+    at which starting them pays off), fewer by threads. Raises UserError if an image cannot be
+    decoded or the files cannot be written.
     """
     shape = images.shape
     rows = max(1, shard_bytes // math.prod(shape))
@@ -159,8 +159,8 @@ def _load_or_decode(
 def _readers(
     images: ImageSource, missing: list[_Shard], worth_workers: int | None
 ) -> Iterator[list[ImageSource]]:
-    """The source of images once for each thread that decodes, or waits for worker processes and
-    writes.
+    """Returns a copy of the source for each thread that decodes, or that waits for worker processes
+    and writes.
 
     Small images take the interpreter's lock too often for two threads: one thread decodes them, the
     others wait for processes. Of large ones all wait, for as many processes as cores: 1.11 times as
@@ -188,7 +188,7 @@ def _readers(
 
 
 def _cores() -> int:
-    """That packing may use."""
+    """Returns the number of cores that packing may use."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -196,7 +196,7 @@ def _cores() -> int:
 
 
 def _load(shards: list[_Shard]) -> list[CheckedArray]:
-    """The arrays of the files that are complete."""
+    """Loads the arrays of complete files."""
     return [array for shard in shards if (array := shard.load()) is not None]
 
 
@@ -269,7 +269,7 @@ def _fill(
             done[thread] += len(rows)
 
     def flush() -> None:
-        """The disk writes while images are decoded; without this it begins when all are."""
+        """Starts writing to disk while images are still being decoded."""
         while not stop.wait(_FLUSH_S):
             os.fsync(out.fileno())
 

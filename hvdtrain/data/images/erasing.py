@@ -16,11 +16,11 @@ _RATIO = np.log(0.3), np.log(3.3)
 
 
 def erase_boxes(keys: np.ndarray, probability: float, height: int, width: int) -> np.ndarray:
-    """Boxes distributed as those of torchvision's RandomErasing, int64 (n, 4): top, bottom, left,
-    right; 0, 0, 0, 0 without one.
+    """Draws boxes with the distribution of torchvision's RandomErasing, int64 (n, 4): top, bottom,
+    left, right; zeros if nothing is erased.
 
     keys: draw_keys(), uint64 (n,). The area is uniform, the aspect ratio log-uniform; the first of
-    ten tries that is smaller than the image counts, where none is there is no box. The paper has
+    ten draws that is smaller than the image is used; if none is, there is no box. The paper has
     areas up to 0.4 and ratios uniform from 0.3 to 1 / 0.3.
     """
     drawn = uniform(keys, _COUNTERS)
@@ -40,7 +40,7 @@ def erase_boxes(keys: np.ndarray, probability: float, height: int, width: int) -
 
 
 def has_box(boxes: np.ndarray) -> np.ndarray:
-    """The places of the boxes (n, 4) that have a pixel, int64."""
+    """Returns the indices of the boxes (n, 4) that contain a pixel, int64."""
     return np.flatnonzero((boxes[:, 1] > boxes[:, 0]) & (boxes[:, 3] > boxes[:, 2]))
 
 

@@ -35,7 +35,7 @@ class EncodedImages(Protocol):
 
     @property
     def where(self) -> str:
-        """Where all of them are, for messages."""
+        """The location of all images, for messages."""
 
     def __len__(self) -> int: ...
 
@@ -69,8 +69,8 @@ class ImageReader:
     def read_into(
         self, arrays: Mapping[str, np.ndarray], indices: np.ndarray, seeds: np.ndarray | None
     ) -> None:
-        """With draw_keys() as `seeds` random boxes of the images; without them the images as they
-        are evaluated.
+        """Reads images into arrays: random boxes with draw_keys() as `seeds`, without seeds as for
+        evaluation.
 
         Raises UserError if an image cannot be decoded.
         """
@@ -85,8 +85,8 @@ class ImageReader:
                 x[row] = np.frombuffer(image.pixels(self.shape, box), np.uint8).reshape(self.shape)
 
     def _groups(self, indices: list[int]) -> Iterator[tuple[int, list[Undecoded]]]:
-        """The images, with the place of the first of each group: boxes of several are drawn at
-        once, large files are not kept."""
+        """Yields groups of images with the position of the first: boxes are drawn for a group at
+        once, and large files are not kept."""
         images: list[Undecoded] = []
         size = 0
         for place, index in enumerate(indices):
@@ -99,7 +99,7 @@ class ImageReader:
                 size = 0
 
     def _own_boxes(self, images: list[Undecoded]) -> list[CropBox | None]:
-        """The centre squares; or None, where every image is as large as the first."""
+        """Returns the centre squares; None if all images have the size of the first."""
         if self.crop:
             return [centre_square(image.height, image.width) for image in images]
         self._check_sizes(images)
@@ -116,7 +116,7 @@ class ImageReader:
         ]
 
     def _check_sizes(self, images: list[Undecoded]) -> None:
-        """Raises UserError, with the name of the first image, where one has another size."""
+        """Raises UserError if an image has another size than the first one."""
         height, width, _ = self.shape
         for image in images:
             if (image.height, image.width) != (height, width):
@@ -161,12 +161,12 @@ class ImageSource(LabelledImages):
         return self.smallest_box > 0
 
     def read(self, indices: np.ndarray) -> Batch:
-        """The images as they are evaluated. Raises UserError if an image cannot be decoded, or a
+        """Reads the images as for evaluation. Raises UserError if an image cannot be decoded, or a
         worker process ended."""
         return self._read(indices, None)
 
     def read_in_epochs(self, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
-        """The images as they are trained on in these epochs, int64 (n,)."""
+        """Reads the images as for training in these epochs, int64 (n,)."""
         return self._read(
             indices, draw_keys(seed, epochs, indices) if self.crops_at_random else None
         )
@@ -188,7 +188,7 @@ class ImageSource(LabelledImages):
         )
 
     def read_by(self, workers: int) -> ImageSource:
-        """This source with images decoded in so many processes of their own."""
+        """Returns this source with images decoded in `workers` processes."""
         return replace(self, workers=WorkerPool(self.reader, workers))
 
     def cropped(self, smallest_box: float) -> ImageSource:
@@ -204,8 +204,8 @@ class ImageSource(LabelledImages):
     def _one_thread_if_small(self, indices: np.ndarray) -> AbstractContextManager[object]:
         """Batches of small images are read one after the other.
 
-        Two threads pass the interpreter lock to and fro at every file: of 32 x 32 images they read
-        0.56 times as many as one thread, of 500 x 375 images 1.65 times as many.
+        Two threads contend for the interpreter lock at every file: compared with one thread they
+        read 0.56 times as many 32 x 32 images, and 1.65 times as many 500 x 375 images.
         """
         return (
             self.small_images_lock
@@ -232,7 +232,7 @@ class ImageFiles:
 
 
 class FoundImages(NamedTuple):
-    """Names relative to the folder, with /; folders that are left out end with it."""
+    """Names relative to the folder, with /; names of skipped folders end with /."""
 
     images: list[
         str
@@ -253,7 +253,7 @@ def find_images(folder: str) -> FoundImages:
 
 
 def left_out_note(left_out: Sequence[str], folder: str) -> tuple[str, ...]:
-    """A line for the user, where something is left out."""
+    """Returns a note if files were skipped."""
     if not left_out:
         return ()
     named = ", ".join(map(short, left_out[:_MOST_NAMED])) + (

@@ -38,8 +38,8 @@ def draw_mixtures(
 def partners_of(
     augment: AugmentConfig, seed: int, epochs: np.ndarray, samples: np.ndarray, dataset: int
 ) -> np.ndarray | None:
-    """The sample that each is mixed with, int64 (n,): any of the data set, itself included, with
-    equal probability.
+    """Draws the partner of each sample, int64 (n,): any sample of the data set, including itself,
+    with equal probability.
 
     None without mixup and CutMix.
 
@@ -52,8 +52,8 @@ def partners_of(
 
 
 def cutmix_boxes(weights: np.ndarray, drawn: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Boxes of a share 1 - weight of the image (eq. 2), clipped at the border, int64 (n, 4): top,
-    bottom, left, right.
+    """Returns boxes that cover the share 1 - weight of the image (eq. 2), clipped at the border,
+    int64 (n, 4): top, bottom, left, right.
 
     weights: float64 (n,), lambda; drawn: float64 (n, 2), uniform, of the centre. Sides are even, as
     in the authors' code.
@@ -74,8 +74,8 @@ def remaining_shares(boxes: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def blend_weights(weights: np.ndarray | None, boxes: np.ndarray | None) -> np.ndarray | None:
-    """The weights that images are mixed with by mixup, 1 where a box is pasted; None where there is
-    nothing to mix."""
+    """Returns the mixup weights of images, 1 for images with a pasted box; None if there is nothing
+    to mix."""
     if weights is None or boxes is None:
         return weights
     blended = np.where((boxes[:, 1] > boxes[:, 0]) & (boxes[:, 3] > boxes[:, 2]), 1.0, weights)
@@ -83,7 +83,8 @@ def blend_weights(weights: np.ndarray | None, boxes: np.ndarray | None) -> np.nd
 
 
 def in_boxes(boxes: np.ndarray, height: int, width: int, channels: int = 1) -> np.ndarray:
-    """bool (n, H, W C), of the values in boxes int64 (n, 4) of top, bottom, left, right."""
+    """Returns bool (n, H, W C): which values lie in boxes int64 (n, 4) of top, bottom, left,
+    right."""
     top, bottom, left, right = (edge[:, None] for edge in boxes.T)
     rows = np.arange(height)
     columns = np.arange(width * channels) // channels
@@ -104,7 +105,7 @@ def paste(x: np.ndarray, partner: np.ndarray, boxes: np.ndarray) -> np.ndarray:
 def mix(
     x: np.ndarray, partner: np.ndarray, weights: np.ndarray | None, boxes: np.ndarray | None
 ) -> np.ndarray:
-    """mixup() by weights, and paste() in boxes, where there are any; uint8 (n, H, W, C)."""
+    """Applies mixup() by weights and paste() in boxes, if given; uint8 (n, H, W, C)."""
     x = x if weights is None else mixup(x, partner, weights)
     return x if boxes is None else paste(x, partner, boxes)
 

@@ -1,5 +1,5 @@
-"""Masks that move with their images: the nearest pixel under the crop, shift, flip and RandAugment
-that are drawn for a sample."""
+"""Masks that are augmented with their images: the crop, shift, flip and RandAugment drawn for a
+sample, with the nearest pixel."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 def moves_pixels(augment: AugmentConfig) -> bool:
-    """Whether an augmentation puts pixels in other places."""
+    """Whether an augmentation moves pixels."""
     return bool(augment.crop or augment.resized_crop or augment.flip or augment.rand_augment)
 
 
 @dataclass(frozen=True, eq=False)
 class MovedMasks(AroundSource):
-    """A source whose masks are read for training as augmentation moves the image x of the same
-    sample in the same epoch."""
+    """A source whose masks are read for training with the same geometric augmentation as the image
+    x of the sample."""
 
     source: Source
     # fields (n, H, W) of integers, and the label of what is outside of the image
@@ -54,8 +54,8 @@ class MovedMasks(AroundSource):
 def with_moved_masks(
     source: Source, masks: Mapping[str, int | None], augment: AugmentConfig
 ) -> Source:
-    """The source, whose masks move where augmentation moves pixels. Raises UserError if pixels
-    from outside would have no class."""
+    """Returns the source with masks that move with their images. Raises UserError if pixels from
+    outside the image would have no class."""
     if not masks or not (moves_pixels(augment) or augment.cutmix):
         return source
     key = "crop" if augment.crop and augment.pad == "zeros" else "rand_augment"
@@ -72,14 +72,13 @@ def with_moved_masks(
 
 
 def moved_masks(source: Source) -> tuple[str, ...]:
-    """The fields that are masks of x, where their pixels move, or are pasted by CutMix, with those
-    of x."""
+    """Returns the mask fields whose pixels move with x, or are pasted by CutMix."""
     return tuple(source.masks) if isinstance(source, MovedMasks) else ()
 
 
 def move(masks: np.ndarray, parameters: AugmentationParameters, outside: int) -> np.ndarray:
-    """Masks of integers (n, H, W) with the pixels that apply() of augment.py gives their images; of
-    a resized crop the nearest."""
+    """Moves the pixels of integer masks (n, H, W) as apply() of augment.py moves those of images; a
+    resized crop takes the nearest pixel."""
     rows, columns = _sources_of_pixels(parameters, *masks.shape)
     moved = _taken(masks, rows[:, :, None], columns[:, None], outside)
     if parameters.operation is None or parameters.argument is None:
@@ -93,8 +92,8 @@ def move(masks: np.ndarray, parameters: AugmentationParameters, outside: int) ->
 
 
 def _taken(masks: np.ndarray, rows: np.ndarray, columns: np.ndarray, outside: int) -> np.ndarray:
-    """The pixels in these rows and columns of masks (n, H, W), integers that broadcast to its
-    shape; `outside` of what is not in it."""
+    """Takes the pixels in these rows and columns of masks (n, H, W), integers that broadcast to its
+    shape; `outside` for pixels beyond the mask."""
     n, height, width = masks.shape
     found = masks[np.arange(n)[:, None, None], rows.clip(0, height - 1), columns.clip(0, width - 1)]
     is_inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
@@ -104,8 +103,8 @@ def _taken(masks: np.ndarray, rows: np.ndarray, columns: np.ndarray, outside: in
 def _sources_of_pixels(
     parameters: AugmentationParameters, n: int, height: int, width: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The row and the column that each pixel comes from, int64 (n, H) and (n, W), which may be
-    outside of the image."""
+    """Returns the row and the column that each pixel comes from, int64 (n, H) and (n, W); they may
+    be outside the image."""
     if parameters.crop_box is not None:
         down, across = interpolate_box(parameters.crop_box, parameters.flipped, height, width)
         rows, columns = (
@@ -125,5 +124,5 @@ def _sources_of_pixels(
 
 
 def _reflected(at: np.ndarray, size: int) -> Any:
-    """Places outside of 0 ... size - 1 mirrored at the pixels of the border."""
+    """Reflects positions outside 0 ... size - 1 at the border pixels."""
     return np.where(at < 0, -at, np.where(at >= size, 2 * (size - 1) - at, at))

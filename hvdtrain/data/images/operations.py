@@ -17,7 +17,7 @@ import numpy as np
 
 
 class Operation(IntEnum):
-    """What is done with an image; each has one argument, in the comment."""
+    """The operations; each has one argument, described in the comment."""
 
     IDENTITY = 0
     SHEAR_X = 1  # pixels to the left for each pixel down
@@ -58,7 +58,7 @@ _FINE = 2**32  # the coordinate 1: rounding moves a pixel at the far end of a ro
 
 
 class Arrays(Protocol):
-    """A kind of arrays, on one device. Images are uint8 (m, H, W, C)."""
+    """The array functions of one library on one device. Images are uint8 (m, H, W, C)."""
 
     @property
     def xp(self) -> Any:
@@ -66,23 +66,24 @@ class Arrays(Protocol):
 
     @property
     def block(self) -> int:
-        """How many numbers are computed at once, or those of one image where they are more."""
+        """The number of values that are computed at once; at least one image."""
 
     def put(self, array: np.ndarray) -> Any:
-        """An array of the host on the device."""
+        """Copies a host array to the device."""
 
     def cast(self, x: Any, dtype: str) -> Any:
-        """Integers in another type, as "int32"."""
+        """Converts integers to another dtype, such as "int32"."""
 
     def take(self, x: Any, index: Any) -> Any:
         """Rows of x (P, ...) by integers of any shape."""
 
     def counts(self, index: Any, length: int) -> Any:
-        """How often each of 0 ... length - 1 is in the integers `index`, int64 (length,)."""
+        """Counts how often each of 0 ... length - 1 occurs in the integers `index`, int64
+        (length,)."""
 
 
 class HostArrays:
-    """numpy's arrays."""
+    """The functions of numpy."""
 
     xp: Any = np
     block = 2**18  # 2 MB of indices
@@ -101,8 +102,8 @@ class HostArrays:
 
 
 def apply_operations(x: Any, operations: np.ndarray, arguments: np.ndarray, arrays: Arrays) -> Any:
-    """Images uint8 (n, H, W, C) after their operations, int64 (n, K), with their arguments, float64
-    (n, K), one column after the other.
+    """Applies operations int64 (n, K) with arguments float64 (n, K) to images uint8 (n, H, W, C),
+    column by column.
 
     `x` is not changed.
     """
@@ -123,10 +124,10 @@ def apply_operations(x: Any, operations: np.ndarray, arguments: np.ndarray, arra
 def moved_pixels(
     operation: np.ndarray, argument: np.ndarray, height: int, width: int, arrays: Arrays
 ) -> tuple[Any, Any]:
-    """The row and the column that each pixel of GEOMETRIC operations comes from, int32 (m, H, W),
-    which may be outside of the image.
+    """Returns the row and the column that each pixel of GEOMETRIC operations comes from, int32 (m,
+    H, W); they may be outside the image.
 
-    The nearest pixel, as torchvision has it by default; where two are equally near, the lower or
+    Uses the nearest pixel, as torchvision does by default; of two equally near ones, the lower or
     right one.
     """
     matrix, centre = _matrices(operation, argument, height, width)
@@ -147,10 +148,10 @@ def moved_pixels(
 def _matrices(
     operation: np.ndarray, argument: np.ndarray, height: int, width: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """From places in the result to places in the image, int64 (m, 2, 3) of _FINE, for x and y; and
-    the point that stays, in half pixels.
+    """Returns the matrices from positions in the result to positions in the image, int64 (m, 2, 3)
+    in units of 1 / _FINE, for x and y; and the fixed point, in half pixels.
 
-    The shift is of half pixels, too.
+    The shift is in half pixels, too.
     """
     m = len(operation)
     matrix = np.tile(np.array([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]), (m, 1, 1))
@@ -187,8 +188,7 @@ def _moved(x: Any, operation: np.ndarray, argument: np.ndarray, arrays: Arrays) 
 
 
 def _by_tables(x: Any, operation: np.ndarray, argument: np.ndarray, arrays: Arrays) -> Any:
-    """Each value of a channel becomes another one, whatever its place: by a table of 256 for each
-    channel of each image."""
+    """Maps the values of each channel by a table of 256 entries for each channel of each image."""
     channels = x.shape[-1]
     # uint8 (m, C, 256)
     tables = arrays.put(np.tile(_given_tables(operation, argument)[:, None], (1, channels, 1)))
@@ -207,8 +207,8 @@ def _by_tables(x: Any, operation: np.ndarray, argument: np.ndarray, arrays: Arra
 
 
 def _table_places(x: Any, arrays: Arrays) -> Any:
-    """Where each value is in tables of 256, one for each channel of each image, laid end to end:
-    int32 (m, H, W C)."""
+    """Returns the index of each value in concatenated tables of 256, one for each channel of each
+    image: int32 (m, H, W C)."""
     m, height, width, channels = x.shape
     first = 256 * np.arange(m * channels, dtype=np.int32).reshape(m, 1, channels)
     # rows: three channels are a slow loop
@@ -242,8 +242,8 @@ def _contrast(x: Any, factor: np.ndarray, arrays: Arrays) -> Any:
 
 
 def _auto_contrast(x: Any, _: np.ndarray, arrays: Arrays) -> Any:
-    """The darkest value of a channel becomes 0, the brightest 255; one that has a single value
-    stays."""
+    """Maps the darkest value of a channel to 0 and the brightest to 255; a constant channel is not
+    changed."""
     xp = arrays.xp
     values = arrays.put(np.arange(256))
     # (m, C, 1)
@@ -254,8 +254,8 @@ def _auto_contrast(x: Any, _: np.ndarray, arrays: Arrays) -> Any:
 
 
 def _equalize(x: Any, _: np.ndarray, arrays: Arrays) -> Any:
-    """Values of a channel by their rank, about equally many pixels between any two: Pillow's
-    integers, as torchvision has them."""
+    """Equalizes the histogram of each channel, with Pillow's integer arithmetic, as in
+    torchvision."""
     m, height, width, channels = x.shape
     counts = arrays.counts(_table_places(x, arrays), m * channels * 256).reshape(m, channels, 256)
     until = counts.cumsum(-1)
@@ -348,5 +348,5 @@ for _number, _operations in enumerate(
 
 
 def is_geometric(operations: np.ndarray) -> np.ndarray:
-    """Which of them, integers of any shape, are GEOMETRIC."""
+    """Returns which operations, integers of any shape, are GEOMETRIC."""
     return (operations >= GEOMETRIC[0]) & (operations <= GEOMETRIC[-1])

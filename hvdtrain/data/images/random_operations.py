@@ -1,5 +1,5 @@
-"""Which operations of operations.py an image has: RandAugment's, and those of colour jitter, drawn
-by counters."""
+"""Draws the operations of operations.py for an image, by counters: those of RandAugment and of
+colour jitter."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def rand_augment(
 
 
 def _sizes(magnitude: int, height: int, width: int) -> np.ndarray:
-    """By operation, without sign and for factors without their 1."""
+    """Returns the magnitude of each operation, without sign; factors as their difference to 1."""
     part = magnitude / MAGNITUDES
     sizes = {
         Operation.SHEAR_X: 0.3 * part,
@@ -65,12 +65,11 @@ def _sizes(magnitude: int, height: int, width: int) -> np.ndarray:
 
 
 def color_jitter(keys: np.ndarray, widths: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Operations int64 (n, k) and arguments float64 (n, k) of images with keys uint64 (n,), in a
-    random order: torchvision's ColorJitter.
+    """Draws torchvision's ColorJitter: operations int64 (n, k) and arguments float64 (n, k) for
+    images with keys uint64 (n,), in a random order.
 
     widths: of brightness, contrast, saturation, whose factors are uniform from max(0, 1 - width) to
-    1 + width, and of hue, uniform from -width to width; up to four, of which those that are not 0
-    count.
+    1 + width, and of hue, uniform from -width to width; up to four numbers; a 0 switches one off.
     """
     used = [place for place, width in enumerate(widths) if width]
     low = np.array(

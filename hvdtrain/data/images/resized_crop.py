@@ -39,13 +39,13 @@ _COUNTERS = range(16, 16 + 2 * _TRIES + 2)  # apart from those in augment.py
 def crop_boxes(
     keys: np.ndarray, smallest: float, height: int | np.ndarray, width: int | np.ndarray
 ) -> np.ndarray:
-    """Boxes distributed as those of torchvision's RandomResizedCrop, int64 (n, 4): top, left,
-    height, width.
+    """Draws boxes with the distribution of torchvision's RandomResizedCrop, int64 (n, 4): top,
+    left, height, width.
 
     keys: draw_keys(), uint64 (n,). smallest: share of the area. height, width: of all images, or of
     each, int64 (n,). The area is uniform from `smallest` of the image to all of it, the aspect
-    ratio log-uniform from 3/4 to 4/3. The first of ten tries that fits into the image counts; where
-    none does, the largest centred box of an allowed ratio.
+    ratio log-uniform from 3/4 to 4/3. The first of ten draws that fits into the image is used; if
+    none fits, the largest centred box of an allowed ratio.
     """
     drawn = uniform(keys, _COUNTERS)
     height = np.broadcast_to(height, len(keys))

@@ -69,11 +69,14 @@ def index_samples(path: Path) -> list[SampleLocation]:
             ]
             if members:
                 if key in keys:
-                    what = f"sample {short(key)} is in the archive twice: other members lie between"
+                    what = (
+                        f"sample {short(key)} is in the archive twice, with other members in "
+                        "between"
+                    )
                     raise UserError(
                         what,
                         f"{path}: {short(members[0].info.name)}",
-                        f"one name for each sample, its files side by side: {_REWRITE_FIX}",
+                        f"one name for each sample, its files next to each other: {_REWRITE_FIX}",
                     )
                 keys.add(key)
                 locations.append(_sample(path, file, key, members))
@@ -81,8 +84,8 @@ def index_samples(path: Path) -> list[SampleLocation]:
 
 
 def name_at(path: Path, offset: int) -> str:
-    """The archive and the member whose content begins at `offset`, for a message; the headers are
-    read for that."""
+    """Names the archive and the member whose content begins at `offset`, for a message; reads the
+    headers again."""
     with contextlib.suppress(UserError), _opened(path) as file:
         for info in _members(path, file):
             if info.offset_data == offset:
@@ -95,7 +98,7 @@ def _sample(path: Path, file: IO[bytes], key: str, members: list[_Member]) -> Sa
     labels = [member.info for member in members if member.suffix == _LABEL_SUFFIX]
     if (len(images), len(labels)) != (1, 1):
         what = f"sample {short(key)} has {len(images)} images and {len(labels)} labels"
-        fix = f"one image and one {short(key)}.cls, side by side: {_REWRITE_FIX}"
+        fix = f"one image and one {short(key)}.cls, next to each other: {_REWRITE_FIX}"
         raise UserError(what, f"{path}: {short(members[0].info.name)}", fix)
     image = images[0]
     label = labels[0]
@@ -158,7 +161,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _members(path: Path, file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
-    """All members, in order, each completely inside the file. Raises UserError for a damaged
+    """Yields all members in order, each completely inside the file. Raises UserError for a damaged
     archive."""
     size = os.fstat(file.fileno()).st_size
     last = -1
@@ -209,7 +212,7 @@ def _damaged(path: Path, what: str) -> UserError:
 
 
 class _BoundedReader:
-    """The file as tarfile reads it; a header that asks for a huge read is an error."""
+    """A file for tarfile, in which a header that asks for a huge read is an error."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.seek = file.seek

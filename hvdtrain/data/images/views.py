@@ -1,5 +1,5 @@
-"""Test-time views of images, as evaluate.views says: the mean of what a model gives for an image,
-its mirror image and shifted ones."""
+"""Test-time augmentation (evaluate.views): the mean of a model's outputs for an image, its mirror
+image and shifted ones."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class View(NamedTuple):
     """One view of an image."""
 
     weight: float  # in the mean
-    # -1, 0 or 1 pixel down and right, of a window of the image's size; outside the image goes on
-    # mirrored: augment.pad=reflect
+    # moves a window of the image's size by -1, 0 or 1 pixel down and right; pixels outside the
+    # image are mirrored: augment.pad=reflect
     shift: int
     mirrored: bool  # left to right, after the shift
 
@@ -38,8 +38,8 @@ VIEWS: dict[int, tuple[View, ...]] = {
 
 @dataclass(frozen=True)
 class Views:
-    """The views of images in one job. The mean over the views of a sample follows from that sample
-    alone."""
+    """The views of images in one job. The mean over the views of a sample depends only on that
+    sample."""
 
     views: tuple[View, ...] = VIEWS[1]
     axes: tuple[int, int] = (1, 2)  # height and width of a batch in the order that the data have
@@ -51,11 +51,11 @@ class Views:
         xp: Any,
         axes: tuple[int, int] | None = None,
     ) -> Any:
-        """The sum over the views of weight times outputs_of(arrays with that view of "x"); of one
-        view outputs_of(arrays).
+        """The sum over the views of weight times outputs_of(arrays with that view of "x"); for a
+        single view outputs_of(arrays).
 
-        xp: numpy, jax.numpy or torch, of whose kind "x" is; axes: height and width of "x", where
-        they are not those of the data.
+        xp: numpy, jax.numpy or torch, whichever "x" belongs to; axes: height and width of "x", if
+        they differ from those of the data.
         """
         if len(self.views) == 1:
             return outputs_of(arrays)
@@ -68,8 +68,8 @@ class Views:
 
 
 def make_views(config: Config, fields: Mapping[str, Field]) -> Views:
-    """What evaluate.views means for samples of these fields: x uint8 (H, W, C), or other numbers
-    (C, H, W). Raises UserError for others."""
+    """Creates the views for samples of these fields: x uint8 (H, W, C), or other numbers (C, H, W).
+    Raises UserError for other shapes."""
     count = config.evaluate.views
     if count == 1:
         return Views()
@@ -78,13 +78,15 @@ def make_views(config: Config, fields: Mapping[str, Field]) -> Views:
     axes = (1, 2) if x.dtype == "uint8" else (2, 3)
     if not is_image or min(x.shape[axis - 1] for axis in axes) < 2:
         found = f"x {x}" if "x" in fields else f"no field x but {', '.join(fields)}"
-        what = f"evaluate.views={count} is of images of 2 x 2 pixels or more; the data have {found}"
-        raise UserError(what, config.where("evaluate.views"), "evaluate.views=1, or data of images")
+        what = (
+            f"evaluate.views={count} needs images of at least 2 x 2 pixels; the data have {found}"
+        )
+        raise UserError(what, config.where("evaluate.views"), "evaluate.views=1, or image data")
     return Views(VIEWS[count], axes)
 
 
 def _seen(x: Any, view: View, xp: Any, axes: tuple[int, int]) -> Any:
-    """A view of images (n, ...)."""
+    """Returns a view of images (n, ...)."""
     for axis in axes if view.shift else ():
         x = _shift(x, view.shift, xp, axis)
     return xp.flip(x, (axes[1],)) if view.mirrored else x

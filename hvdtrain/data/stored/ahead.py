@@ -24,8 +24,8 @@ _Rows = dict[int, dict[str, np.ndarray]]  # fields of a sample, by sample
 
 
 class SamplesAhead:
-    """Reads samples, and with them others of the same blocks that are expected. Safe to call from
-    several threads.
+    """Reads samples together with expected samples of the same blocks. Safe to call from several
+    threads.
 
     most: samples in memory beside those of a read. blocks_of: a number for each of samples, int64
     (n,), the same for those that are decoded together, below 0 for one that is read alone. read:
@@ -47,8 +47,8 @@ class SamplesAhead:
         self._kept: dict[int, Future[_Rows]] = {}  # what has the sample, once it is read
 
     def expect(self, samples: np.ndarray, anew: bool) -> None:
-        """These samples will be read after those that were expected so far; anew: they replace
-        those."""
+        """Announces samples that will be read after those announced before; anew: they replace
+        them."""
         blocks = self._blocks_of(samples)
         with self._lock:
             if anew:
@@ -80,7 +80,7 @@ class SamplesAhead:
     def _claim(
         self, samples: Sequence[int], reading: Future[_Rows]
     ) -> tuple[dict[int, Future[_Rows]], list[int], list[int]]:
-        """Which of the samples are kept, or are being read by another thread; those to read; and
+        """Returns the samples that are kept or being read by another thread, those to read, and
         others to read with them."""
         blocks = dict(
             zip(samples, self._blocks_of(np.array(samples, np.int64)).tolist(), strict=True)
@@ -116,8 +116,8 @@ class SamplesAhead:
                 del self._due[block]
 
     def _taken(self, sample: int, reading: Future[_Rows]) -> dict[str, np.ndarray]:
-        """A sample that another read has brought; read here where that one failed, whose error is
-        of other samples perhaps."""
+        """Returns a sample that another read has decoded; if that read failed, perhaps because of
+        another sample, reads it here."""
         try:
             rows = reading.result()
         except UserError:
@@ -127,12 +127,12 @@ class SamplesAhead:
         return _row(self._read(np.array([sample])), 0) if row is None else row
 
     def _withdraw(self, others: Sequence[int], reading: Future[_Rows]) -> None:
-        """What waits for the others reads them itself."""
+        """Withdraws samples: reads that wait for them read them themselves."""
         with self._lock:
             for sample in others:
                 if self._kept.get(sample) is reading:
                     del self._kept[sample]
-        reading.set_exception(UserError("samples beside this one cannot be read", "", ""))
+        reading.set_exception(UserError("neighbouring samples cannot be read", "", ""))
 
 
 def _row(batch: Batch, place: int) -> dict[str, np.ndarray]:

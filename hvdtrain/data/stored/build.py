@@ -38,8 +38,8 @@ def build_stored(
     open_file: Open,
     wanted: Wanted,
 ) -> Source:
-    """The samples of a split, read lazily. open_file: of a path, which is pickled by the arrays it
-    gives.
+    """Returns the samples of a split, read lazily. open_file: opens a path; the arrays that it
+    returns pickle it.
 
     Raises UserError without a root, for a field that the files lack, and for files that do not fit
     each other.
@@ -101,7 +101,7 @@ def build_stored(
     if values is not None:
         return subset(checked, samples_of_split(values, paths, wanted, split))
     if split == "val" and not of_split_alone and not names_split(wanted):
-        what = f"{paths[0].name} has all samples, and no validation set of its own"
+        what = f"{paths[0].name} contains all samples, without a validation set"
         fix = "data.val_share=0.1; data.split_by=COLUMN; or a folder with train and val files"
         raise UserError(what, str(paths[0]), fix)
     return checked
@@ -110,7 +110,7 @@ def build_stored(
 def _notes(
     files: list[StoredFile], paths: list[Path], fields: Mapping[str, list[str]], wanted: Wanted
 ) -> Iterator[str]:
-    """Lines for the user of each array that has one."""
+    """Returns the notes of all arrays."""
     texts = dict.fromkeys(
         [text for group in fields.values() for text in group]
         + [one for one in [wanted.split_by] if one is not None]
@@ -121,8 +121,7 @@ def _notes(
 
 
 def _left_out(file: StoredFile, fields: Mapping[str, list[str]], wanted: Wanted) -> Iterator[str]:
-    """A line for the user where a table has columns that number its rows, and are not among the
-    inputs."""
+    """Returns a note if columns that only number the rows are excluded from the inputs."""
     names = (
         [
             name
@@ -143,7 +142,7 @@ def _left_out(file: StoredFile, fields: Mapping[str, list[str]], wanted: Wanted)
 def _not_read(
     file: StoredFile, path: Path, fields: Mapping[str, list[str]], wanted: Wanted
 ) -> Iterator[str]:
-    """A line where a table has columns that are in no field: those of the training set are."""
+    """Returns a note if a table has columns that belong to no field of the training set."""
     read = {name_and_words(text)[0] for texts in fields.values() for text in texts}
     others = [
         name
@@ -155,7 +154,7 @@ def _not_read(
 
 
 def _training_paths(root: Path, suffixes: tuple[str, ...], name: str) -> list[Path]:
-    """The files of the training set beside those of a validation set; none if it is alone."""
+    """Returns the training files that belong to a validation set; none if there is only one set."""
     try:
         return files_of_split(root, "train", suffixes, name)[0]
     except UserError:

@@ -12,7 +12,7 @@ import numpy as np
 
 
 class BlockCache:
-    """The blocks that were used last. A copy in another process begins empty."""
+    """The most recently used blocks. A copy in another process starts empty."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
@@ -26,8 +26,8 @@ class BlockCache:
         return BlockCache, (self.most_bytes,)
 
     def shrink(self, share: float) -> None:
-        """From now on blocks have this share of the memory: the rest is for what they were decoded
-        for."""
+        """Limits blocks to this share of the memory from now on; the rest is for samples that are
+        kept."""
         self._room = int(self.most_bytes * share)
 
     def get(self, key: Hashable, decode: Callable[[], np.ndarray]) -> np.ndarray:

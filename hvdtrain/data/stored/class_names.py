@@ -1,4 +1,4 @@
-"""A column y of texts: the names of the classes, and the number of the class of each sample."""
+"""A column y of strings: the names of the classes, and the class number of each sample."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _MOST_NAMES = 2**16
 def column_of_texts(
     file: StoredFile, fields: Mapping[str, list[str]], *, may_be_names: bool = False
 ) -> str:
-    """The column y where it has names of classes, else empty. may_be_names: also where it would
-    have them if the training set had some."""
+    """Returns the column y if it contains class names, else an empty string. may_be_names: also if
+    its values could be class names because those of the training set are."""
     listed = fields.get("y", [])
     name, words = name_and_words(listed[0]) if len(listed) == 1 else ("", "")
     is_plain = name in file.names and not words
@@ -44,7 +44,7 @@ def class_names_of(
     """The names in a column y of texts, sorted: the classes. Raises UserError if one is missing,
     for numbers, and for texts that are not names of classes.
 
-    files: opened as they are taken; of a set without names only the first is.
+    files: opened one by one; only the first one if the set has no class names.
     """
     first = next(files)
     column = column_of_texts(first, fields_of(wanted, "train", first, paths[0]))
@@ -55,14 +55,14 @@ def class_names_of(
         names = set(map(str, np.unique(file.values(column)).tolist()))
         if missing := sorted(filter(is_missing, names)):
             raise UserError(
-                f"column {column} has names of classes, and {missing[0]!r}",
+                f"column {column} has class names, but also {missing[0]!r}",
                 str(path),
                 "a name for each sample, or remove the samples without one",
             )
         texts |= names
         if len(texts) > _MOST_NAMES:
             raise UserError(
-                f"column {column} has {len(texts):,} different texts or more: are they classes?",
+                f"column {column} has at least {len(texts):,} different strings: are they classes?",
                 str(path),
                 f"data.fields={{x: NAME, y: NAME}}, another column; at most {_MOST_NAMES:,} names",
             )
@@ -70,21 +70,21 @@ def class_names_of(
     if numbers and len(numbers) == len(texts):
         number = short(repr(numbers[0]), 40)
         raise UserError(
-            f"column {column} has numbers as texts, as {number}",
+            f"column {column} contains numbers as text, such as {number}",
             str(paths[0]),
             f"write it as numbers: {_converted(f'frame[{column!r}]', numbers)}",
         )
     if numbers:
         raise UserError(
-            f"column {column} has names of classes, and the number {short(numbers[0], 40)}",
+            f"column {column} mixes class names with numbers, such as {short(numbers[0], 40)}",
             str(paths[0]),
-            "names with a letter in place of numbers, as class_7; or numbers alone",
+            "names with a letter instead of numbers, such as class_7; or only numbers",
         )
     return tuple(sorted(texts))
 
 
 def _converted(column: str, numbers: Sequence[str]) -> str:
-    """How pandas makes numbers of a column of texts."""
+    """Returns pandas code that converts a column of strings to numbers."""
     if all(re.fullmatch("[-+]?[0-9]+", number) for number in numbers):
         return f"{column}.astype('int64')"
     if any("," in number for number in numbers):
@@ -93,8 +93,8 @@ def _converted(column: str, numbers: Sequence[str]) -> str:
 
 
 def labels_of(file: StoredFile, column: str, names: Sequence[str], path: Path) -> Labels:
-    """The number of the class of each sample. Raises UserError for a class that is none of the
-    training set."""
+    """Returns the class number of each sample. Raises UserError for a class that the training set
+    does not have."""
     texts, places = np.unique(file.values(column).astype(str), return_inverse=True)
     edges = file.edges_of_texts(column, may_be_names=True)
     known = {name: number for number, name in enumerate(names)}

@@ -30,8 +30,8 @@ def _listed(texts: str | list[str]) -> list[str]:
 
 
 def fields_of(wanted: Wanted, split: Split, file: StoredFile, path: Path) -> dict[str, list[str]]:
-    """Arrays of each field, as written: data.fields, else x and y of the file, else of a table the
-    target and all other columns."""
+    """Returns the arrays of each field, as written: data.fields, else x and y of the file, else the
+    target of a table and all other columns."""
     if wanted.fields is not None:
         for name, texts in wanted.fields.items():
             if not name.isidentifier() or not _listed(texts):

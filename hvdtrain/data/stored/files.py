@@ -1,5 +1,5 @@
-"""The files of a stored data set: which are of a split, and reading bytes of one that must not
-change while a job reads it."""
+"""The files of a stored data set: those of each split, and reading from a file that must not change
+while a job reads it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class FileOnDisk:
 
     @staticmethod
     def at(path: Path) -> FileOnDisk:
-        """Raises UserError if it cannot be seen, and where it is a pipe or a device, which
-        opening would wait for."""
+        """Returns the current state of a file. Raises UserError if it cannot be accessed, or is a
+        pipe or a device."""
         try:
             status = check_regular(path)
         except OSError as error:
@@ -81,7 +81,7 @@ class OpenFile:
             if not more:
                 raise cut_off(
                     self.path,
-                    f"it ends at byte {offset + len(content)}, and an array goes on to "
+                    f"it ends at byte {offset + len(content)}, but an array extends to "
                     f"{offset + count}",
                 )
             content += more
@@ -97,12 +97,12 @@ def cut_off(path: Path, how: str) -> UserError:
 def files_of_split(
     root: Path, split: Split, suffixes: tuple[str, ...], name: str
 ) -> tuple[list[Path], bool]:
-    """The files of a split in order, and whether they are of this split alone; else all samples are
-    in the same files.
+    """Returns the files of a split in order, and whether they belong only to this split; otherwise
+    they contain all samples.
 
     root: a file; a folder with train/*.h5 and val/*.h5 or train*.h5 and val*.h5 (or validation,
-    test); or a folder of such files. A folder that is named as a file counts as one. Raises
-    UserError where there are none.
+    test); or a folder of such files. A folder whose name has the suffix of a file is treated as a
+    file. Raises UserError if there are none.
     """
     if root.name.endswith(suffixes) or root.is_file():
         return [root], False

@@ -1,5 +1,4 @@
-"""Stored pixels with labels as images with classes: what arrays of the same numbers in memory would
-be."""
+"""Treats stored pixels with labels as images with classes, like arrays in memory."""
 
 from __future__ import annotations
 
@@ -70,7 +69,7 @@ class StoredImages(LabelledImages):
 
 
 def images_of(source: StoredSource) -> StoredImages | None:
-    """The source as images with classes; None if its fields are none."""
+    """Returns the source as images with classes; None if its fields are not images with labels."""
     if set(source.fields) != {"x", "y"}:
         return None
     x = source.fields["x"]

@@ -22,11 +22,11 @@ class Wanted:
 def check_options(wanted: Wanted) -> None:
     if wanted.cache_mb < 1:
         raise OptionError(
-            f"data.cache_mb={wanted.cache_mb} is no memory", "cache_mb", "megabytes, as 256"
+            f"data.cache_mb={wanted.cache_mb} is not a size", "cache_mb", "megabytes, such as 256"
         )
     if wanted.split_val is not None and wanted.split_by is None:
         raise OptionError(
-            "data.split_val are values of a column, and there is no data.split_by",
+            "data.split_val lists values of a column, but data.split_by does not name one",
             "split_val",
             "data.split_by=COLUMN",
         )
@@ -51,7 +51,7 @@ def check_options(wanted: Wanted) -> None:
             )
         if wanted.fields is not None and name not in wanted.fields:
             raise OptionError(
-                f"data.dtypes names the field {name}, which data.fields lacks",
+                f"data.dtypes has the field {name}, but data.fields does not",
                 "dtypes",
                 f"{', '.join(wanted.fields)}",
             )

@@ -1,4 +1,4 @@
-"""The samples of each file: arrays that fit each other, and those of the first file."""
+"""The samples of each file, with checks that arrays of a file and of different files agree."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def parts_of_files(
     wanted: Wanted,
     class_names: Sequence[str],
 ) -> tuple[dict[str, Field], tuple[FileSamples, ...]]:
-    """The fields, as the first file has them, and the samples of each file. class_names: of y,
-    where it has texts."""
+    """Returns the fields, as in the first file, and the samples of each file. class_names: of y, if
+    it contains strings."""
     keys = count()
     arrays = [
         {
@@ -59,8 +59,8 @@ def _selected(
     keys: Iterator[int],
     class_names: Sequence[str],
 ) -> Iterator[Selected]:
-    """Each array of a field with what is selected of it; columns that a table reads together are
-    one array."""
+    """Returns each array of a field with its selection; columns that a table reads together are one
+    array."""
     pairs = [name_and_words(text) for text in texts]
     together = (
         file.columns([name for name, _ in pairs])
@@ -97,7 +97,7 @@ def _selected(
 
 
 def _kind(name: str, arrays: list[Selected], wanted: Wanted) -> Field:
-    """Type and shape of a field, of its arrays in the first file."""
+    """Returns the dtype and shape of a field, from its arrays in the first file."""
     asked = (wanted.dtypes or {}).get(name)
     dtype = (
         np.dtype(asked) if asked else whole(np.result_type(*(one.array.dtype for one in arrays)))
@@ -126,7 +126,7 @@ def _part(
         raise UserError(
             f"the arrays do not have the same samples: {shown}",
             str(path),
-            "one row of each array for each sample",
+            "arrays with one row for each sample",
         )
     by_field = {}
     for name, group in arrays.items():
@@ -138,7 +138,7 @@ def _part(
                 and name not in wanted.dtypes
             ):
                 what = (
-                    f"{name} is {whole(one.array.dtype)} {shape}, and {kind.dtype} {kind.shape} "
+                    f"{name} is {whole(one.array.dtype)} {shape}, but {kind.dtype} {kind.shape} "
                     "in the first array or file"
                 )
                 raise UserError(

@@ -19,7 +19,8 @@ _FIX = (
 
 
 class SelectionBox(NamedTuple):
-    """The smallest part of a row that has all that is selected, along each axis: [first, last)."""
+    """The smallest part of a row that contains everything selected: [first, last) along each
+    axis."""
 
     first: tuple[int, ...]
     last: tuple[int, ...]
@@ -35,7 +36,8 @@ class SelectionBox(NamedTuple):
 
 @dataclass(frozen=True)
 class Selection:
-    """Samples first + i * step for i < samples, and of each row what pick() takes of its box."""
+    """Samples first + i * step for i < samples, and the part of each row that pick() takes from its
+    box."""
 
     first: int
     step: int
@@ -59,14 +61,14 @@ def name_and_words(text: str) -> tuple[str, str]:
 
 
 def select(words: str, shape: tuple[int, ...], text: str, where: str) -> Selection:
-    """What `words`, as `:, 0:3`, are of an array of this shape; without words all of it. Raises
-    UserError where it has no such part."""
+    """Returns the selection `words`, such as `:, 0:3`, of an array of this shape; without words
+    everything. Raises UserError if the array has no such part."""
     parts = _parts(words, text, where) or [slice(None)]
     if not isinstance(parts[0], slice) or (parts[0].step or 1) < 1:
         raise UserError(f"{text} does not begin with a slice of the samples", where, _FIX)
     if len(parts) > len(shape):
         raise UserError(
-            f"{text} has {len(parts)} axes, and the array is of shape {shape}",
+            f"{text} has {len(parts)} axes, but the array has shape {shape}",
             where,
             "leave axes out",
         )
@@ -105,7 +107,7 @@ def select(words: str, shape: tuple[int, ...], text: str, where: str) -> Selecti
 
 
 def _places(part: slice | int | list[int], size: int) -> range | list[int]:
-    """Places along an axis of so many, which may be very many: those of a slice take no memory.
+    """Returns the selected positions along an axis; a slice takes no memory, whatever its length.
     Raises IndexError."""
     every = range(size)
     if isinstance(part, slice):

@@ -60,7 +60,7 @@ class Selected:
 
     @property
     def rows_of_block(self) -> int:
-        """Samples of the largest block; 1 where each is read alone."""
+        """The number of samples in the largest block; 1 if each is read by itself."""
         return (
             1
             if isinstance(self.array, PlainRows)
@@ -68,13 +68,13 @@ class Selected:
         )
 
     def block_of(self, samples: np.ndarray) -> np.ndarray:
-        """The block of each of samples, int64 (n,)."""
+        """Returns the block of each sample, int64 (n,)."""
         assert not isinstance(self.array, PlainRows)
         rows = self.selection.first + samples * self.selection.step
         return np.searchsorted(self.array.edges, rows, "right") - 1
 
     def read_into(self, out: np.ndarray, samples: np.ndarray, cache: BlockCache) -> None:
-        """Rows of rising samples, int64 (n,), into out (n, *shape)."""
+        """Reads ascending samples, int64 (n,), into out (n, *shape)."""
         rows = self.selection.first + samples * self.selection.step
         if isinstance(self.array, PlainRows):
             box = self.selection.box
@@ -95,8 +95,8 @@ class Selected:
         )
 
     def _converted(self, rows: np.ndarray) -> np.ndarray:
-        """The rows in the field's number type. Raises UserError if that would change a whole
-        number, or make one of a fraction."""
+        """Converts rows to the field's dtype. Raises UserError if that would change a value of an
+        integer field."""
         with np.errstate(invalid="ignore"):
             converted = rows.astype(self.dtype, copy=False)
         if (
@@ -104,7 +104,7 @@ class Selected:
             and self.dtype != rows.dtype
             and (wrong := converted != rows).any()
         ):
-            what = f"{self.text} has {rows[wrong].flat[0]}, which is no {self.dtype}"
+            what = f"{self.text} has {rows[wrong].flat[0]}, which {self.dtype} cannot represent"
             raise UserError(
                 what, self.where, "leave this field out of data.dtypes, or correct the data"
             )
@@ -113,7 +113,7 @@ class Selected:
 
 @dataclass(frozen=True, eq=False)
 class FileSamples:
-    """Samples of one file: for each field one array, or several along a new axis behind that of the
+    """Samples of one file: for each field one array, or several stacked along a new axis after the
     samples."""
 
     samples: int
@@ -121,7 +121,7 @@ class FileSamples:
 
     @property
     def largest(self) -> Selected | None:
-        """The array with the most numbers in a block; None if all are read row by row."""
+        """Returns the array with the largest blocks; None if all are read row by row."""
         stored = [
             one
             for arrays in self.arrays.values()
@@ -170,8 +170,8 @@ class StoredSamples:
             arrays[name][order] = found
 
     def blocks_of(self, samples: np.ndarray) -> np.ndarray:
-        """A number for each of samples, int64 (n,), the same for those whose largest block is the
-        same; -1 where each is read alone."""
+        """Returns the number of the largest block of each sample, int64 (n,); -1 if samples are
+        read individually."""
         blocks = np.full(len(samples), -1, np.int64)
         ends = self.ends
         parts = np.searchsorted(ends, samples, "right")
@@ -242,8 +242,8 @@ class StoredSource(Source):
 
     @property
     def foresight(self) -> Foresight | None:
-        """None if all fit into memory, or blocks are decoded no less often with what is known in
-        advance."""
+        """Returns None if everything fits into memory, or if knowing samples in advance would not
+        save decoding."""
         foresight: Foresight | None = self._once("foresight", self._foresight)
         return foresight
 
@@ -257,8 +257,8 @@ class StoredSource(Source):
         )
 
     def decodes_of_block(self, own: bool) -> float:
-        """How often a block is decoded in an epoch of a full shuffle, about. own: each rank reads
-        blocks that others do not."""
+        """Estimates how often a block is decoded in an epoch of a full shuffle. own: each rank
+        reads different blocks."""
         need = self._need
         fits = self.samples.cache.most_bytes / self.samples.bytes_of_sample
         if self.foresight is None:
@@ -303,7 +303,7 @@ class StoredSource(Source):
         return found[name]
 
     def known_labels(self) -> np.ndarray | None:
-        """All of y where it is one whole number for each sample, which are read once."""
+        """Returns all of y if it is one integer for each sample; reads it once."""
         y = self.fields.get("y")
         if y is None or y.shape or np.dtype(y.dtype).kind not in "iub":
             return None
@@ -319,7 +319,7 @@ class StoredSource(Source):
         )
 
     def read_together(self, ranks: ReadingRanks) -> None:
-        """From now on statistics are computed by these ranks together."""
+        """Makes these ranks compute statistics together from now on."""
         self._known["ranks"] = ranks
 
     def known_stats(self, name: str, indices: np.ndarray | None = None) -> np.ndarray | None:
@@ -381,8 +381,8 @@ class StoredSource(Source):
 
     @property
     def rows_of_block(self) -> int | None:
-        """Neighbouring samples that are decoded together: the most of any array; None if each is
-        read alone."""
+        """Returns the largest number of neighbouring samples that are decoded together; None if
+        each is read by itself."""
         most = max(
             (
                 one.rows_of_block
@@ -396,7 +396,7 @@ class StoredSource(Source):
 
 
 def stored_in(source: Source) -> StoredSource | None:
-    """The source of files that a source is part of, or checks; None of any other."""
+    """Returns the StoredSource that a source wraps or is a part of; else None."""
     while not isinstance(source, StoredSource):
         inner = inner_source(source)
         if inner is None:
@@ -406,7 +406,7 @@ def stored_in(source: Source) -> StoredSource | None:
 
 
 def read_by(source: Source, workers: int) -> Source:
-    """The source with so many processes that read its files."""
+    """Returns the source with `workers` processes that read its files."""
     if isinstance(source, StoredSource):
         return source.read_by(workers)
     return replace(source, source=read_by(source.source, workers))  # type: ignore[type-var, attr-defined]

@@ -1,4 +1,4 @@
-"""Which samples train and which validate, by the values of a column."""
+"""Splits samples into training and validation by the values of a column."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _split_values_of(file: StoredFile, path: Path, part: FileSamples, text: str)
     if len(column) != part.samples:
         fields = ", ".join(one.text for arrays in part.arrays.values() for one in arrays)
         what = (
-            f"data.split_by={text} has {len(column):,} values, and the file has {part.samples:,} "
+            f"data.split_by={text} has {len(column):,} values, but the file has {part.samples:,} "
             f"samples ({fields})"
         )
         raise UserError(
@@ -73,7 +73,7 @@ def _split_values_of(file: StoredFile, path: Path, part: FileSamples, text: str)
 
 
 def in_neither(values: np.ndarray, split: Split, key: str) -> Iterator[str]:
-    """A line for the user where samples are neither of the training nor of the validation set."""
+    """Returns a note if samples belong to neither the training nor the validation set."""
     if split != "train" or values.dtype.kind != "U":
         return
     others = values[~np.isin(np.char.lower(values), (*_TRAIN, *_VALIDATE))]
@@ -87,8 +87,8 @@ def in_neither(values: np.ndarray, split: Split, key: str) -> Iterator[str]:
 def samples_of_split(
     values: np.ndarray, paths: list[Path], wanted: Wanted, split: Split
 ) -> np.ndarray:
-    """The samples of a split, int64 (n,), by the values of a column. Raises UserError if there
-    are none."""
+    """Returns the samples of a split, int64 (n,), by the values of a column. Raises UserError if
+    there are none."""
     if wanted.split_val is not None:
         known = np.unique(values)
         chosen_values = [
@@ -115,16 +115,17 @@ def samples_of_split(
         is_truth = values.dtype.kind == "b"
         raise OptionError(
             f"{wanted.split_by} has {'true and false' if is_truth else 'numbers'}: which of them "
-            "validate?",
+            "mark validation samples?",
             "split_by",
             f"data.split_val=[{'true' if is_truth else 4}]",
         )
     if not len(chosen):
         shown = ", ".join(map(str, np.unique(values)[:12].tolist()))
-        what = f"no sample is of {split}: {wanted.split_by} has the values {shown}"
+        what = f"no sample belongs to {split}: {wanted.split_by} has the values {shown}"
         raise UserError(
             what,
             str(paths[0]),
-            "data.split_val=[VALUE, ...], those that validate; or the words train and val",
+            "data.split_val=[VALUE, ...], the values of validation samples; or the words train "
+            "and val",
         )
     return chosen.astype(np.int64, copy=False)

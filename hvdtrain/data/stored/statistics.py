@@ -75,8 +75,8 @@ def _together(pieces: np.ndarray) -> np.ndarray:
 def kept(
     key: str, columns: int, ranks: ReadingRanks, compute: Callable[[], np.ndarray]
 ) -> np.ndarray:
-    """What compute() gave, float64 (2, columns), on this machine before, or gives now: rank 0 has
-    the file. Every rank calls it.
+    """Returns the result of compute(), float64 (2, columns), from a file of rank 0 if it was
+    computed before. Every rank calls it.
 
     key: names the file; empty: nothing is kept.
     """
@@ -110,7 +110,8 @@ def _read(path: Path, columns: int) -> np.ndarray | None:
 
 
 def _write(path: Path, found: np.ndarray) -> None:
-    """Whole or not at all; where the folder cannot be written the next job computes them again."""
+    """Writes the file completely or not at all; if the folder cannot be written, the next job
+    computes the numbers again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with Folder.open(path.parent) as folder:

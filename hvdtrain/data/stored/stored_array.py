@@ -1,4 +1,4 @@
-"""An array in a file: rows that are read alone by their place in it, or blocks of rows that are
+"""An array in a file: rows that are read individually by their position, or blocks of rows that are
 decoded together."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from hvdtrain.errors import UserError
 
 
 class Blocks(Protocol):
-    """An array whose rows are stored in blocks, as compressed ones are. A worker process gets a
-    copy, pickled."""
+    """An array whose rows are stored in blocks, as in compressed files. A worker process gets a
+    pickled copy."""
 
     @property
     def dtype(self) -> np.dtype[Any]: ...
@@ -39,7 +39,7 @@ class Blocks(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class PlainRows:
-    """An array that lies in a file as it would in memory, row after row."""
+    """An array that is stored in a file as in memory, row after row."""
 
     file: FileOnDisk
     offset: int
@@ -49,15 +49,15 @@ class PlainRows:
     def __post_init__(self) -> None:
         end = self.offset + math.prod(self.shape) * self.dtype.itemsize
         if self.offset < 0 or end > self.file.size:
-            raise cut_off(self.file.path, f"an array goes on to byte {end} of {self.file.size}")
+            raise cut_off(self.file.path, f"an array extends to byte {end} of {self.file.size}")
 
     @property
     def row_bytes(self) -> int:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     def read(self, rows: np.ndarray) -> np.ndarray:
-        """(n, *shape[1:]) of rising rows, int64 (n,); neighbours are read at once. Raises UserError
-        if the file is cut off."""
+        """Reads ascending rows, int64 (n,), to (n, *shape[1:]); neighbours are read at once. Raises
+        UserError if the file is truncated."""
         selected = np.empty((len(rows), *self.shape[1:]), self.dtype)
         flat = selected.reshape(len(rows), -1).view(np.uint8) if self.row_bytes else selected
         starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
@@ -77,7 +77,7 @@ StoredArray = PlainRows | Blocks
 class StoredFile(ABC):
     """A file, or a folder that is one, with arrays or columns by name.
 
-    The defaults are those of a file of plain arrays: neither a table nor coordinates.
+    The defaults describe a file of plain arrays, which is not a table and has no coordinates.
     """
 
     @property
@@ -95,13 +95,13 @@ class StoredFile(ABC):
 
     @property
     def without_numbers(self) -> Collection[str]:
-        """Names of the arrays that `names` leaves out, as they hold texts or others."""
+        """Returns the names of arrays that `names` excludes because they are not numbers."""
         return ()
 
     @property
     def coordinates(self) -> Collection[str]:
-        """Names among them that only number the rows or the points of an axis, as pandas' index: no
-        input unless data.fields says so."""
+        """Returns the names of arrays that only number rows or points of an axis, such as a pandas
+        index; they are inputs only if data.fields names them."""
         return ()
 
     def edges_of_texts(self, name: str, *, may_be_names: bool = False) -> np.ndarray | None:
@@ -111,8 +111,8 @@ class StoredFile(ABC):
         return None
 
     def columns(self, names: list[str]) -> Blocks | None:
-        """Several columns as one array (n, columns), where the format reads them together; None:
-        each is read by itself."""
+        """Returns several columns as one array (n, columns) if the format reads them together; else
+        None."""
         return None
 
     def note(self, name: str) -> str:
@@ -125,31 +125,30 @@ MOST_ROWS = 2**31  # of an array along any axis: the numbers of its samples alon
 
 
 def check_shape(shape: tuple[int, ...], name: str, path: Path) -> None:
-    """Raises UserError for a shape that no array can have, or whose samples could not be numbered,
-    before memory is taken for it."""
+    """Raises UserError for an impossible shape or too many samples, before memory is allocated."""
     if min(shape, default=0) < 0:
         raise cut_off(path, f"{name} is of shape {shape}")
     if max(shape, default=0) > MOST_ROWS:
         raise UserError(
             f"{name} is of shape {shape}, at most {MOST_ROWS:,} along each axis",
             str(path),
-            "parts of it in several files",
+            "divide it into several files",
         )
 
 
 def check_dtype(dtype: np.dtype[Any], name: str, path: Path, has_texts: bool = False) -> None:
-    """Raises UserError for what is not a number of at most 64 bits: objects, which could only be
-    unpickled, texts, records.
+    """Raises UserError for a dtype that is not a number of at most 64 bits: objects (which would
+    have to be unpickled), strings, records.
 
-    has_texts: whether objects are texts of a format that knows no pickle.
+    has_texts: whether objects are strings of a format without pickle.
     """
     if dtype.kind in "iufb" and dtype.itemsize <= 8:
         return
     kinds = {
-        "O": "texts" if has_texts else "objects",
-        "S": "texts",
-        "U": "texts",
-        "T": "texts",
+        "O": "strings" if has_texts else "objects",
+        "S": "strings",
+        "U": "strings",
+        "T": "strings",
         "V": "records",
         "c": "complex numbers",
         "M": "times",
@@ -162,9 +161,9 @@ def check_dtype(dtype: np.dtype[Any], name: str, path: Path, has_texts: bool = F
     fix = "another array in data.fields, or write it again as numbers"
     if dtype.kind in "SUTO":
         fix += (
-            "; for names of classes write the numbers that "
-            f"np.unique({name.rpartition('/')[2]}, return_inverse=True)[1] gives for the names of "
-            "both sets at once"
+            "; for class names, store the numbers that "
+            f"np.unique({name.rpartition('/')[2]}, return_inverse=True)[1] returns for the names "
+            "of both sets"
         )
     if dtype.kind == "O" and not has_texts:
         what += "; objects are never read: unpickling them could run code"
@@ -172,7 +171,7 @@ def check_dtype(dtype: np.dtype[Any], name: str, path: Path, has_texts: bool = F
 
 
 def no_such(name: str, names: list[str], path: Path) -> UserError:
-    """The error that a file has no array of this name."""
+    """Returns the error for a file without an array of this name."""
     shown = (
         ", ".join(names[:24]) + (f" and {len(names) - 24} more" if len(names) > 24 else "")
         or "none"
@@ -202,14 +201,14 @@ class Labels:
 
 
 def is_missing(text: str) -> bool:
-    """Whether a text is a word for a value that is not there."""
+    """Whether a string means a missing value."""
     text = text.strip()
     words = ("", "na", "n/a", "#n/a", "<na>", "nan", "null")
     return text.lower() in words or text in ("None", "NaT")  # "none" may be a class
 
 
 def leaving_out(names: Sequence[str], wrong: Collection[str]) -> str:
-    """The words that train on a table without some of its columns."""
+    """Returns the configuration that trains on a table without some of its columns."""
     target = next((name for name in TARGETS if name in names and name not in wrong), None)
     others = [name for name in names if name not in wrong and name not in TARGETS]
     if target is None or not 0 < len(others) <= 24 or len(set(names)) < len(names):
@@ -218,10 +217,10 @@ def leaving_out(names: Sequence[str], wrong: Collection[str]) -> str:
 
 
 def as_yaml(name: str) -> str:
-    """A name as YAML has it."""
+    """Quotes a name for YAML."""
     return name if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) else json.dumps(name)
 
 
 def whole(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The number type in this machine's byte order."""
+    """Returns the dtype in this machine's byte order."""
     return dtype.newbyteorder("=")

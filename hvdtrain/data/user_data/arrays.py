@@ -33,8 +33,8 @@ def is_array(value: object) -> bool:
 def flat_fields(
     given: Mapping[Any, Any], name: str, where: str
 ) -> tuple[Mapping[Any, Any], tuple[str, ...]]:
-    """{"x": {"image": ..., "table": ...}, "y": ...} without the inner dict, and the names that it
-    has; anything else as it is.
+    """Flattens {"x": {"image": ..., "table": ...}, "y": ...}; returns the fields and the names
+    inside x. Anything else is not changed.
 
     Raises UserError if two fields have one name.
     """
@@ -45,7 +45,9 @@ def flat_fields(
     both = [field for field in inner if field in others]
     if both:
         raise UserError(
-            f"{name} has {both[0]} inside of x and beside it", where, "another name for one of them"
+            f"{name} has {both[0]} both inside x and outside it",
+            where,
+            "another name for one of them",
         )
     return {**inner, **others}, tuple(inner)
 
@@ -53,10 +55,10 @@ def flat_fields(
 def from_arrays(
     given: Mapping[Any, Any], name: str, where: str, inputs: tuple[str, ...] = ()
 ) -> Source:
-    """The source of arrays by field. Images x with labels y are a data set of images and classes.
-    inputs: fields that were inside of x.
+    """Creates a source of arrays by field. Images x with labels y become a data set of images and
+    classes. inputs: fields that were inside x.
 
-    Raises UserError if they are not numbers, or not of the same samples.
+    Raises UserError if they are not numbers, or their numbers of samples differ.
     """
     for field in given:
         if not isinstance(field, str) or not field.isidentifier():
@@ -83,23 +85,23 @@ def from_arrays(
 
 
 def _channels_last(array: np.ndarray) -> np.ndarray:
-    """Images (n, C, H, W) as (n, H, W, C); anything else as it is."""
+    """Converts images (n, C, H, W) to (n, H, W, C); anything else is not changed."""
     is_turned = array.dtype == np.uint8 and has_channels_first(array.shape[1:])
     return array.transpose(0, 2, 3, 1) if is_turned else array
 
 
 def to_numpy(value: Any, what: str, where: str) -> np.ndarray:
-    """Its numbers, in its own memory where that is possible. Raises UserError if it has no
+    """Converts to a numpy array, without a copy if possible. Raises UserError if the value has no
     numbers."""
     if hasattr(value, "detach"):  # of torch
         value = _of_torch(value, what, where)
     if isinstance(value, np.ma.MaskedArray):
         shown = (
             f"{what} is a masked array ({np.ma.count_masked(value):,} of {value.size:,} values "
-            "are masked), whose mask would be lost"
+            "are masked), and its mask would be lost"
         )
         raise UserError(
-            shown, where, "leave these samples out, or say what stands for them: .filled(0)"
+            shown, where, "leave these samples out, or replace the masked values: .filled(0)"
         )
     array = value.to_numpy() if hasattr(value, "to_numpy") else np.asanyarray(value)
     if array.dtype.kind not in "iufb" or array.dtype.itemsize > 8:
@@ -129,14 +131,14 @@ def _of_torch(tensor: Any, what: str, where: str) -> np.ndarray:
     except (TypeError, RuntimeError, NotImplementedError) as error:  # sparse, quantized, masked
         fix = "a dense tensor of numbers: .to_dense(), .dequantize()"
         raise UserError(
-            f"{what} is a tensor without an array: {first_line(error)}", where, fix
+            f"{what} cannot be converted to an array: {first_line(error)}", where, fix
         ) from None
     return array
 
 
 def as_images(x: np.ndarray) -> np.ndarray | None:
-    """uint8 (n, H, W, C) of images (n, H, W, C), (n, C, H, W) with 1 or 3 channels, or grey ones
-    (n, H, W); None of anything else."""
+    """Returns uint8 (n, H, W, C) for images (n, H, W, C), (n, C, H, W) with 1 or 3 channels, or
+    grey ones (n, H, W); else None."""
     if x.dtype != np.uint8 or x.ndim not in (3, 4) or 0 in x.shape[1:]:
         return None
     if x.ndim == 3:
@@ -204,7 +206,7 @@ def columns_of_hugging_face(
 
 
 def _ragged(values: Any, column: str, name: str, where: str) -> Ragged:
-    """Lists of different lengths as one."""
+    """Converts lists of different lengths to a Ragged."""
     if values.null_count:
         raise UserError(
             f"column {column!r} of {name} lacks {values.null_count} values",
@@ -248,7 +250,8 @@ def inputs_and_target(
             "give it another name"
         )
         raise UserError(
-            f"column {index!r} of {name} is the index of a table of pandas, which numbers its rows",
+            f"column {index!r} of {name} is the index of a pandas table, which only numbers its "
+            "rows",
             where,
             fix,
         )
@@ -265,7 +268,7 @@ def inputs_and_target(
     wrong = next((column for column, array in inputs.items() if array.ndim > 1), None)
     if wrong is not None:
         what = (
-            f"column {wrong!r} of {name} has lists, beside other columns of inputs "
+            f"column {wrong!r} of {name} contains lists, and there are other input columns "
             f"({', '.join(inputs)})"
         )
         raise UserError(what, where, "name one column x, or give a dict of arrays")
@@ -281,9 +284,9 @@ def inputs_and_target(
 def from_arrow(
     values: Any, column: str, name: str, where: str, fix_of_lengths: str = ""
 ) -> np.ndarray:
-    """(n, ...) of an array of numbers, or of lists of lists of them that are all as long.
+    """Converts numbers, or nested lists of equal lengths, to an array (n, ...).
 
-    fix_of_lengths: what a message proposes for others, in place of data.pad.
+    fix_of_lengths: the fix for lists of different lengths, instead of data.pad.
     """
     values = getattr(values, "storage", values)  # of datasets.Array2D and the like
     if values.null_count:
@@ -309,8 +312,8 @@ def from_arrow(
             what,
             where,
             fix_of_lengths
-            or f"{padded_by(column)}, which pads those of a pass to its longest; or lists of one "
-            "length",
+            or f"{padded_by(column)}, which pads each micro-batch to its longest sample; or lists "
+            "of one length",
         )
     inner = from_arrow(values.flatten(), column, name, where, fix_of_lengths)
     return inner.reshape(len(values), int(lengths[0]) if len(lengths) else 0, *inner.shape[1:])
@@ -332,8 +335,8 @@ def _numbers(array: np.ndarray, column: Any, name: str, where: str) -> np.ndarra
 
 
 _CONVERT = (
-    "leave the column out, or make numbers of it: frame[column].astype('category').cat.codes, over "
-    "both sets"
+    "leave the column out, or convert it to numbers: frame[column].astype('category').cat.codes, "
+    "over both sets"
 )
 _FILL = "fill it, or leave the row out"
 
@@ -355,13 +358,13 @@ _DTYPES = {
 
 
 def read_safetensors(path: Path, name: str, where: str) -> dict[str, np.ndarray]:
-    """Its arrays by name. Raises UserError if it is none, is damaged, or has numbers of a type
-    that numpy does not know."""
+    """Reads arrays by name. Raises UserError if the file is not a safetensors file, is damaged, or
+    has a dtype that numpy does not support."""
     from safetensors import SafetensorError, safe_open
 
     if path.suffix != ".safetensors":
         raise UserError(
-            f"{name} gave the path {path}",
+            f"{name} returned the path {path}",
             where,
             "a file NAME.safetensors (safetensors.numpy.save_file writes it), or arrays",
         )

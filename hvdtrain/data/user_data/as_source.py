@@ -1,5 +1,5 @@
-"""Converts the user's data to a Source. Recognizes them without importing a library; checks their
-numbers when they are read."""
+"""Converts the user's data to a Source, without importing a library; values are checked when they
+are read."""
 
 from __future__ import annotations
 
@@ -58,14 +58,13 @@ def as_source(
     kept: tuple[str, ...] = (),
     padding: Mapping[str, Padding] = _NO_PADDING,
 ) -> Source:
-    """The source of a dict of arrays, a .safetensors file, a table, a torch Dataset (docs/data.md),
-    or of a class of the user's own.
+    """Converts a dict of arrays, a .safetensors file, a table, a torch Dataset (docs/data.md) or a
+    user's source to a Source.
 
     name: of the data in messages: "mine:numbers, train". where: the key or the call that gave them.
     workers: processes that read a torch Dataset; None: those of its DataLoader, else none. kept:
-    names of fields that stay in place of x and y: image, label. padding: of fields whose samples
-    have different lengths. Raises UserError for anything else, and where the data are not as they
-    have to be.
+    names of fields that are not renamed to x and y: image, label. padding: of variable-length
+    fields. Raises UserError for anything else, and for invalid data.
     """
     source = _as_source(given, name, where, workers, kept, padding)
     if not len(source):
@@ -79,7 +78,8 @@ def as_source(
 
 
 def in_order_of(given: Any, columns: Sequence[str]) -> Any:
-    """The data with the columns of a DataFrame in this order, where it has these and a target."""
+    """Returns the data with the columns of a DataFrame in this order, if it has these and a
+    target."""
     if _is_a(given, "pandas", "DataFrame"):
         names = {str(name): name for name in given.columns}
         targets = [name for name in names if name in TARGETS and name not in columns]
@@ -137,8 +137,8 @@ def _as_source(
     if isinstance(given, Mapping) and given and all(is_array(value) for value in given.values()):
         if workers:
             what = (
-                f"data.workers={workers} are processes that read a torch Dataset; {name} is "
-                "arrays, which need none"
+                f"data.workers={workers} starts processes that read a torch Dataset, but {name} "
+                "contains arrays, which need none"
             )
             raise UserError(what, where, "leave data.workers out")
         return from_arrays(given, name, where, inputs)
@@ -149,9 +149,9 @@ def _as_source(
     dataset, collate, loader = _parts(given)
     if type(dataset).__name__ == "DatasetDict":
         raise UserError(
-            f"{name} is all splits at once: {', '.join(cast('Any', dataset))}",
+            f"{name} contains all splits: {', '.join(cast('Any', dataset))}",
             where,
-            "give the split that is asked for",
+            "give one split of it",
         )
     _refuse_iterable(dataset, name, where)
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")) or isinstance(
@@ -166,8 +166,8 @@ def _refuse_padding(source: Source, padding: Mapping[str, Padding], name: str, w
     for name_of_field in padding:
         if name_of_field not in source.fields or source.fields[name_of_field].padding is None:
             what = (
-                f"data.pad or data.pack is of {name_of_field}, and {name} is a source whose "
-                "samples all have one length"
+                f"data.pad or data.pack has {name_of_field}, but all samples of {name} have the "
+                "same length"
             )
             raise UserError(
                 what, where, "leave it out; or a torch Dataset, or a dict with a list of arrays"
@@ -175,8 +175,7 @@ def _refuse_padding(source: Source, padding: Mapping[str, Padding], name: str, w
 
 
 def _checked(source: Source, name: str) -> Source:
-    """A source that checks what it reads; all labels of images are compared with the number of
-    classes at once."""
+    """Returns a source that checks what it reads; all labels of images are checked at once."""
     if isinstance(source, LabelledImages):
         check_numbers("y", source.labels(), source.fields["y"], name)
         return source
@@ -184,14 +183,14 @@ def _checked(source: Source, name: str) -> Source:
 
 
 def _is_pair(given: object) -> TypeGuard[Sequence[Any]]:
-    """Whether it is (x, y) of all samples: arrays, or a dict of them and an array."""
+    """Whether it is a pair (x, y) of all samples: arrays, or a dict of arrays and an array."""
     if not isinstance(given, (tuple, list)) or len(given) != 2 or not is_array(given[1]):
         return False
     return is_array(given[0]) or (isinstance(given, tuple) and isinstance(given[0], Mapping))
 
 
 def _parts(given: object) -> tuple[object, Any, Any]:
-    """A Dataset, its collate function and its DataLoader, where there are such."""
+    """Returns the Dataset, its collate function and its DataLoader, if given."""
     if isinstance(given, tuple) and len(given) == 2 and (given[1] is None or callable(given[1])):
         return given[0], given[1], None
     if _is_a(given, "torch", "DataLoader"):
@@ -214,11 +213,11 @@ def _refuse_iterable(dataset: object, name: str, where: str) -> None:
             if _is_a(dataset, "torch", "Dataset") or _is_a(dataset, "datasets", "IterableDataset")
             else f"list() of it; or {_INDEX}"
         )
-        raise UserError(f"{what}, and no job can go on where it stopped", where, fix)
+        raise UserError(f"{what}, so no job could resume", where, fix)
 
 
 def _only_iterates(dataset: object) -> bool:
-    """Whether it gives samples, but not by index, or does not know how many."""
+    """Whether it yields samples, but not by index, or has no length."""
     gives_samples = hasattr(dataset, "__iter__") or _is_a(dataset, "torch", "Dataset")
     return gives_samples and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
 
@@ -261,14 +260,14 @@ def _refuse_lists(given: object, name: str, where: str) -> None:
 
 
 def _is_column(value: object) -> bool:
-    """Whether it is a list, or an array, of more than a pair has: x or y of all samples."""
+    """Whether it is a list or an array of more than two elements: x or y of all samples."""
     return (isinstance(value, list) and len(value) > 2) or (
         is_array(value) and cast("Any", value).ndim > 0
     )
 
 
 def _described(given: object) -> str:
-    """Names what was given instead of data, and what it may have been mistaken for."""
+    """Describes an unsupported value, and what the user may have meant."""
     if isinstance(given, Mapping):
         kinds = ", ".join(f"{field}: {type(value).__name__}" for field, value in given.items())
         return f"a dict of other things than arrays ({kinds})" if given else "a dict without fields"
@@ -286,7 +285,7 @@ def _described(given: object) -> str:
 
 
 def _is_a(given: object, package: str, class_name: str) -> bool:
-    """Whether it is an object of a class of that package, or of one that is made of it."""
+    """Whether it is an instance of a class of that package, or of a subclass."""
     return any(
         base.__name__ == class_name and base.__module__.partition(".")[0] == package
         for base in type(given).__mro__
@@ -329,11 +328,11 @@ class CheckedSource(AroundSource):
 
 
 def as_declared(source: Source, fields: Mapping[str, Field]) -> Source:
-    """The source with its integers as the fields of a task have them: labels of any integer type
-    are int64 of known classes.
+    """Returns the source with its integers converted as the fields of a task declare them: labels
+    of any integer dtype become int64 of known classes.
 
-    Raises UserError if an integer is none that its field may have: of sources in memory at once,
-    of all others when it is read.
+    Raises UserError if an integer is outside its field's range: at once for sources in memory, else
+    when it is read.
     """
     if isinstance(source, LabelledImages):
         if "y" in fields:
@@ -361,7 +360,7 @@ def as_declared(source: Source, fields: Mapping[str, Field]) -> Source:
 
 
 def _innermost(source: Source) -> Source:
-    """The source itself, or what it is around."""
+    """Returns the innermost source that this one wraps, or the source itself."""
     while (inner := inner_source(source)) is not None:
         source = inner
     return source
@@ -391,8 +390,8 @@ def _arrays_as_declared(source: NamedArrays, declared: Mapping[str, Field]) -> S
 
 
 def bounded_alike(*sources: Source) -> list[Source]:
-    """The sources with padded fields up to the longest sample, and below the largest value, of any
-    of them."""
+    """Returns the sources with common bounds: the longest sample of padded fields, and the largest
+    value, of all of them."""
     kinds = [
         (name, kind)
         for source in sources

@@ -38,11 +38,11 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class DatasetSource(Source):
-    """Samples by index; those of training are drawn again in each epoch, by (seed, epoch, sample),
-    those of evaluation are always the same.
+    """Samples by index. In training, random transforms are seeded by (seed, epoch, sample); in
+    evaluations a sample is always the same.
 
-    Without workers the thread that needs samples reads them: the generators of a process are of all
-    its threads.
+    Without workers, the thread that needs samples reads them, since all threads of a process share
+    its random generators.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class DatasetSource(Source):
         return fields
 
     def with_bounds(self, longest: Mapping[str, int], values: Mapping[str, int]) -> DatasetSource:
-        """The source with the longest samples and the numbers of values of another one too."""
+        """Returns the source with bounds that also cover another source."""
         bounded = copy.copy(self)
         bounded._longest = dict(longest)
         bounded._values = dict(values)
@@ -92,7 +92,7 @@ class DatasetSource(Source):
 
     @property
     def reads_in_process(self) -> bool:
-        """Whether the user's code runs in this process: on one thread then."""
+        """Whether the user's code runs in this process, on one thread."""
         return self._pool is None
 
     @property
@@ -102,23 +102,23 @@ class DatasetSource(Source):
 
     @property
     def where(self) -> str:
-        """Its name, and the line that gives a sample."""
+        """The name of the data, and the line that returns a sample."""
         return self._samples.where
 
     def __len__(self) -> int:
         return self._samples.samples
 
     def known_labels(self) -> np.ndarray | None:
-        """Labels that the Dataset has beside its samples; what it gives with a sample may be
-        something else."""
+        """Returns the labels that the Dataset stores separately; a sample may still contain another
+        y."""
         return self._labels
 
     def read(self, indices: np.ndarray) -> Batch:
-        """Samples as they are evaluated. Raises UserError, also where a worker process ended."""
+        """Reads samples as for evaluation. Raises UserError, also if a worker process ended."""
         return self._read(indices, None)
 
     def read_in_epochs(self, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
-        """Samples as they are trained on in these epochs, int64 (n,)."""
+        """Reads samples as for training in these epochs, int64 (n,)."""
         return self._read(indices, training_seeds(indices, epochs, seed))
 
     def digests(self, seed: int) -> dict[str, str]:
@@ -187,10 +187,10 @@ def from_dataset(
     """Returns the source of a map-style Dataset. Reads its first sample, and with padding all
     samples if it does not report their lengths.
 
-    kept: names of fields that stay in place of x and y.
+    kept: names of fields that are not renamed to x and y.
 
-    Raises UserError if it cannot be read, a sample read again is another one, or worker
-    processes cannot have it.
+    Raises UserError if it cannot be read, a sample differs when it is read again, or it cannot be
+    sent to worker processes.
     """
     notes: list[str] = []
     if loader is not None:
@@ -226,15 +226,15 @@ def from_dataset(
 
 
 def _check_repeats(samples: CollatedDataset, where: str) -> None:
-    """Raises UserError if the first sample is another one when it is read again, after the last
-    one, with the same random state."""
+    """Raises UserError if the first sample differs when it is read again, after the last one, with
+    the same random state."""
     indices = np.array([0, samples.samples - 1, 0])
     batch = samples.read(indices, evaluation_seeds(indices))
     for name, array in batch.items():
         if array[0].tobytes() != array[2].tobytes():
             what = (
-                f"sample 0 of {samples.name} differs in {name} when it is read again: it draws "
-                "from a generator of its own"
+                f"sample 0 of {samples.name} has another {name} when it is read again: the "
+                "Dataset has its own random generator"
             )
             fix = (
                 "draw from random, numpy.random or torch's generator: they are seeded for each "
@@ -250,19 +250,19 @@ def _check_loader(loader: Any, name: str, where: str) -> None:
         or type(loader.batch_sampler).__name__ != "BatchSampler"
     ):
         what = (
-            f"the DataLoader of {name} has a {sampler}: which samples a step reads is computed "
-            "from the seed and the step alone"
+            f"the DataLoader of {name} has a {sampler}, but hvdtrain chooses the samples of a "
+            "step itself, from the seed and the step"
         )
         raise UserError(
             what,
             where,
-            "give its Dataset; a torch.utils.data.Subset has some samples, or some of them twice",
+            "give its Dataset; to select or repeat samples, a torch.utils.data.Subset",
         )
 
 
 def _values(dataset: Any, labels: np.ndarray | None) -> dict[str, int]:
-    """Field.values by field, as the Dataset says: {"tokens": 50257}; of y the number of its
-    classes, declared or by the labels."""
+    """Returns Field.values by field, as the Dataset declares them: {"tokens": 50257}; for y the
+    number of classes, declared or from the labels."""
     declared = getattr(dataset, "values", None)
     classes = declared_classes(dataset)
     if not classes and labels is not None and len(labels) and labels.min() >= 0:
@@ -276,8 +276,8 @@ _DEEPEST = 8  # a Subset of a Subset of ...
 
 
 def declared_classes(dataset: Any, depth: int = 0) -> int:
-    """How many there are, by `classes` (names, or their number) or the features of the Dataset; 0
-    where it does not say."""
+    """Returns the number of classes, from `classes` (names, or their number) or the features of the
+    Dataset; 0 if unknown."""
     classes = getattr(dataset, "classes", None)
     if isinstance(classes, (int, np.integer)):
         return int(classes)
@@ -294,8 +294,8 @@ def declared_classes(dataset: Any, depth: int = 0) -> int:
 
 
 def labels_of(dataset: Any, whole: bool, depth: int = 0) -> np.ndarray | None:
-    """Integers (n,); None if they are only read with samples. whole: of a Subset those of all
-    that it is a part of."""
+    """Returns labels (n,); None if they can only be read with samples. whole: for a Subset, those
+    of the whole data set."""
     if type(dataset) in (list, tuple):
         return _of_pairs(dataset)
     found = next((getattr(dataset, name) for name in _LABELS if hasattr(dataset, name)), None)
@@ -319,7 +319,7 @@ def labels_of(dataset: Any, whole: bool, depth: int = 0) -> np.ndarray | None:
 
 
 def _parts(dataset: Any) -> list[Any]:
-    """What a torch Subset or ConcatDataset is made of."""
+    """Returns the parts of a torch Subset or ConcatDataset."""
     if hasattr(dataset, "dataset"):
         return [dataset.dataset]
     return (
@@ -344,14 +344,14 @@ def _column(dataset: Any) -> Any:
 
 
 def _of_pairs(pairs: Any) -> np.ndarray | None:
-    """Labels of a list of samples (x, y) with whole numbers y."""
+    """Returns the labels of a list of samples (x, y) with integers y."""
     if all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
         return _integers([pair[1] for pair in pairs])
     return None
 
 
 def _integers(labels: Any) -> np.ndarray | None:
-    """Numbers (n,) as an array; None of anything else."""
+    """Returns numbers (n,) as an array; None for anything else."""
     try:
         found = np.asarray(labels)
     except (TypeError, ValueError, RuntimeError):

@@ -1,5 +1,5 @@
-"""Samples of a Dataset as arrays of fixed types and shapes, each read with a random state of its
-own: in any process the same bits."""
+"""Samples of a Dataset as arrays of fixed dtypes and shapes; each is read with its own random
+state, so that every process reads the same bits."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _INPUTS = ("x", "image", "img", "pixel_values")  # the first of them that a samp
 
 @dataclass(frozen=True)
 class CollatedDataset:
-    """A Dataset with its collate function, and what each of its samples has. A worker process gets
-    it whole."""
+    """A Dataset with its collate function and the fields of its samples. A worker process gets a
+    copy."""
 
     dataset: Any
     collate: Callable[[list[Any]], Any] | None
@@ -95,13 +95,13 @@ class CollatedDataset:
                     arrays[name][row] = array
 
     def sample(self, index: int, seed: int) -> dict[str, np.ndarray]:
-        """One sample, as its Dataset gives it with this random state."""
+        """Reads one sample with this random state."""
         return self.sample_and_inputs(index, seed)[0]
 
     def sample_and_inputs(
         self, index: int, seed: int
     ) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-        """sample(), and the names of what it has inside of x."""
+        """Reads one sample; also returns the names inside x."""
         set_random_state(seed)
         what = f"sample {index} of {self.name}"
         try:
@@ -138,7 +138,7 @@ class CollatedDataset:
         fields = {name: field for name, field in self.fields.items() if name.isidentifier()}
         if sample.keys() != fields.keys():
             raise UserError(
-                f"{what} has {_names(sample)}, the first one {_names(fields)}",
+                f"{what} has {_names(sample)}, but the first one has {_names(fields)}",
                 self._where(),
                 "the same names in all samples",
             )
@@ -152,14 +152,14 @@ class CollatedDataset:
                 self._check_length(what, name, array)
             elif array.dtype != field.dtype or array.shape != field.shape:
                 shown = (
-                    f"{what} has {name} as {array.dtype} {array.shape}, the first one as "
+                    f"{what} has {name} as {array.dtype} {array.shape}, but the first one as "
                     f"{field.dtype} {field.shape}"
                 )
                 fix = "the same type and shape in all samples: convert, resize, cut or pad them"
                 is_longer = (
                     array.dtype == field.dtype and array.ndim and array.shape[1:] == field.shape[1:]
                 )
-                fix += f"; or {padded_by(name)}, which pads those of a pass" if is_longer else ""
+                fix += f"; or {padded_by(name)}, which pads each micro-batch" if is_longer else ""
                 raise UserError(shown, self._where(), fix)
             if array.dtype == np.uint64:
                 check_numbers(name, array[None], field, self._where(), np.array([index]))
@@ -176,14 +176,14 @@ class CollatedDataset:
         longest = self.fields[name].shape[0]
         if len(array) > longest:
             shown = (
-                f"{what} has {len(array)} rows of {name}, and the longest one had {longest} when "
-                "the job started"
+                f"{what} has {len(array)} rows of {name}, but the longest sample had {longest} "
+                "when the job started"
             )
             raise UserError(
                 shown,
                 self._where(),
-                "cut it; or an attribute `lengths` of the Dataset, with the most that each sample "
-                "may have",
+                "cut it; or an attribute `lengths` of the Dataset, with the maximum length of "
+                "each sample",
             )
 
     @property
@@ -200,8 +200,8 @@ class CollatedDataset:
 
 
 def lengths_of(name: str) -> str:
-    """What the lengths of a padded field are called among the arrays that are read: no field has
-    such a name."""
+    """Returns the name of the array with the lengths of a padded field; no field can have this
+    name."""
     return f"{name}.length"
 
 
@@ -215,7 +215,7 @@ def probed(
     kept: tuple[str, ...] = (),
     padding: Mapping[str, Padding] = _NOTHING,
 ) -> CollatedDataset:
-    """The samples of a Dataset with the fields of its first one; values: Field.values of integers.
+    """Reads the first sample of a Dataset to find the fields; values: Field.values of integers.
 
     padding: of fields whose samples have different lengths; their longest is that of the first one
     here. Raises UserError if it has none, or it cannot be read.
@@ -242,19 +242,19 @@ def probed(
     for field in padding:
         if not fields[field].shape:
             raise UserError(
-                f"data.pad has {field}, and {field} of {name} is one number",
+                f"data.pad has {field}, but {field} of {name} is a single number",
                 where,
-                "fields with a row or more for each sample",
+                "fields with one or more rows for each sample",
             )
         fields[lengths_of(field)] = Field("int64", ())
     return dataclasses.replace(bare, fields=fields, nested_inputs=inputs, padding=dict(padding))
 
 
 def read_lengths(samples: CollatedDataset) -> dict[str, np.ndarray]:
-    """int64 (n,) of each padded field: as the attribute `lengths` of the Dataset says, else of
-    every sample, as it is evaluated.
+    """Returns the lengths int64 (n,) of each padded field, from the attribute `lengths` of the
+    Dataset, else from every sample.
 
-    Raises UserError if the attribute is none, or a sample cannot be read.
+    Raises UserError if the attribute is invalid, or a sample cannot be read.
     """
     told = getattr(samples.dataset, "lengths", None)
     if told is None or callable(told):
@@ -270,17 +270,17 @@ def read_lengths(samples: CollatedDataset) -> dict[str, np.ndarray]:
     for name, array in found.items():
         if array.shape != (samples.samples,) or array.dtype.kind not in "iu" or array.min() < 0:
             what = (
-                f"`lengths` of {samples.name} has {array.dtype} {array.shape} for {name}, and "
+                f"`lengths` of {samples.name} has {array.dtype} {array.shape} for {name}, but "
                 f"there are {samples.samples} samples"
             )
             raise UserError(
-                what, samples.defined_at, "whole numbers from 0 on, one for each sample"
+                what, samples.defined_at, "whole numbers, 0 or more, one for each sample"
             )
     return {name: array.astype(np.int64) for name, array in found.items()}
 
 
 def with_longest(samples: CollatedDataset, longest: Mapping[str, int]) -> CollatedDataset:
-    """The samples with so many rows of each padded field at most."""
+    """Returns the samples with these maximum lengths of padded fields."""
     fields = {
         name: kind._replace(shape=(longest[name], *kind.shape[1:]))
         for name, kind in samples.fields.items()
@@ -292,8 +292,8 @@ def with_longest(samples: CollatedDataset, longest: Mapping[str, int]) -> Collat
 def _fields_of(
     item: Any, what: str, where: str, kept: tuple[str, ...]
 ) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-    """{name: array} of a dict, of a pair (x, y), or of x alone, where x may be a dict too; and the
-    names inside of x."""
+    """Returns {name: array} for a dict, a pair (x, y) or a single x, where x may be a dict, and the
+    names inside x."""
     names: Mapping[Any, Any]
     if isinstance(item, Mapping):
         names = {key if key in kept else _name(key, item): value for key, value in item.items()}
@@ -321,7 +321,7 @@ def _fields_of(
 
 
 def _name(key: Any, item: Mapping[Any, Any]) -> Any:
-    """The names that images and labels have elsewhere are x and y."""
+    """Renames the usual names of images and labels to x and y."""
     for name, others in (("x", _INPUTS), ("y", TARGETS)):
         if key == next((other for other in others if other in item), None):
             return name
@@ -381,7 +381,7 @@ def _int64(value: int | np.integer[Any], shown: str, where: str) -> np.ndarray:
 
 
 def defined_at(function: Any) -> str:
-    """file:line where a function is defined; its name where it has no file."""
+    """Returns the file:line where a function is defined, or its name if it has no file."""
     try:
         return (
             f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}, "
@@ -403,13 +403,13 @@ def training_seeds(indices: np.ndarray, epochs: np.ndarray, seed: int) -> np.nda
 
 
 def evaluation_seeds(indices: np.ndarray) -> np.ndarray:
-    """Seeds of samples, equal in every evaluation and for every seed of a job."""
+    """Returns the seeds of samples in evaluations, equal for every seed of a job."""
     return np.asarray(fold(_EVALUATION, indices.astype(np.uint64)), np.uint64)
 
 
 def set_random_state(seed: int) -> None:
-    """20 microseconds. torch's generator is seeded where torch is imported; that of a device is
-    not."""
+    """Seeds the random generators of Python, numpy and, if it is imported, torch (not those of
+    devices); takes 20 microseconds."""
     random.seed(seed)
     np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
     if "torch" in sys.modules:
@@ -418,8 +418,8 @@ def set_random_state(seed: int) -> None:
 
 @contextlib.contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Inside it torch computes on one thread, as in a worker process; at its end all is as
-    before."""
+    """Restores the random state at the end; inside, torch computes on one thread, as in a worker
+    process."""
     torch = sys.modules.get("torch")
     states = random.getstate(), np.random.get_state()
     of_torch = (torch.default_generator.get_state(), torch.get_num_threads()) if torch else None

@@ -15,8 +15,7 @@ from hvdtrain.errors import UserError
 
 
 def is_ragged(column: Any) -> bool:
-    """Whether it is a list, or an array of objects, of arrays or lists of different lengths; or a
-    Ragged."""
+    """Whether it is a Ragged, or a list or object array of arrays or lists of different lengths."""
     if isinstance(column, Ragged):
         return True
     if (
@@ -44,12 +43,12 @@ def from_ragged(
     where: str,
     nested_inputs: tuple[str, ...] = (),
 ) -> PaddedArrays:
-    """The source of arrays by field; those of `padding` have samples of different lengths, or are
-    lists of arrays.
+    """Creates a source of arrays by field; the fields of `padding` are variable-length, or lists of
+    arrays.
 
-    nested_inputs: those that the data have inside of x.
+    nested_inputs: the fields inside x.
 
-    Raises UserError if another one has, or the arrays are not numbers.
+    Raises UserError if another field is variable-length, or the arrays are not numbers.
     """
     for field, column in given.items():
         if not isinstance(field, str) or not field.isidentifier():
@@ -68,8 +67,8 @@ def from_ragged(
             raise UserError(
                 what,
                 where,
-                f"{padded_by(field)}, which pads those of a pass to its longest; or arrays of one "
-                "length",
+                f"{padded_by(field)}, which pads each micro-batch to its longest sample; or "
+                "arrays of one length",
             )
     found: dict[str, np.ndarray | Ragged] = {
         field: _rows(column, f"{field} of {name}", where)
@@ -98,8 +97,8 @@ def _whole(column: Any, field: str, name: str, where: str) -> np.ndarray:
 
 
 def _rows(column: Any, what: str, where: str) -> Ragged:
-    """Samples of a field one after the other: of a list of arrays, or of an array whose samples all
-    have one length."""
+    """Concatenates the samples of a field: a list of arrays, or an array of samples of one
+    length."""
     if isinstance(column, Ragged):
         return column
     if not _is_list(column):
@@ -145,8 +144,8 @@ def _array(sample: Any, what: str, where: str) -> np.ndarray:
 
 
 def _values(array: Ragged, padding: Padding) -> int:
-    """How many values integers from 0 on have, that of the padding among them where it is no
-    negative one; 0 of anything else."""
+    """Returns the largest of non-negative integers and of the padding, plus one; 0 for other
+    values."""
     if array.values.dtype.kind not in "iu" or not len(array.values) or array.values.min() < 0:
         return 0
     return max(int(array.values.max()), int(padding.value)) + 1

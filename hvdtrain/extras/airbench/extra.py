@@ -1,4 +1,4 @@
-"""What the rest of hvdtrain learns of model.name=airbench: its name is that of its file."""
+"""The registration of model.name=airbench as an extra."""
 
 from hvdtrain.core.extras import Extra
 

@@ -1,1 +1,1 @@
-"""`bench`: how fast this machine does what a job consists of; `lr-find`."""
+"""`bench`: measures the parts of a job on this machine; `lr-find`."""

@@ -44,15 +44,15 @@ SMALL_TENSOR_SIZES = [_NORMS[index // 2 % len(_NORMS)] for index in range(160)]
 
 
 class Method(NamedTuple):
-    """One method that makes a vector its sum over ranks, in place; the copy alone leaves it as it
-    is."""
+    """A method that replaces a vector by its sum over ranks; the copy, for comparison, does not
+    change it."""
 
     name: str
     run: Callable[[], object]
 
 
 class AllreduceRanks(NamedTuple):
-    """The ranks that sum."""
+    """The ranks of the benchmark."""
 
     communicator: Communicator
     mpi_world: Any | None  # a communicator of mpi4py, where MPI runs
@@ -88,7 +88,7 @@ def bench_allreduce(arguments: Sequence[str]) -> int:
 
 
 def _connect_mpi(communicator: Communicator, place: Placement) -> Any | None:
-    """MPI itself on all ranks, as a communicator apart from the engine's; or None on all ranks."""
+    """Returns a separate MPI communicator of all ranks, or None on all ranks."""
     if "plain_mpi" not in communicator.features and not plain_mpi(communicator, place):
         return None
     from hvdtrain.comm import mpi
@@ -146,8 +146,7 @@ def _methods_for_vector(ranks: AllreduceRanks, vector: np.ndarray) -> Iterator[M
 
 
 def _in_parts(communicator: Communicator, vector: np.ndarray, name: str) -> None:
-    """The sum of each rank's part to that rank, then all parts to all ranks, as sharded training
-    state is reduced."""
+    """Reduces by a reduce-scatter and an allgather, as for sharded training state."""
     own = part_of(len(vector), communicator.rank, communicator.size)
     part = communicator.start_reduce_scatter(vector, f"{name}.parts").wait()
     _copy_unless_same(vector[own], part)
@@ -155,7 +154,7 @@ def _in_parts(communicator: Communicator, vector: np.ndarray, name: str) -> None
 
 
 def _mpi_allreduce(mpi_world: Any) -> Callable[[np.ndarray], None]:
-    """MPI_Allreduce in place."""
+    """Runs MPI_Allreduce in place."""
     from hvdtrain.comm import mpi
 
     in_place = mpi.load().IN_PLACE
@@ -216,7 +215,7 @@ def _allreduce_all(communicator: Communicator, arrays: Sequence[np.ndarray], nam
 
 
 def _copy_unless_same(target: np.ndarray, result: np.ndarray) -> None:
-    """An engine may return other memory than it was given."""
+    """Copies the result into `target` unless the engine returned the same memory."""
     if result is not target:
         target[...] = result
 
@@ -262,7 +261,7 @@ def _run_round(ranks: AllreduceRanks, methods: Sequence[Method], first: int) -> 
 
 
 def check_sum(communicator: Communicator, vector: np.ndarray, method: Method) -> None:
-    """Raises UserError on every rank where the method gives a wrong sum on any rank.
+    """Raises UserError on every rank if the method computes a wrong sum on any rank.
 
     Element i of rank r is (r + 1) x (i % 7 + 1), so its sum over n ranks is n (n + 1) / 2 x (i % 7
     + 1); modulo 256 in uint8.
@@ -305,7 +304,7 @@ class MethodTimes(NamedTuple):
 
 
 class PayloadTimes(NamedTuple):
-    """What was reduced, one vector or many tensors, by all methods."""
+    """The times of all methods for one vector, or for many tensors."""
 
     name: str
     size_bytes: int
@@ -341,7 +340,8 @@ def bus_bytes_per_s(method: str, size_bytes: int, ranks: int, seconds: float) ->
 
 
 def oversubscription_warning(hosts: Iterable[BenchHost]) -> list[str]:
-    """A line where hosts have more ranks than cores, which makes times incomparable."""
+    """Returns a warning if hosts have more ranks than cores, since times are then not
+    comparable."""
     crowded = [
         f"{host.ranks} ranks on {host.cores} cores" for host in hosts if host.ranks > host.cores
     ]
@@ -354,7 +354,7 @@ def oversubscription_warning(hosts: Iterable[BenchHost]) -> list[str]:
 
 
 def to_text(result: AllreduceResult) -> list[str]:
-    """The lines for people."""
+    """Formats the report as text."""
     return [
         f"hvdtrain bench allreduce: {plural(result.ranks, 'rank')}, engine {result.engine} "
         f"({result.engine_reason}), "
@@ -413,7 +413,7 @@ def _compared_with_grouped(payloads: Sequence[PayloadTimes]) -> list[str]:
 
 
 def to_json(result: AllreduceResult) -> dict[str, Any]:
-    """The report for programs, with the seconds of every round."""
+    """Returns the report as JSON, with the seconds of every round."""
     rows = []
     for payload in result.payloads:
         for method, seconds in payload.methods:

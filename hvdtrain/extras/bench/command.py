@@ -1,5 +1,4 @@
-"""hvdtrain bench: how fast this machine does what a job consists of. Nothing that a bench trains is
-kept."""
+"""hvdtrain bench: measures the parts of a job on this machine. Trained weights are discarded."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a step would cost on more ranks: an alpha-beta model of allreduce and a model of a step,
-fitted to measurements. Arithmetic only.
+"""Predicts the time of a step on more ranks: an alpha-beta model of allreduce and a model of a
+step, fitted to measurements.
 
 alpha is the latency of a message, beta the seconds of a byte (Hockney 1994).
 """
@@ -83,8 +83,8 @@ def halving_doubling_s(ranks: int, size_bytes: float, link: Link) -> float:
 def flat_s(
     cost: Callable[[int, float, Link], float], ranks: int, size_bytes: float, cluster: Cluster
 ) -> float:
-    """An algorithm that ignores nodes: on two nodes or more, the slower of the two links determines
-    its time."""
+    """Seconds of an algorithm that ignores nodes: on several nodes the slower link determines its
+    time."""
     if ranks <= cluster.per_node:
         return cost(ranks, size_bytes, cluster.inside)
     return max(cost(ranks, size_bytes, link) for link in (cluster.inside, cluster.between))
@@ -146,12 +146,12 @@ def step_s(model: StepModel, samples: float, comm: float, oversubscription: floa
 
 
 def fit_step(points: Sequence[MeasuredStep]) -> StepModel:
-    """Least sums of squared relative errors: computing from single ranks, then contention and
-    exposed communication from the others.
+    """Fits the model by least squares of relative errors: computing from single ranks, then
+    contention and exposed communication from the others.
 
-    Where the points cannot separate parameters: fixed_s is 0 if all have the same number of
-    samples; contention is 0 if no rank ran alone; exposed is 1 if there was no communication. Time
-    beyond all communication counts as contention, not as the link's.
+    If the points cannot separate parameters: fixed_s is 0 if all have the same number of samples;
+    contention is 0 if no rank ran alone; exposed is 1 if there was no communication. Time beyond
+    all communication counts as contention, not as the link's.
     """
     alone = [point for point in points if not point.comm_s]
     together = [point for point in points if point.comm_s]

@@ -78,7 +78,7 @@ def measure(
 def _prefetchers(
     config: Config, communicator: Communicator, trainer: Trainer
 ) -> dict[str, Prefetcher]:
-    """The job's own, and those of one and two readers where the job's is different; by the name in
+    """Returns the job's prefetcher, and those with one and two readers if they differ, by name in
     the table."""
     prefetchers = {"prefetch": trainer.prefetcher}
     if trainer.prefetcher.cached_on_device:
@@ -157,7 +157,7 @@ def _time_stages(
 
 
 def to_text(result: Mapping[str, Any]) -> list[str]:
-    """The lines for people."""
+    """Formats the report as text."""
     shape = "x".join(map(str, result["shape"]))
     needed = result["samples_per_s"]["step"][1]
     rows = [["", "images/s", "quartiles", "x the step's need"]]

@@ -1,4 +1,4 @@
-"""What the rest of hvdtrain learns of bench and lr-find."""
+"""The registration of bench and lr-find as an extra."""
 
 from hvdtrain.core.extras import Command, Extra
 
@@ -9,14 +9,14 @@ EXTRA = Extra(
         "lr-find": Command(
             "hvdtrain.extras.bench.lr_find",
             "hvdtrain lr-find [--png FILE] [key=value ...]            "
-            "a curve of the loss over learning rates, and a proposal",
+            "the loss over learning rates, and a proposed rate",
             listed_after="  mpirun ... hvdtrain check",
             on_ranks=True,
         ),
         "bench": Command(
             "hvdtrain.extras.bench.command",
             "hvdtrain bench step|data|allreduce [...]                 "
-            "images/s, phases of a step, speed of reading; of sums under mpirun",
+            "speed of steps and their phases, reading, allreduce (under mpirun)",
             listed_after="  hvdtrain lr-find",
             on_ranks=True,
         ),

@@ -54,7 +54,7 @@ class Point(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """Values of optim.base_lr."""
+    """The proposed values of optim.base_lr."""
 
     steepest: float  # where the smoothed loss falls fastest over the logarithm of the rate
     lowest: float  # where it is lowest
@@ -119,7 +119,7 @@ def _rate(text: str) -> float:
 
 
 def _plain(recipe: RecipeConfig) -> RecipeConfig:
-    """The recipe with the rate and the batch as they are at first."""
+    """Returns the recipe with a constant rate and batch."""
     return RecipeConfig(
         scale=recipe.scale, sample_noise=recipe.sample_noise, gradient_noise=recipe.gradient_noise
     )
@@ -183,7 +183,7 @@ def _begin(trainer: Trainer, communicator: Communicator) -> list[str]:
 
 
 def smooth(rates: Sequence[float], losses: Sequence[float]) -> list[Point]:
-    """With means over the steps around each, fewer at the ends."""
+    """Smooths losses by the mean over neighbouring steps, fewer at the ends."""
     half = max(1, len(rates) // WINDOW)
     near = [losses[max(0, number - half) : number + half + 1] for number in range(len(rates))]
     return [
@@ -193,7 +193,7 @@ def smooth(rates: Sequence[float], losses: Sequence[float]) -> list[Point]:
 
 
 def propose(points: Sequence[Point]) -> Proposal | None:
-    """None if the loss falls nowhere."""
+    """Returns the proposal; None if the loss never falls."""
     known = [point for point in points if math.isfinite(point.smoothed)]
     if len(known) < _LEAST:
         return None

@@ -1,5 +1,5 @@
-"""What bench step counts of a step with torch: phases that do not overlap, floating-point
-operations, and the most that the device could do."""
+"""Measurements of a torch step for bench step: phases that do not overlap, floating-point
+operations, and the peak of the device."""
 
 from __future__ import annotations
 

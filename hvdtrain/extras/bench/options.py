@@ -11,7 +11,7 @@ _BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2*
 
 
 class BenchParser(CommandParser):
-    """The options that all benches have. What it does not know belongs to the configuration: use
+    """The options that all benches have. Other arguments belong to the configuration: use
     parse_known_args()."""
 
     def __init__(self, name: str) -> None:

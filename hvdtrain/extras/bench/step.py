@@ -43,8 +43,8 @@ def bench_step(arguments: Sequence[str]) -> int:
 
 
 class OneRank(SingleProcessCommunicator):
-    """A communicator of one rank, on the cores and the device that the rank has among the others of
-    its host."""
+    """A communicator of one rank, which keeps the cores and the device that it has among the ranks
+    of its host."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.local_rank = communicator.local_rank
@@ -52,8 +52,8 @@ class OneRank(SingleProcessCommunicator):
         self._all_ranks = communicator
 
     def allgather_object(self, thing: Any) -> list[Any]:
-        """Over all ranks: fair_threads() shares the cores of a host, and all ranks build their
-        learners at the same time."""
+        """Gathers over all ranks, since fair_threads() shares the cores of a host and all ranks
+        build their learners at the same time."""
         return self._all_ranks.allgather_object(thing)
 
 
@@ -161,7 +161,7 @@ def _phases_and_operations(
 
 
 def to_text(result: Mapping[str, Any]) -> list[str]:
-    """The lines for people."""
+    """Formats the report as text."""
     low, high = result["samples_per_s_quartiles"]
     rounds = f"{result['rounds']} rounds of {result['steps_per_round']} steps"
     ranks = f"{plural(result['ranks'], 'rank')}, engine {result['engine']}"

@@ -1,5 +1,5 @@
-"""What benches have in common: work on all ranks, a job that trains in blocks of steps, and
-statistics of its timings."""
+"""Shared parts of the benches: running work on all ranks, a job that trains in blocks of steps, and
+statistics of timings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hvdtrain.training.start import begin
 
 
 class Trainer:
-    """Every rank has one, of the same configuration. The job has no end of its own."""
+    """A job without an end; each rank has one."""
 
     def __init__(
         self,
@@ -108,15 +108,15 @@ class Quartiles(NamedTuple):
 
 
 def quartiles(values: Sequence[float]) -> Quartiles:
-    """Interpolated, and never outside of the values; of one value three times that value."""
+    """Returns the interpolated quartiles, within the range of the values; for one value three times
+    that value."""
     if len(values) == 1:
         return Quartiles(values[0], values[0], values[0])
     return Quartiles(*statistics.quantiles(values, n=4, method="inclusive"))
 
 
 def median_speedup(seconds: Sequence[float], other_seconds: Sequence[float]) -> float:
-    """How many times as fast as the other: the median of the ratio in each round; both have the
-    same rounds."""
+    """Returns the median over rounds of other_seconds / seconds."""
     return statistics.median(
         other / ours for ours, other in zip(seconds, other_seconds, strict=True)
     )

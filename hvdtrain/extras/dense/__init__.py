@@ -1,2 +1,2 @@
-"""Dense layers cut over ranks behind convolutions that every rank computes on its own samples
+"""Dense layers divided among ranks, after convolutions that every rank computes on its own samples
 (Krizhevsky 2014, arXiv:1404.5997)."""

@@ -29,7 +29,8 @@ class Dense(Arrangement):
     without_samples = "call"
 
     def cut(self) -> None:
-        """Raises UserError if the model names no dense part that can be cut."""
+        """Divides the dense part. Raises UserError if the model does not name one that can be
+        divided."""
         making = self.making
         config = self.making.config
         scheme = DenseKeys.of(self.making.config).dense

@@ -1,5 +1,5 @@
-"""Dense layers whose neurons are divided among the ranks, the rows that ranks exchange for them,
-and the turn in which each row is sent."""
+"""Dense layers whose neurons are divided among ranks, the exchange of rows for them, and the turns
+in which rows are sent."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ ELEMENTWISE = (
 
 
 class ColumnParallelChain:
-    """Linear layers cut by output features, as part_of() cuts them: the first ranks have one neuron
-    more where they do not divide.
+    """Linear layers cut by output features, as part_of() cuts them: if they do not divide evenly,
+    the first ranks have one neuron more.
 
     A rank's weights are rows of the whole weights and its biases are theirs, in the modules of the
     chain itself, so that parameters keep their names. Elementwise layers work on a rank's own
     neurons, before those of all ranks are put together; of dropout each rank needs its own random
-    numbers. What is in front of the first linear layer is `lead`, which is not cut.
+    numbers. `lead` contains the modules before the first linear layer, which are not divided.
     """
 
     def __init__(self, chain: nn.Module, exchange: AdjointExchange, name: str, where: str) -> None:
@@ -53,15 +53,13 @@ class ColumnParallelChain:
             (i for i, (_, layer) in enumerate(layers) if isinstance(layer, nn.Linear)), None
         )
         if first is None:
-            what = f"{name!r}, which is to be cut over ranks, has no linear layer"
+            what = f"{name!r}, the dense part, has no linear layer"
             raise UserError(
                 what, where, "dense_part = the name of an nn.Linear, or of an nn.Sequential of them"
             )
         for path, layer in layers[first:]:
             if not isinstance(layer, (nn.Linear, *ELEMENTWISE)):
-                what = (
-                    f"{path} is {type(layer).__name__}, which cannot be computed neuron by neuron"
-                )
+                what = f"{path} is {type(layer).__name__}, which cannot be divided by neurons"
                 raise UserError(
                     what,
                     where,
@@ -71,9 +69,9 @@ class ColumnParallelChain:
         linear = [layer for _, layer in layers[first:] if isinstance(layer, nn.Linear)]
         if len(set(linear)) < len(linear):
             raise UserError(
-                f"a linear layer of {name!r} is there twice",
+                f"{name!r} contains the same linear layer twice",
                 where,
-                "a layer for each place, or leave it out",
+                "use separate layers, or leave it out",
             )
         self.lead = nn.Sequential(*(layer for _, layer in layers[:first]))
         self._layers = [layer for _, layer in layers[first:]]
@@ -134,7 +132,7 @@ def _length(outputs: int, rank: int, size: int) -> int:
 
 @torch.no_grad()
 def _keep_part(layer: nn.Linear, exchange: AdjointExchange) -> dict[nn.Parameter, Cut]:
-    """Which part of the whole the layer's parameters are now."""
+    """Keeps this rank's part of the layer's parameters; returns which part of the whole it is."""
     cut = Cut(0, 1, exchange.size, exchange.rank, layer.out_features)
     cuts = {}
     for name, p in list(layer.named_parameters()):
@@ -146,13 +144,13 @@ def _keep_part(layer: nn.Linear, exchange: AdjointExchange) -> dict[nn.Parameter
 
 
 class AdjointExchange:
-    """start_gather() and start_sum() are adjoint to each other: one is the other's backward pass
-    where the loss is the sum over ranks.
+    """start_gather() and start_sum() are adjoint: each is the other's backward pass if the loss is
+    the sum over ranks.
 
-    Where several ranks have rows, each sends as many as the one with most, so that all parts of a
-    collective are of one size; where one alone has rows, it is a broadcast from it, or a reduction
-    to it. Every rank calls both with the same sizes and names. With an engine that is not
-    "asynchronous" they wait.
+    If several ranks have rows, each sends as many as the rank with the most, so that all parts of a
+    collective have one size; if only one has rows, it is a broadcast from it, or a reduction to it.
+    Every rank calls both with the same sizes and names. With an engine that is not "asynchronous"
+    they wait.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -161,11 +159,12 @@ class AdjointExchange:
         self.size = communicator.size
 
     def _ready(self, x: torch.Tensor) -> torch.Tensor:
-        """Without a gradient, in host memory unless the engine takes that of a GPU."""
+        """Returns the tensor without a gradient, in host memory unless the engine takes GPU
+        memory."""
         return x.detach() if "device_memory" in self._communicator.features else x.detach().cpu()
 
     def rows_of_ranks(self, own: int) -> list[int]:
-        """A collective: how many rows each rank has."""
+        """Returns the number of rows of each rank. A collective."""
         return [
             int(rows)
             for rows in self._communicator.allgather(np.array([own]), "dense.rows_of_ranks")
@@ -209,7 +208,7 @@ class AdjointExchange:
 
 
 def _only(sizes: Sizes) -> int | None:
-    """The rank that alone has rows."""
+    """Returns the only rank with rows; None if there are several."""
     holders = [rank for rank, rows in enumerate(sizes) if rows]
     return holders[0] if len(holders) == 1 else None
 
@@ -249,12 +248,12 @@ Turn = list[range]  # which of its rows each rank gives
 
 
 def rows_of_turns(scheme: Scheme, rows: list[int]) -> list[Turn]:
-    """The turns of a step with one update; rows[rank] is how many a rank has. Turns without any are
-    left out.
+    """Returns the turns of a step with one update; rows[rank] is a rank's number of rows. Empty
+    turns are skipped.
 
-    a: all ranks all of them, in one turn; b: one rank after the other all of its own; c: in as many
-    turns as there are ranks, each rank 1 / ranks of them (Krizhevsky 2014, arXiv:1404.5997, section
-    3, forward pass, step 3).
+    a: one turn with all rows; b: one turn for each rank, with its rows; c: as many turns as ranks,
+    with 1 / ranks of each rank's rows (Krizhevsky 2014, arXiv:1404.5997, section 3, forward pass,
+    step 3).
     """
     size = len(rows)
     if scheme == "a":
@@ -293,8 +292,8 @@ def rows_of_updates(scheme: Scheme, rows: list[int], updates: int) -> list[Turn]
 
 
 def turn_learning_rate(lr: float, samples: int, batch: int) -> float:
-    """Rate of the dense part in a turn of so many samples, where `lr` is that of the whole batch:
-    in proportion to the batch.
+    """Returns the learning rate of the dense part in a turn of `samples` samples: `lr`, the rate of
+    the whole batch, in proportion.
 
     Krizhevsky 2014, section 5: theory asks for the square root of the ratio of the batches; the
     ratio itself was what worked best, and with it momentum and the coefficient of weight decay stay

@@ -1,4 +1,4 @@
-"""What the rest of hvdtrain learns of parallel.dense."""
+"""The registration of parallel.dense as an extra."""
 
 from hvdtrain.core.extras import Extra
 

@@ -40,7 +40,7 @@ DENSE = JobFeature(
         Exclusion(
             "shard.stage",
             among(3),
-            what="{chosen} keeps whole convolutions on every rank, which {set} cuts",
+            what="{chosen} keeps whole convolutions on every rank, which {set} would divide",
             fix="shard.stage=2, or parallel.dense=none",
             why="every rank keeps whole convolutions",
         ),
@@ -101,10 +101,10 @@ DENSE_UPDATES = JobFeature(
         Exclusion(
             "optim.name",
             Values(is_dotted, "torch.optim.SGD"),
-            what="{chosen} updates some of the parameters by themselves; whether "
-            "{config.optim.name} counts its steps right is not known",
-            fix="an optimizer of hvdtrain's own: sgd, adam, lars ...; or parallel.dense_updates=1",
-            why="whether a class counts its steps right is not known",
+            what="{chosen} updates some of the parameters separately; it is unknown whether "
+            "{config.optim.name} counts its steps correctly",
+            fix="an optimizer of hvdtrain: sgd, adam, lars ...; or parallel.dense_updates=1",
+            why="it is unknown whether a class counts its steps correctly",
         ),
         Exclusion("batch.micro", other_than(None, 8)),
         Exclusion(

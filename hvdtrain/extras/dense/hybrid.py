@@ -42,8 +42,8 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 
 class HybridModel(nn.Module):
-    """A model whose `dense_part`, the name of its last submodule, is cut over ranks; the rest is
-    whole on every rank.
+    """A model whose `dense_part`, its last submodule, is divided among ranks; the rest is
+    replicated.
 
     forward() gives the outputs of a rank's own samples, and the backward pass of the sum of their
     losses, made on every rank, gives complete gradients of the rank's part of the dense layers, and
@@ -66,8 +66,8 @@ class HybridModel(nn.Module):
         chain = dict(model.named_modules()).get(name) if isinstance(name, str) else None
         if chain is None:
             what = (
-                f"{type(model).__name__} has no attribute `dense_part` with the name of the "
-                "submodule that ends in its outputs"
+                f"{type(model).__name__} has no attribute `dense_part` that names its last "
+                "submodule"
             )
             raise UserError(
                 what, where, "a model that has one: convnet, alexnet; or leave parallel.dense out"
@@ -81,7 +81,7 @@ class HybridModel(nn.Module):
         return self._dense.layers.parameters
 
     def cuts(self) -> dict[nn.Parameter, Cut]:
-        """Which part of the whole each of dense_parameters() is."""
+        """Returns which part of the whole each of dense_parameters() is."""
         return self._dense.layers.cuts
 
     def summary(self, batch: int | None) -> str:
@@ -167,7 +167,7 @@ class HybridModel(nn.Module):
 
 
 class OwnTurn(NamedTuple):
-    """What a rank learns from in one turn of HybridModel.turns()."""
+    """The outputs of a rank in one turn of HybridModel.turns()."""
 
     rows: slice  # which of the rank's samples; may be none
     outputs: torch.Tensor  # (n, outputs) of those samples
@@ -175,8 +175,8 @@ class OwnTurn(NamedTuple):
 
 
 class DenseTurns:
-    """What a model's dense part becomes: own rows (n, ...) -> their outputs (n, outputs). All ranks
-    work on all rows, in turns."""
+    """Replaces the dense part of a model: own rows (n, ...) -> their outputs (n, outputs). All
+    ranks compute all rows, in turns."""
 
     def __init__(
         self, chain: nn.Module, name: str, communicator: Communicator, scheme: Scheme, where: str
@@ -198,7 +198,7 @@ class DenseTurns:
         return own if self.returns_inputs else self.outputs(own)
 
     def passed_by(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """What the whole model gives. Raises UserError if it does not call its dense part once,
+        """Runs the whole model. Raises UserError if it does not call its dense part exactly once,
         as other ranks do."""
         self._calls = 0
         features: torch.Tensor = model(x)
@@ -209,8 +209,8 @@ class DenseTurns:
         if not at_least <= self._calls <= 1:
             times = "twice" if self._calls else "not"
             what = (
-                f"a pass of the model calls {self._name!r} {times}; all ranks work on it "
-                "together, once"
+                f"a forward pass of the model calls {self._name!r} {times}, but all ranks compute "
+                "it together exactly once"
             )
             raise UserError(
                 what, self._where, "a forward() that calls it once; or leave parallel.dense out"
@@ -240,8 +240,8 @@ class DenseTurns:
     def gathered(
         self, own: torch.Tensor, turns: list[Turn], needs_gradient: bool
     ) -> Iterator[GatheredTurn]:
-        """own (n, inputs) -> the rows of each turn. Those of the next one are on their way while
-        the caller works on these."""
+        """Yields the rows of each turn from own (n, inputs). The next turn's rows are sent while
+        the caller computes."""
         rank = self.exchange.rank
         own = own.detach()
         wait = self._start(0, own, turns) if turns else None
@@ -275,7 +275,7 @@ class GatheredTurn(NamedTuple):
     rows: slice  # where they are among all of this rank's rows, which may be every third one
 
     def start_sum(self, exchange: AdjointExchange, gradient: torch.Tensor) -> Wait:
-        """The gradient of x, back to the ranks of its rows."""
+        """Starts to send the gradient of x back to the ranks of its rows."""
         return exchange.start_sum(gradient, self.sizes, f"dense.rows.{self.number}.gradient")
 
 
@@ -284,7 +284,7 @@ def _as_slice(rows: range) -> slice:
 
 
 class _InTurns(torch.autograd.Function):
-    """All turns forward, and all turns backward when the gradients of the outputs are there.
+    """The autograd function of all turns, forward and backward.
 
     One node of the graph, so that the collectives of all turns have one order on all ranks. The
     gradient of a turn's rows is on its way back while the next turn is computed. What the layers
@@ -334,8 +334,8 @@ class _InTurns(torch.autograd.Function):
 
 
 class Hybrid(Around):
-    """The gradients of the dense layers are complete behind backward; those of all other parameters
-    are ZeRO's, of stage 1 or 2.
+    """The strategy of parallel.dense: gradients of dense layers are complete after backward; those
+    of all other parameters are reduced by ZeRO, stage 1 or 2.
 
     A reduction to the owners and the spreading of their weights send what an allreduce does. Each
     element of the training state has one owner: of the dense layers the rank whose part it is in,
@@ -354,7 +354,7 @@ class Hybrid(Around):
         stopwatch: Stopwatch,
         batch: int | None,
     ) -> None:
-        """batch: samples of a step, for the summary, where they are known."""
+        """batch: samples of a step, for the summary, if known."""
         self._world = mesh.world
         self._cuts = model.cuts()
         updates = DenseKeys.of(config).dense_updates

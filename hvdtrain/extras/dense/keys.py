@@ -16,7 +16,7 @@ else:
 
 
 class DenseKeys(Parallel):
-    """How ranks have the dense layers at a model's end."""
+    """How the dense layers at the end of a model are divided among ranks."""
 
     section = "parallel"
     behind = "sequence"

@@ -1,5 +1,5 @@
-"""The passes of parallel.dense_updates: the variable batch, in which the dense layers are updated
-several times a step."""
+"""The passes of parallel.dense_updates, in which the dense layers are updated several times in a
+step (variable batch)."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class DenseUpdates(Passes):
     def __init__(
         self, config: Config, *of_passes: Any, model: HybridModel, strategy: Strategy
     ) -> None:
-        """of_passes: as Passes has them. Raises UserError for a task whose samples do not all weigh
-        the same."""
+        """of_passes: see Passes. Raises UserError for a task whose samples have different
+        weights."""
         super().__init__(config, *of_passes)
         forward = self._forward
         if forward.task.sample_weight is None:
             what = (
-                "the samples of this task do not all weigh the same, and the weight of a turn is "
-                "not known"
+                "the samples of this task have different weights, so the weight of a turn is "
+                "unknown"
             )
             raise UserError(
                 what, config.where("parallel.dense_updates"), "parallel.dense_updates=1"
@@ -80,8 +80,8 @@ class DenseUpdates(Passes):
         """Forward and backward of this rank's samples of the step, and the updates of the dense
         part. A collective.
 
-        Leaves in all other parameters the gradient of the sum of own losses / weight of the global
-        batch.
+        Afterwards all other parameters have the gradient of the sum of own losses / weight of the
+        global batch.
         """
         x = only_one(self._forward.inputs_of(batch))
         sums = zero_sums(self._forward.task.sums)

@@ -204,7 +204,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         )
     if options.times < 1:
         raise UserError(
-            f"--times {options.times} harms nothing", _COMMAND_LINE, "--times 1 or more"
+            f"--times {options.times} would kill nothing", _COMMAND_LINE, "--times 1 or more"
         )
     return options
 
@@ -231,7 +231,7 @@ def find_ranks(run: Path) -> list[RankProcess]:
         raise UserError(
             f"rank 0 of the job in {run} is not a process of this user",
             str(run),
-            "as the user of the job, on its first host",
+            "run drill as the user of the job, on its first host",
         )
     job = environ.get("PMIX_NAMESPACE")
     found = []
@@ -291,19 +291,19 @@ def _holder(run: Path) -> Holder:
         raise UserError(
             f"cannot read the run folder {run}: {error.strerror}",
             "RUN",
-            "the run folder of a job that runs",
+            "the run folder of a running job",
         ) from None
     if holder is None or is_gone(holder):
         raise UserError(
             f"no job runs in {run}",
             "RUN",
-            "start it first, as with hvdtrain launch --elastic ... -- run=DIR",
+            "start it first, for example with hvdtrain launch --elastic ... -- run=DIR",
         )
     if is_gone(holder) is None:
         raise UserError(
             f"the job in {run} runs on {holder.host}",
             "RUN",
-            "drill on that host: it kills processes of its own machine only",
+            "run drill on that host: it only kills processes of its own machine",
         )
     return holder
 

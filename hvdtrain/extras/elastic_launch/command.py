@@ -49,7 +49,7 @@ def launch_elastic(
         chosen = choose(offer.read(), limits.most)
         if not chosen:
             raise UserError(
-                "no host is offered now",
+                "no host is available now",
                 _WHERE,
                 "a host in the list, as n1:4; without --dry-run launch waits for one",
             )
@@ -84,7 +84,9 @@ def _refuse_others(options: Namespace) -> None:
                 "slurm": "without --slurm: mpirun starts the ranks in the allocation",
             }
             raise UserError(
-                f"{option} does not go with --elastic", _WHERE, fix.get(name, f"without {option}")
+                f"{option} is not supported with --elastic",
+                _WHERE,
+                fix.get(name, f"without {option}"),
             )
 
 
@@ -93,14 +95,18 @@ def _run_folder(program: Program) -> Path | None:
     UserError if the job would not resume in it."""
     job = program.words
     if program.is_job and job and job[0] == "check":
-        raise UserError("check runs once", _WHERE, "launch ... -- check without --elastic")
+        raise UserError(
+            "check runs only once, so --elastic has no effect on it",
+            _WHERE,
+            "launch ... -- check without --elastic",
+        )
     run = value_of(job, "run")
     if not run:
         if not program.is_job:
             return None
-        fix = "launch --elastic ... -- run=DIR ..., a folder that the first host sees"
+        fix = "launch --elastic ... -- run=DIR ..., a folder that the first host can reach"
         raise UserError(
-            "the job needs a run folder, where each start resumes", f"{_WHERE}, after --", fix
+            "the job needs a run folder, from which each start resumes", f"{_WHERE}, after --", fix
         )
     if value_of(job, "resume") == "no":
         raise UserError(

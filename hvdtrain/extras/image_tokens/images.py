@@ -45,8 +45,8 @@ class UnencodedImages(Unfinished):
         height, width, channels = self.images.shape
         if height != width or channels not in (1, 3):
             what = (
-                f"images of {height}x{width}x{channels} have no tokens: they need as many rows as "
-                "columns, and 1 or 3 channels"
+                f"images of {height}x{width}x{channels} cannot be converted to tokens: they must "
+                "be square, with 1 or 3 channels"
             )
             raise OptionError(
                 what,

@@ -87,7 +87,7 @@ def _notebook(number: str, folder: Path, options: Sequence[str]) -> int:
         write_notebook(number, folder, Path(name))
     except FileExistsError:
         raise UserError(
-            f"{short(name)} is there already", "--notebook", "another name; or remove it"
+            f"{short(name)} already exists", "--notebook", "another name; or remove it"
         ) from None
     except OSError as error:
         what = f"cannot write {short(name)}: {error.strerror or error}"
@@ -335,7 +335,7 @@ def take_folder(out: Path, what: dict[str, Any]) -> None:
         before = (out / STAMP).read_text() if STAMP in found else ""
         if found and before != json.dumps(what):
             raise UserError(
-                f"{out} holds {_shown(before, found)}",
+                f"{out} contains {_shown(before, found)}",
                 f"--out {out}",
                 "another --out, or remove that folder",
             )

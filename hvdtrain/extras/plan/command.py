@@ -41,7 +41,7 @@ from hvdtrain.training.job_memory import resident_bytes
 
 USAGE = """\
 hvdtrain plan [--config FILE] [--ranks 1,8,64,512] [--json [FILE]] [--png FILE] [--parallel-picture FILE] [key=value ...]
-  prints what the job would do on each number of ranks: batch, steps, learning rate, memory; trains nothing
+  prints batch, steps, learning rate and memory of the job on each number of ranks, without training
   --config FILE, key=value   the configuration of the job
   --ranks 1,8,64,512         numbers of ranks
   --samples 1281167 --image 224x224x3 --classes 1000   the data, which then is not read; without it: read, not downloaded
@@ -127,7 +127,8 @@ def plan(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options of plan, and the other arguments, which belong to the configuration."""
+    """Returns the options of plan, and the remaining arguments, which belong to the
+    configuration."""
     parser = CommandParser("plan")
     parser.add_argument("--config")
     parser.add_argument("--ranks", type=_read_ranks, default=None)
@@ -159,7 +160,7 @@ def _draw_parallel(path: str, config: Config, task: Task, ranks: int) -> str:
     picture, or the file cannot be written."""
     if config.framework != "torch":
         raise UserError(
-            f"framework={config.framework} has every model whole on each rank",
+            f"framework={config.framework} keeps the whole model on each rank",
             _PICTURE,
             "framework=torch",
         )
@@ -180,7 +181,7 @@ def _rule(config: Config) -> Rule | None:
 
 
 def _none_feasible(rejected: list[Infeasible]) -> UserError:
-    """The common reason where there is one, else the reason for each number of ranks."""
+    """Returns the common reason if there is one, else the reason for each number of ranks."""
     if len({str(one.error) for one in rejected}) == 1:
         return rejected[0].error
     reasons = "".join(f"\n  {one.ranks}: {one_line(one.error)}" for one in rejected)

@@ -1,4 +1,4 @@
-"""What the rest of hvdtrain learns of plan and summary."""
+"""The registration of plan and summary as an extra."""
 
 from hvdtrain.core.extras import Command, Extra
 
@@ -9,7 +9,7 @@ EXTRA = Extra(
         "plan": Command(
             "hvdtrain.extras.plan.command",
             "hvdtrain plan [--config FILE] [key=value ...]            "
-            "what the job would do on 1, 8, 64 and 512 ranks; trains nothing",
+            "shows the job on 1, 8, 64 and 512 ranks, without training",
             listed_after="  mpirun -np",
         ),
         "summary": Command(

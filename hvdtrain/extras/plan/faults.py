@@ -1,5 +1,5 @@
-"""plan --faults: goodput, the share of time that moves a job, on 8 to 8,192 ranks, where a fault
-stops it, restarts it or takes a rank."""
+"""plan --faults: goodput, the share of time in which a job progresses, on 8 to 8,192 ranks, if a
+fault stops it, restarts it or removes a rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EXAMPLE = "--faults, or --faults restart_s=60,rank_mtbf_hours=20000"
 
 
 class FaultTimes(NamedTuple):
-    """What --faults KEY=VALUE,... sets: seconds, but for the first.
+    """The values of --faults KEY=VALUE,...: all are seconds except the first.
 
     rank_mtbf_hours: of one rank with its share of host and network. 419 unexpected interruptions in
     54 days of 16,384 GPUs (Llama 3, arXiv:2407.21783, table 5) are one in 50,700 h. detect_s,
@@ -92,12 +92,11 @@ def read_fault_times(text: str) -> FaultTimes:
                 f"more than 0, less than 1e9: {_EXAMPLE}",
             )
         if key == "lost_speed" and values[key] > RANKS[0]:
-            what = (
-                f"lost_speed={value}: of {RANKS[0]} ranks none would be left with any speed after "
-                "a loss"
-            )
+            what = f"lost_speed={value} leaves no speed to {RANKS[0]} ranks after the loss of one"
             raise UserError(
-                what, "--faults", "0 to 1: the share of its own speed that goes with a lost rank"
+                what,
+                "--faults",
+                "0 to 1: the share of a rank's speed that the job loses with that rank",
             )
     return FaultTimes(**values)  # type: ignore[arg-type]  # seed is an int
 
@@ -147,8 +146,8 @@ def simulate_restarts(
 
 
 def _until_it_runs(down_s: float, mtbf_s: float, random: Random) -> float:
-    """A fault in the meantime restarts the wait; if that is nearly certain, returns the mean,
-    without many draws."""
+    """Simulates the time until a job runs again, if a fault in the meantime restarts the wait;
+    returns the mean if that is nearly certain."""
     if down_s > _SURE * mtbf_s:
         return mtbf_s * math.expm1(min(down_s / mtbf_s, _LARGEST))
     total_s = down_s
@@ -234,8 +233,8 @@ def _speed(times: FaultTimes, ranks: int, missing: int) -> float:
 
 
 def shrink_formula(times: FaultTimes, ranks: int, every_s: float) -> float:
-    """simulate_shrink() to first order: where what a fault costs is short against the time between
-    two."""
+    """The expectation of simulate_shrink() to first order: the cost of a fault is short compared
+    with the time between two."""
     mtbf_s = mtbf_of(times, ranks)
     per_fault_s = times.sync_s / 2 + times.detect_s + times.reform_s + times.restart_s
     missing = times.repair_s / (3600 * times.rank_mtbf_hours)  # share of a rank's time

@@ -62,8 +62,8 @@ def _recipe_figure(title: str, curves: Sequence[RecipeCurve]) -> Figure:
 
 
 def _scale_lr(axes: Axes, positive: list[float]) -> None:
-    """A logarithmic axis where more than a tenth of the values would lie flat on a linear one; else
-    an axis from 0."""
+    """Uses a logarithmic axis if more than a tenth of the values would be close to 0 on a linear
+    one."""
     tenth_percentile = sorted(positive)[len(positive) // 10] if positive else 0.0
     if positive and max(positive) > 200 * tenth_percentile:
         axes.set_yscale("log", nonpositive="mask")
@@ -74,8 +74,8 @@ def _scale_lr(axes: Axes, positive: list[float]) -> None:
 
 
 def _scale_batch(axes: Axes, batches: list[int]) -> None:
-    """Powers of two where the largest batch is 8 times the smallest; a tick for every batch if they
-    are few."""
+    """Uses powers of two if the largest batch is at least 8 times the smallest; a tick for every
+    batch if they are few."""
     if max(batches) >= 8 * min(batches):
         axes.set_yscale("log", base=2)
         axes.set_ylim(min(batches) / 1.5, max(batches) * 1.5)
@@ -156,7 +156,7 @@ def layout_figure(layout: ParallelLayout) -> Figure:
 
 
 def _levels(rows: list[LayoutRow]) -> list[float]:
-    """Where each row is, with room for an arrow between two stages."""
+    """Returns the height of each row, with room for an arrow between two stages."""
     levels = [0.5]
     for before, row in itertools.pairwise(rows):
         levels.append(levels[-1] + (1.0 if before.stage == row.stage else 1.9))
@@ -207,7 +207,7 @@ def _fill_box(axes: Axes, rank: int, level: float, held: LayerRange, row: Layout
 
 
 def _tell(axes: Axes, ranks: int, level: float, text: str) -> None:
-    """What is sent, to the right of the ranks."""
+    """Writes what is sent, to the right of the ranks."""
     axes.text(
         ranks + 0.1,
         level,

@@ -45,7 +45,7 @@ def summary(arguments: Sequence[str]) -> int:
 
 
 def layers_of(config: Config, task: Task) -> list[LayerSummary]:
-    """The layers; the parameters alone, where the framework counts nothing."""
+    """Returns the layers; only the parameters if the framework counts nothing else."""
     if config.framework == "torch":
         from hvdtrain.extras.plan.of_torch.summary import summarize  # torch
 

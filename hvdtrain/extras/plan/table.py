@@ -89,7 +89,7 @@ def one_line(error: UserError) -> str:
 
 
 def batch_label(forecast: Forecast) -> str:
-    """The global batch; the first and the last where it changes: 64>200"""
+    """Returns the global batch; if it changes, the first and the last: 64>200"""
     return _from_to(f"{forecast.batch_phases[0].batch:,}", f"{forecast.batch_phases[-1].batch:,}")
 
 
@@ -143,7 +143,7 @@ def _table(forecasts: Sequence[Forecast | Infeasible]) -> list[str]:
 
 
 def _cells(forecast: Forecast) -> list[str]:
-    """A row of the table; of a batch that changes the first and the last."""
+    """Returns a row of the table."""
     first_batch = forecast.batch_phases[0].batch
     last_batch = forecast.batch_phases[-1].batch
     first = forecast.hyper(0)
@@ -226,8 +226,8 @@ def _listed(names: Iterable[str], most: int) -> str:
 
 
 def _of_other_rules(plan: Plan) -> dict[str, Shapes]:
-    """The parameters that optim.name leaves to another rule, and those of optim.groups, by what
-    their rule says of itself."""
+    """Describes the parameters that optim.name leaves to another rule, and those of
+    optim.groups."""
     shapes_of_rule: dict[str, Shapes] = {}
     if plan.rule is None:
         return shapes_of_rule
@@ -390,7 +390,7 @@ def _hyper(one: Forecast, hyper: Hyper) -> dict[str, Any]:
 
 
 def _sizes(task: Task) -> dict[str, Any]:
-    """What models are built from, as JSON has it; of classes not also as outputs."""
+    """Returns the sizes from which models are built, for JSON."""
     names = [name for name in task.sizes if name != "outputs" or "classes" not in task.sizes]
     return {
         name: list(size) if isinstance(size := task.sizes[name], tuple) else size for name in names

@@ -78,8 +78,10 @@ def unpacked(
                 f"{int(absent.sum()):,} numbers are missing "
                 f"({', '.join(word for word in found if word not in _SCALE)})"
             )
-            fix = "write it as floats; or without the attribute, where task.ignore_label=N is meant"
-            raise UserError(f"{what}, and integers have no NaN", where, fix)
+            fix = (
+                "write it as floats; or without the attribute, if task.ignore_label=N should apply"
+            )
+            raise UserError(f"{what}, but integers have no NaN", where, fix)
         values[absent] = np.nan
     return values
 
@@ -107,8 +109,8 @@ def _absent(raw: np.ndarray, values: np.ndarray, found: Mapping[str, np.ndarray]
 
 
 def _in_type(numbers: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    """The numbers of an attribute in the type of the array, as far as it has them: float32(1e20) is
-    not the float64 1e20.
+    """Converts the numbers of an attribute to the array's dtype: float32(1e20) is not the float64
+    1e20.
 
     An attribute of fewer bits than the array is also what its shortest decimal says: 0.1 and 1e20
     of float32 are those of float64.

@@ -1,2 +1,2 @@
 """Parameter servers: ranks that hold the weights and update them, and ranks that compute gradients
-and do not wait for each other; hvdtrain replay computes their updates again."""
+and do not wait for each other; hvdtrain replay recomputes their updates."""

@@ -44,12 +44,13 @@ class Servers(Arrangement):
         raise UserError(
             what,
             config.where("servers.count"),
-            "train some steps: a job prints at its end what its ranks took",
+            "train for some steps: a job prints the memory of its ranks at the end",
         )
 
 
 class Role(Around):
-    """The strategy of a rank among servers and workers, around that of the role that it has now.
+    """The strategy of a rank, which delegates to the strategy of its current role, server or
+    worker.
 
     The first servers.count ranks are servers; after a loss a rank may have another role.
     """

@@ -1,4 +1,4 @@
-"""What the rest of hvdtrain learns of parameter servers and the command replay."""
+"""The registration of parameter servers and the command replay as an extra."""
 
 from hvdtrain.core.extras import Command, Extra
 

@@ -1,4 +1,4 @@
-"""The keys servers.*, and what follows from them before anything is built."""
+"""The keys servers.*, and the values derived from them."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class ServersConfig(Section):
         return 1 if self.is_asynchronous else ranks - self.count
 
     def first_reader_of(self, ranks: int) -> int:
-        """After a loss fewer ranks than servers may be left: all are servers then, which have the
-        state to write it."""
+        """The first worker. After a loss fewer ranks than servers may be left: then all are
+        servers, which write the state."""
         return min(self.count, ranks)
 
     @property
@@ -73,7 +73,7 @@ class ServersConfig(Section):
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether a step is of one worker."""
+        """Whether a step is made by one worker."""
         return self.count > 0 and self.bound != 0
 
     @property

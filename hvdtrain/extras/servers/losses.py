@@ -1,5 +1,5 @@
-"""Deaths of workers: what each living rank has when one dies between two sync points, and how the
-others continue from there."""
+"""Deaths of workers between two sync points: the state of each living rank, and how the others
+continue."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RankSyncPoint:
         self._synced = self._begun
 
     def is_begun(self, kept: int) -> bool:
-        """Whether steps behind this sync point have begun."""
+        """Whether steps after this sync point have begun."""
         return self._begun == kept
 
     def is_behind(self, kept: int) -> bool:
@@ -99,8 +99,8 @@ class ServerAgreement:
 
     @contextlib.contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """Around the messages of one update: returns on all servers, or raises on all. Every server
-        comes here equally often."""
+        """A context around the messages of one update: it returns on all servers or raises on all.
+        Every server enters it equally often."""
         try:
             yield
         except Exception as error:
@@ -117,7 +117,7 @@ class ServerAgreement:
             raise LostMeanwhile
 
     def meet(self) -> None:
-        """Returns once no server is in an update, or raises on all."""
+        """Waits until no server is in an update, or raises on all servers."""
         with self.all_or_none():
             pass
 

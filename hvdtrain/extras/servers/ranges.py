@@ -1,4 +1,4 @@
-"""Ranges: where each parameter lies in flat buckets, and which part of each bucket a server has."""
+"""Ranges: the position of each parameter in flat buckets, and each server's part of a bucket."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Slot(NamedTuple):
 
 class Ranges:
     """Ranges of the weights, equal on all ranks. Buckets go from the last layer to the first, as
-    backward fills them; of each a server has a contiguous part, and all its parts lie in one flat
-    memory, one behind the other.
+    backward fills them; each server has a contiguous part of every bucket, and stores its parts one
+    after the other in one flat array.
     """
 
     def __init__(self, named: NamedParameters, bucket_bytes: int, servers: int) -> None:
@@ -39,7 +39,7 @@ class Ranges:
                 begin += p.numel()
 
     def part(self, bucket: int, server: int) -> slice:
-        """What a server has of a bucket."""
+        """Returns a server's part of a bucket."""
         return part_of(self.lengths[bucket], server, self.servers)
 
     def length(self, server: int) -> int:
@@ -55,7 +55,7 @@ class Ranges:
         return list(own.split([part.stop - part.start for part in parts]))
 
     def shard(self, p: torch.nn.Parameter, own: torch.Tensor, server: int) -> Shard:
-        """What of a parameter lies in a server's flat memory."""
+        """Returns the part of a parameter in a server's flat array."""
         slot = self.slots[p]
         n = p.numel()
         part = self.part(slot.bucket, server)
@@ -79,7 +79,7 @@ class Weights:
             p.data = self.flat[slot.bucket][slot.begin : slot.begin + p.numel()].view(p.shape)
 
     def parts_of_server(self, server: int) -> list[torch.Tensor]:
-        """Views: what a server has of each bucket."""
+        """Returns views of a server's part of each bucket."""
         return [flat[self._ranges.part(i, server)] for i, flat in enumerate(self.flat)]
 
     @torch.no_grad()

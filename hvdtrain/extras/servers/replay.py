@@ -1,5 +1,5 @@
-"""hvdtrain replay: computes the weights of an asynchronous job again, in one process, and compares
-them with its newest checkpoint."""
+"""hvdtrain replay: recomputes the weights of an asynchronous job in one process, and compares them
+with its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -56,28 +56,28 @@ def replay(arguments: Sequence[str]) -> int:
         )
     if placement(os.environ).size > 1:
         raise UserError(
-            "replay is of one process", "command line of replay", "start it without a launcher"
+            "replay runs in one process", "command line of replay", "start it without a launcher"
         )
     run = expand(arguments[0], "RUN")
     config = unstaged(_config_of(run, arguments[1:]))
     header, updates = read_updates(run)
     if header.first:
-        what = f"the log begins at step {header.first}, and a replay begins at step 0"
+        what = f"the log begins at step {header.first}, but a replay begins at step 0"
         raise UserError(what, str(run), "a run that had servers.log=true from its beginning")
     servers = ServersConfig.of(config).count
     if servers != header.servers:
         what = (
-            f"the log is of {header.servers} servers, config.yaml of {servers}: the "
-            "job resumed with others"
+            f"the log was written by {header.servers} servers, but config.yaml has {servers}: the "
+            "job was resumed with another number"
         )
-        raise UserError(what, str(run), "a run that had the same servers all the time")
+        raise UserError(what, str(run), "a run that always had the same servers")
     found, arrays, notes = newest_good(run, _MOST_BYTES)
     for note in notes:
         print(note)
     step = found.train_state.progress.step
     if step > len(updates):
-        what = f"the newest checkpoint is of step {step}, the log has {len(updates)}"
-        raise UserError(what, str(run), "a run that had servers.log=true all the time")
+        what = f"the newest checkpoint is of step {step}, but the log has {len(updates)} updates"
+        raise UserError(what, str(run), "a run that always had servers.log=true")
     if not step:
         raise UserError(
             "the newest checkpoint is of step 0, so there is no update to repeat",
@@ -96,7 +96,7 @@ def replay(arguments: Sequence[str]) -> int:
 
 
 def _print_changes(run: Path) -> None:
-    """Keys that a resumed job had otherwise: what differs may come from them."""
+    """Prints keys that changed on a resume, which may explain differences."""
     try:
         starts = read_run(run).events_of("start")
     except UserError:

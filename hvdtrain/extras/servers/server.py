@@ -106,7 +106,7 @@ class Server(Strategy):
         return self._shards[p]
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
-        """Added in the order of ranks, so that a replay has the same bits."""
+        """Sums in rank order, so that a replay has the same bits."""
         if self._group.size == 1:
             return x
         of_all = self._group.allgather(
@@ -213,7 +213,7 @@ class Server(Strategy):
 
 
 class _Inbox:
-    """What a server and one of the workers send each other."""
+    """The messages between a server and one worker."""
 
     def __init__(self, own: torch.Tensor, ranges: Ranges, world: PointToPoint, worker: int) -> None:
         self._world = world

@@ -20,7 +20,7 @@ NO_TICKET = -1  # none is left before the sync point
 
 
 class Read(NamedTuple):
-    """The weights of this server that a worker gets."""
+    """A worker's fetch of this server's weights."""
 
     worker: int  # its rank
     weights: torch.Tensor
@@ -40,7 +40,7 @@ class Turns(Protocol):
         """The workers from whose gradients the next update is made; waits for them."""
 
     def read_updates(self) -> list[WorkerUpdate]:
-        """Since it was last called, what is known here."""
+        """Returns the updates since the last call, as far as this server knows them."""
 
     def cut_off(self) -> None:
         """After ranks were lost: ends the messages that are under way."""
@@ -51,10 +51,11 @@ class AsynchronousTurns(Turns, Protocol):
     """Turns with servers.bound=s, or without a bound."""
 
     def outstanding(self, version: int) -> dict[int, Outstanding]:
-        """After so many updates, of each worker that has some; on the first server alone."""
+        """Returns the outstanding gradients of each worker after `version` updates; only on the
+        first server."""
 
     def go_on(self, how: GoOn, workers: Sequence[int], *, is_begun: bool) -> None:
-        """After a worker was lost, with these; is_begun: between the same two sync points."""
+        """Continues after the loss of a worker; is_begun: between the same two sync points."""
 
 
 class AllWorkers:
@@ -138,8 +139,8 @@ class Leader:
         end_all(self._sent.values())
 
     def _grant(self, worker: int) -> None:
-        """Already now, so that the worker reads the samples while its gradient waits to be
-        applied."""
+        """Grants the worker its next ticket early, so that it reads samples while its gradient
+        waits to be applied."""
         ticket = self._order.grant(worker)
         self._send(worker, TICKET, np.array([NO_TICKET if ticket is None else ticket]))
 

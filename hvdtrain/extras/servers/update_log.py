@@ -1,5 +1,5 @@
-"""updates.bin of a run folder, in which order asynchronous updates were made, and how old their
-gradients are."""
+"""updates.bin of a run folder: the order of asynchronous updates, and the staleness of their
+gradients."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class UpdateLog:
                 folder.replace(NAME, header.to_bytes())
 
     def cut(self, step: int) -> None:
-        """Update `step` comes next, as where a job goes back to a sync point. Raises UserError
-        if the disk does not take it."""
+        """Truncates the log so that update `step` comes next, after a return to a sync point.
+        Raises UserError if writing fails."""
         try:
             with Folder.open(self._run) as folder:
                 self._cut(folder, step)
@@ -96,7 +96,7 @@ class UpdateLog:
         return is_there
 
     def append(self, updates: Sequence[WorkerUpdate]) -> None:
-        """Raises UserError if the disk does not take them."""
+        """Appends updates. Raises UserError if writing fails."""
         records = np.empty(len(updates), _RECORD)
         for i, update in enumerate(updates):
             assert update.staleness <= MOST_STALE, update
@@ -210,8 +210,8 @@ _MOST_BARS = 8  # of a line
 def staleness_gauge(
     config: Config, communicator: Communicator, learner: Learner, run: Path | None, step: int
 ) -> StalenessGauge:
-    """With the log of updates where servers.log asks for it and there is a run folder; the job goes
-    on with `step`. A collective."""
+    """Creates the gauge, with a log of updates if servers.log is set and there is a run folder; the
+    job continues with `step`. A collective."""
     log = None
     servers = ServersConfig.of(config)
     if servers.log and run is not None:

@@ -49,7 +49,7 @@ class Worker(Strategy):
     worker updates nothing: it has 0 elements of the training state beside the weights, which are
     those of the last step that it made until a sync point gives all ranks the newest.
 
-    Where a message fails during a pass, the pass comes to its end first: its gradient may be sent
+    If a message fails during a pass, the pass is completed first, since its gradient may be sent
     again.
     """
 
@@ -241,8 +241,7 @@ class _ServerBucket(Bucket):
         end_all(self._sending)
 
     def forget_all(self) -> None:
-        """What was under way has ended, and what was taken of a pass that did not come to its end
-        is void."""
+        """Discards pending messages and the gradients of an incomplete pass."""
         self._sending = []
         self.forget()
 

@@ -92,7 +92,9 @@ def read_options(arguments: Sequence[str]) -> tuple[SweepOptions, Sweep]:
     _refuse_unknown(shared, parser.names())
     if not parsed.out:
         raise UserError(
-            "where do the trials go?", _COMMAND_LINE, "--out FOLDER, as in --out sweeps/rates"
+            "the folder of the trials is missing",
+            _COMMAND_LINE,
+            "--out FOLDER, as in --out sweeps/rates",
         )
     sampler = parsed.sampler or ("random" if parsed.random else "grid")
     if sampler not in _SAMPLERS:
@@ -169,7 +171,7 @@ def _check_shared(options: SweepOptions) -> Config:
             )
     for key in {assignment.key for assignment in assignments(None, options.shared)} & set(swept):
         raise UserError(
-            f"{key} is given, and swept",
+            f"{key} is both given and swept",
             f"{key}, command line",
             f"leave {key}= out, or its --grid or --random",
         )
@@ -181,7 +183,9 @@ def _points(options: SweepOptions) -> list[Point]:
     if options.sampler == "grid":
         return grid_points(options.space, options.trials)
     if options.trials is None:
-        raise UserError("how many trials?", f"--sampler {options.sampler}", "--trials 20")
+        raise UserError(
+            "the number of trials is missing", f"--sampler {options.sampler}", "--trials 20"
+        )
     if options.sampler == "random":
         return random_points(options.space, options.trials, options.seed)
     optuna_study.check_space(options.space)

@@ -160,7 +160,7 @@ class _Job:
         return self._options.out / trial.name
 
     def _result(self, trial: Trial) -> Result:
-        """By now; of a trial that never ended, and of one that runs, "waiting"."""
+        """Returns the current result of a trial; "waiting" if it still runs or never ended."""
         state, error = self._exits.get(trial.name, ("waiting", ""))
         return read_result(self._folder(trial), state, error)
 

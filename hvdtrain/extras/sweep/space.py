@@ -128,11 +128,11 @@ def _read_range(text: str) -> Range:
         raise UserError(
             f"{short(value)} is a list, not a range",
             where,
-            f"--grid {short(text)}; it is drawn from with --sampler random",
+            f"--grid {short(text)}; --sampler random draws from it",
         )
     if kind not in KINDS:
         raise UserError(
-            f"there is no range {short(kind)}",
+            f"unknown range: {short(kind)}",
             where,
             f"{nearest(kind, KINDS)}; as in {RANGE_EXAMPLE}",
         )
@@ -140,7 +140,7 @@ def _read_range(text: str) -> Range:
     if interval is None or not all(_is_number(end, interval.is_int) for end in ends):
         numbers = "two whole numbers" if kind in ("int", "logint") else "two numbers"
         raise UserError(
-            f"{kind} takes {numbers}, its ends",
+            f"{kind} takes {numbers}, its bounds",
             where,
             f"{kind}:1:16" if "int" in kind else f"{kind}:0.01:1",
         )
@@ -172,7 +172,7 @@ def _split_key(text: str, option: str, example: str) -> tuple[str, str]:
 def grid_points(space: Space, most: int | None) -> list[Point]:
     """Every combination, the last list varying fastest. Raises UserError for more than `most`."""
     if space.ranges:
-        what = f"{space.ranges[0].key} has a range, and a grid has lists"
+        what = f"{space.ranges[0].key} has a range, but a grid needs lists"
         raise UserError(what, "--sampler grid", f"--sampler random; or {GRID_EXAMPLE}")
     count = math.prod(len(choice.values) for choice in space.choices)
     if count > (most or MOST_TRIALS):
@@ -208,7 +208,10 @@ def random_points(space: Space, trials: int, seed: int) -> list[Point]:
     if not choices and not space.ranges:
         raise UserError("only the seed is swept", "--sampler random", "--sampler grid")
     if not draws:
-        what = f"each draw is trained with {len(repetitions)} seeds, and there are {trials} trials"
+        what = (
+            f"each draw is trained with {len(repetitions)} seeds, but there are only {trials} "
+            "trials"
+        )
         raise UserError(
             what, f"--trials {trials}", f"--trials {len(repetitions) * 10}, or fewer seeds"
         )

@@ -329,7 +329,7 @@ def take_up_sweep(folder: Path, sweep: Sweep, command: str) -> Sweep:
     except FileNotFoundError:
         others = sorted(path.name for path in folder.iterdir() if path.name != LOCK)
         if others:
-            what = f"{folder} has other files, and no {FILE}: {short(', '.join(others[:3]))}"
+            what = f"{folder} contains other files, but no {FILE}: {short(', '.join(others[:3]))}"
             raise UserError(what, "--out", "an empty folder, or a new one") from None
         return sweep
     except (OSError, ValueError) as error:
@@ -394,9 +394,9 @@ def _shown_value(value: Any) -> str:
 
 def _another(folder: Path, difference: str, command: str) -> UserError:
     return UserError(
-        f"{folder} holds another sweep: {difference}",
+        f"{folder} contains another sweep: {difference}",
         command,
-        "another --out; or that sweep's command, to resume it",
+        "use another --out; or repeat that sweep's command to resume it",
     )
 
 

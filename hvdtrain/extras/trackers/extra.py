@@ -1,4 +1,4 @@
-"""What the rest of hvdtrain learns of these trackers: their names are those of their files."""
+"""The registration of these trackers as an extra."""
 
 from hvdtrain.core.extras import Extra
 

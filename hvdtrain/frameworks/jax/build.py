@@ -21,7 +21,7 @@ from hvdtrain.tasks.task import Task
 
 
 def build(config: Config, task: Task, communicator: Communicator) -> Learner:
-    """The learner of framework=jax."""
+    """Builds the learner of framework=jax."""
     jax = load_jax(config.where("framework"))
     start_jax(jax, config, communicator)
     from hvdtrain.frameworks.jax.learner import JaxLearner, make_optimizer
@@ -41,8 +41,7 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
 
 
 def load_jax(where: str) -> Any:
-    """The module jax. Raises UserError if it is missing, or too old to switch float64 on for a
-    part of a program."""
+    """Imports jax. Raises UserError if it is missing or too old."""
     fix = "pip install 'hvdtrain[jax]'"
     try:
         jax = importlib.import_module("jax")
@@ -84,8 +83,8 @@ def pick_device(
 
 
 def pick_devices(jax: Any, config: Config, communicator: Communicator) -> list[Any]:
-    """The speed.devices of this rank: of those that JAX prefers a part for each local rank, or the
-    CPU's.
+    """Returns the speed.devices devices of this rank: each local rank has a part of JAX's default
+    devices, or of the CPU's.
 
     Raises UserError if there are fewer.
     """
@@ -103,7 +102,7 @@ def pick_devices(jax: Any, config: Config, communicator: Communicator) -> list[A
             f"of JAX, which has {len(devices)} here"
         )
         fix = (
-            "fewer, or fewer ranks on this host; of a CPU: "
+            "fewer devices, or fewer ranks on this host; on a CPU: "
             "XLA_FLAGS=--xla_force_host_platform_device_count=N in the environment"
         )
         raise UserError(what, config.where("speed.devices"), fix)
@@ -120,8 +119,8 @@ def check_optimizer(config: Config) -> None:
 
 
 def shapes(config: Config, task: Task) -> dict[str, tuple[int, ...]]:
-    """The parameters by name, as build() makes them. Takes the memory of the weights, which init()
-    may draw outside of JAX."""
+    """Returns the shapes of parameters by name. Needs the memory of the weights, which init() may
+    draw outside JAX."""
     jax = load_jax(config.where("framework"))
     from hvdtrain.frameworks.jax.model import JaxDevice, build_model
 

@@ -38,7 +38,7 @@ REST = 0  # the unit of what is in no block
 
 
 def with_marked_blocks(model: JaxModel) -> JaxModel:
-    """The model whose blocks a traced pass shows, where its function has a parameter `wrap`."""
+    """Returns the model with blocks marked for tracing, if its function has a parameter `wrap`."""
     apply = model.functions.apply
     if "wrap" not in inspect.signature(apply).parameters:
         return model
@@ -96,7 +96,7 @@ class WholeUnits:
     def __init__(
         self, cut: CutUnits, communicator: Communicator, target: JaxDevice, keeps_all: bool
     ) -> None:
-        """keeps_all: those of blocks stay until drop()."""
+        """keeps_all: weights of blocks are kept until drop()."""
         self._cut = cut
         self._communicator = communicator
         self._target = target
@@ -195,7 +195,7 @@ class BlockPasses:
         return self._evaluate(self.formulas.sums, weights, buffers, batch) or {}
 
     def outputs(self, weights: Weights, buffers: Params, batch: PaddedBatch) -> Any:
-        """(rows, ...) of the model in evaluation; without samples (0,)."""
+        """Returns the model's outputs (rows, ...) in evaluation; (0,) without samples."""
         found = self._evaluate(self.formulas.outputs, weights, buffers, batch)
         return np.zeros(0, self.target.dtype) if found is None else found
 
@@ -417,8 +417,8 @@ def _backward(
     cotangents: list[Any],
     finite: Any,
 ) -> tuple[jax.Array | None, list[Any], list[Any]]:
-    """The gradient of a block's own parameters in one row; of other weights that it reads, in
-    order; and of its inputs."""
+    """Returns the gradients of a block's own parameters in one row, of other weights in order, and
+    of its inputs."""
     found, carried = segment.backward(weights, inputs, cotangents)
     gradients = dict(zip(segment.parameters, found, strict=True))
     if unit is None:

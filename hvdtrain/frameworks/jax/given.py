@@ -12,8 +12,8 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object, which differs between
 
 
 def given_model(model: Any) -> Given | None:
-    """A module of one of the libraries, or a pair of functions (init, apply), that a script gives;
-    None for all else."""
+    """Returns the model if it is a module of a supported library or a pair (init, apply); else
+    None."""
     is_pair = isinstance(model, tuple) and len(model) == 2 and all(map(callable, model))
     library = library_of(model)
     if library is None and not is_pair:
@@ -42,8 +42,7 @@ class Trained:
         self._found = None
 
     def take(self, learner: Any) -> None:
-        """Keeps the weights that an evaluation has, the averages where there are some. A
-        collective."""
+        """Keeps the weights of evaluations: the averages if there are any. A collective."""
         with learner.averaged():
             params = learner.tree()
         self._found = (
@@ -51,5 +50,5 @@ class Trained:
         )
 
     def get(self) -> Any:
-        """None before the end of a job."""
+        """Returns the weights; None before the end of a job."""
         return self._found

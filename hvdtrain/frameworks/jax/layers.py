@@ -22,7 +22,7 @@ Apply = Callable[..., Any]
 
 
 def as_it_is(number: int, block: Block) -> Block:
-    """The block itself: the default of a model's `wrap`."""
+    """Returns the block itself: the default of a model's `wrap`."""
     return block
 
 
@@ -33,11 +33,11 @@ OTHER_NUMBERS = (
 
 
 class Reader(Protocol):
-    """What reads tokens a few positions at a time, for sampling."""
+    """Reads tokens a few positions at a time, for sampling."""
 
     @property
     def context(self) -> int:
-        """How many positions it can read."""
+        """The maximum number of positions."""
 
     def empty_cache(self, sequences: int, dtype: np.dtype) -> Any:
         """A cache for `context` positions of so many sequences: arrays in a tree."""
@@ -137,7 +137,7 @@ def dropout(key: jax.Array | None, x: jax.Array, share: float) -> jax.Array:
 
 
 def key_for(key: jax.Array | None, number: int) -> jax.Array | None:
-    """Another key for each part of a model; None without one."""
+    """Returns a different key for each part of a model; None without a key."""
     return None if key is None else jax.random.fold_in(key, number)
 
 

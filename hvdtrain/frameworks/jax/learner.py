@@ -1,5 +1,5 @@
-"""JaxLearner: one rank's model in JAX. Batches are padded to few shapes, and what is done to them
-is compiled."""
+"""JaxLearner: one rank's model in JAX. Batches are padded to a few shapes, for which functions are
+compiled."""
 
 from __future__ import annotations
 
@@ -162,8 +162,7 @@ class JaxLearner(Learner):
         return PaddedBatch(n, weight, arrays | {"w": self.target.rows_to_devices(sample_weights)})
 
     def _row_of_padding(self) -> dict[str, jax.Array]:
-        """What a rank without samples computes the collectives of synchronized norms with, and what
-        a pass of blocks is traced with."""
+        """Returns a batch of padding, for ranks without samples and for tracing."""
         arrays = {
             name: np.zeros((1, *field.shape), device_dtype(field, self.target.dtype))
             for name, field in self.task.fields.items()
@@ -281,7 +280,7 @@ class JaxLearner(Learner):
     ) -> np.ndarray:
         reader = self.model.functions.reader
         if reader is None:
-            what = f"{self.model.title} has no reader, by which it would be read token by token"
+            what = f"{self.model.title} has no reader, so it cannot generate token by token"
             raise UserError(what, self._where_model, "a run with model.name=gpt")
         self._decoder = self._decoder or CompiledDecoder(reader, self.model.tree, self.target)
         numbers = sampling_numbers(seed, first + np.arange(len(prompts)), np.arange(length))
@@ -291,7 +290,7 @@ class JaxLearner(Learner):
         )
 
     def tree(self) -> Params:
-        """The parameters as init() gave them, whole. A collective."""
+        """Returns the whole parameters in the structure of init(). A collective."""
         with self.target.enable_x64():
             return self.model.tree(self._passes.all_weights(self.weights))
 
@@ -399,7 +398,8 @@ class JaxLearner(Learner):
 
 
 def make_optimizer(config: Config, model: JaxModel) -> AnyOptimizer:
-    """The optimizer that optim.name means: one of our rules, or a function of optax or the user's.
+    """Creates the optimizer of optim.name: a rule of hvdtrain, or a function of optax or the
+    user's.
 
     Raises UserError if shard.stage needs one that is elementwise.
     """
@@ -413,7 +413,7 @@ def make_optimizer(config: Config, model: JaxModel) -> AnyOptimizer:
 
 
 def _of_rank_0(communicator: Communicator, array: np.ndarray) -> np.ndarray:
-    """Rank 0's array on every rank. A collective."""
+    """Broadcasts rank 0's array. A collective."""
     if not array.size:
         return array
     found: np.ndarray = communicator.broadcast(array.reshape(-1), "weights.start")
@@ -421,7 +421,7 @@ def _of_rank_0(communicator: Communicator, array: np.ndarray) -> np.ndarray:
 
 
 def largest_micro_batch(batch: int, micro: int | None, size: int) -> int:
-    """The samples of a rank's largest micro-batch, as long as the global batch does not change."""
+    """Returns the size of a rank's largest micro-batch for the current global batch."""
     share = -(-batch // size)
     return -(-share // -(-share // (micro or share)))
 
@@ -439,8 +439,8 @@ def rows_for(n: int, largest: int, devices: int = 1) -> int:
 
 
 def _pad(array: np.ndarray, padding: int) -> np.ndarray:
-    """The array, and its last row `padding` times: what a model computes of copies is finite where
-    the data's is."""
+    """Appends the last row `padding` times: outputs for copies are finite if those of the data
+    are."""
     return np.concatenate([array, np.repeat(array[-1:], padding, axis=0)]) if padding else array
 
 

@@ -30,11 +30,11 @@ _FLAGS = {
 
 
 class ChangedByPass(Exception):
-    """A model keeps more than parameters: numbers that a pass changes."""
+    """Raised if a model has state that a forward pass changes."""
 
 
 class ModuleLibrary(Protocol):
-    """What is known of the modules of one library."""
+    """How to use the modules of one library."""
 
     takes: str  # what a module is called with
 
@@ -42,11 +42,11 @@ class ModuleLibrary(Protocol):
         """For inputs like x (rows, ...). They, and this itself, raise ChangedByPass."""
 
     def form(self, module: Any) -> str:
-        """What is the same on all ranks where they have the same module, whatever its weights."""
+        """Returns a description of the module without its weights, for comparison among ranks."""
 
     def trained(self, module: Any, params: Params) -> Any:
-        """What a script gets: of a module that has its weights inside one with these, else the
-        parameters themselves."""
+        """Returns the trained model for the script: a module with these weights, or the parameters
+        themselves."""
 
 
 class Linen:
@@ -109,7 +109,7 @@ class Linen:
 
 
 class Haiku:
-    """What haiku.transform gives, or transform_with_state of a function without state."""
+    """The result of haiku.transform, or of transform_with_state for a function without state."""
 
     takes = "a module takes (n, ...): images (n, H, W, C)"
 
@@ -152,8 +152,8 @@ class Haiku:
 
 
 class Nnx:
-    """flax.nnx.Module, which has its weights inside, and changes as it is called: each pass is one
-    of a copy."""
+    """flax.nnx.Module, which contains its weights and changes when it is called: each pass uses a
+    copy."""
 
     takes = "a module takes (n, ...): images (n, H, W, C)"
 
@@ -219,7 +219,7 @@ class Nnx:
 
 
 class Equinox:
-    """equinox.Module: a tree with its weights inside, which is called for one sample."""
+    """equinox.Module: a tree that contains its weights and is called for one sample."""
 
     takes = "a module takes one sample: an image (H, W, C)"
 
@@ -268,8 +268,8 @@ _LIBRARIES: dict[str, ModuleLibrary] = {  # by the class that a model is an obje
 
 
 def library_of(model: Any) -> ModuleLibrary | None:
-    """By the names of its classes: no library is imported for it. A pair (module, state) of equinox
-    is one of its modules."""
+    """Finds the library of a model by the names of its classes, without importing one. A pair
+    (module, state) counts as an equinox module."""
     module = (
         model[0]
         if isinstance(model, tuple) and len(model) == 2 and not callable(model[1])
@@ -293,11 +293,11 @@ def functions_of(
     key: jax.Array,
     config: Config,
 ) -> Functions:
-    """A module as functions whose outputs are of the number type of the job. Nothing is computed.
+    """Converts a module to functions whose outputs have the job's dtype. Nothing is computed.
 
-    Raises UserError if it fails for inputs like x, gives smaller numbers than the float64 of a
-    job, or keeps numbers that a pass changes: running statistics would count rows of padding, and
-    differ between ranks.
+    Raises UserError if it fails for inputs like x, returns a smaller type than the job's float64,
+    or has state that a forward pass changes: running statistics would include padding and differ
+    between ranks.
     """
     where = config.where("model.name")
     try:
@@ -308,11 +308,11 @@ def functions_of(
         of_passes = [jax.eval_shape(functions.apply, params, x, *more) for more in ((), (key,))]
     except ChangedByPass as error:
         what = (
-            f"{config.model.name} keeps numbers that a pass changes, which ranks and rows of "
-            f"padding would make others: {error}"
+            f"{config.model.name} keeps state that a forward pass changes, which would depend on "
+            f"the number of ranks and on padding: {error}"
         )
         fix = (
-            "LayerNorm or GroupNorm in place of BatchNorm; hvdtrain's own models have batch "
+            "LayerNorm or GroupNorm instead of BatchNorm; hvdtrain's own models have batch "
             "norms, model.name=resnet18"
         )
         raise UserError(what, where, fix) from error
@@ -326,11 +326,11 @@ def functions_of(
         f"{y.dtype}" for y in jax.tree.leaves(of_passes) if jnp.issubdtype(y.dtype, jnp.floating)
     } - {"float64"}
     if dtype == np.float64 and small:
-        what = f"the model gives {', '.join(sorted(small))}, the job is of float64"
+        what = f"the model returns {', '.join(sorted(small))}, but the job computes in float64"
         raise UserError(
             what,
             config.where("speed.precision"),
-            "layers without a dtype of their own; or speed.precision=fp32",
+            "layers without an explicit dtype; or speed.precision=fp32",
         )
 
     def apply(params: Params, x: jax.Array, key: jax.Array | None = None) -> Any:
@@ -340,8 +340,8 @@ def functions_of(
 
 
 def random_arguments(config: Config, key: jax.Array) -> dict[str, Any]:
-    """The argument that draws the first weights: `key`, or `rngs` of flax.nnx, if the user's
-    function or class has such a parameter."""
+    """Returns the random argument for initial weights: `key`, or `rngs` of flax.nnx, if the user's
+    function or class has that parameter."""
     if not plugins.is_dotted(config.model.name):
         return {}
     wanted = plugins.signature_of(plugins.own_function(config.model)).parameters
@@ -352,7 +352,7 @@ def random_arguments(config: Config, key: jax.Array) -> dict[str, Any]:
 
 
 def _flags_of(call: Any) -> Callable[[bool], dict[str, bool]]:
-    """Whether it is training -> those of its arguments that say so."""
+    """Returns is_training -> the arguments of `call` that select the mode."""
     wanted = {
         name: value for name, value in _FLAGS.items() if name in inspect.signature(call).parameters
     }
@@ -364,7 +364,7 @@ def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _as(dtype: np.dtype, array: Any) -> Any:
-    """Real numbers in this number type."""
+    """Casts real numbers to this dtype."""
     return (
         array.astype(dtype)
         if hasattr(array, "dtype") and jnp.issubdtype(array.dtype, jnp.floating)
@@ -388,7 +388,7 @@ def _sown(paths: Iterable[str]) -> tuple[str, ...]:
 
 
 def _keys_like(old: jax.Array, key: jax.Array) -> jax.Array:
-    """One key, or an array of so many."""
+    """Returns a key, or an array of keys, of the shape of the old one."""
     return jax.random.split(key, old.shape) if old.shape else key
 
 
@@ -397,7 +397,7 @@ def _parts(tree: Any, kind: type) -> list[Any]:
 
 
 def _like(old: list[jax.Array], params: Params) -> list[jax.Array]:
-    """The numbers of the parameters in the number types of the old ones."""
+    """Casts parameters to the dtypes of the old ones."""
     return [
         jnp.asarray(np.asarray(new), array.dtype)
         for array, new in zip(old, jax.tree.leaves(params), strict=True)

@@ -35,8 +35,7 @@ class JaxDevice(NamedTuple):
     others: tuple[jax.Device, ...] = ()  # further ones of this rank
 
     def enable_x64(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, and in this thread alone, JAX makes float64 arrays if that is `dtype`; no global
-        setting changes."""
+        """Enables float64 arrays of JAX inside, in this thread only, if that is `dtype`."""
         return jax.enable_x64(self.dtype == np.float64)
 
     def to_device(self, array: np.ndarray) -> jax.Array:
@@ -109,7 +108,7 @@ class JaxModel(NamedTuple):
         return self.outputs_of(flow.x), buffers | flow.buffers
 
     def tree(self, weights: list[jax.Array]) -> Params:
-        """The parameters as init() gave them."""
+        """Returns the parameters in the structure of init()."""
         params: Params = jax.tree_util.tree_unflatten(self.structure, weights)
         return params
 
@@ -169,7 +168,7 @@ def _two_samples(task: Task, target: JaxDevice) -> dict[str, jax.ShapeDtypeStruc
 def _functions(
     config: Config, task: Task, inputs: jax.ShapeDtypeStruct, key: jax.Array, dtype: np.dtype
 ) -> Functions:
-    """The functions of a plugin by name, of a module of a library, or the user's own pair."""
+    """Returns the functions of a plugin, of a library's module, or the user's pair."""
     name = config.model.name
     where = config.where("model.name")
     model = by_name.build_model(
@@ -181,7 +180,7 @@ def _functions(
         isinstance(model, tuple) and len(model) == 2 and callable(model[0]) and callable(model[1])
     )
     if not isinstance(model, Functions) and not is_pair:
-        what = f"{name} gave a {type(model).__name__}, not a pair of functions (init, apply)"
+        what = f"{name} returned a {type(model).__name__}, not a pair of functions (init, apply)"
         fix = (
             "init(key) -> parameters, apply(parameters, images (n, H, W, C)) -> logits (n, "
             "classes); or a module of a library of JAX"
@@ -201,7 +200,7 @@ def _functions(
 def _check_parameters(model: str, names: list[str], arrays: list[Any], where: str) -> None:
     if not names:
         raise UserError(
-            f"{model} has no parameter to train", where, "let init(key) give a dict of arrays"
+            f"{model} has no parameter to train", where, "let init(key) return a dict of arrays"
         )
     for name, array in zip(names, arrays, strict=True):
         if not isinstance(array, (np.ndarray, jax.Array)) or not jnp.issubdtype(
@@ -215,13 +214,13 @@ def _check_parameters(model: str, names: list[str], arrays: list[Any], where: st
             raise UserError(
                 f"parameter {name} of {model} is {kind}",
                 where,
-                "let init(key) give arrays of real numbers alone",
+                "let init(key) return only arrays of real numbers",
             )
         if names.count(name) > 1 or not name:
             raise UserError(
                 f"{names.count(name)} parameters of {model} are named {name!r}",
                 where,
-                "give each a name of its own, in a dict",
+                "give each a unique name, in a dict",
             )
 
 
@@ -233,7 +232,7 @@ def _check_outputs(
     batch: Any,
     inputs: jax.ShapeDtypeStruct,
 ) -> None:
-    """Shapes alone, nothing is computed: the model gives what the task needs for two samples."""
+    """Checks, by shapes only, that the model returns what the task needs for two samples."""
     weights = [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in model.start]
     found, _ = jax.eval_shape(model.outputs, weights, model.norms.start(), inputs)
     fits = isinstance(found, jax.ShapeDtypeStruct) and task.fits(found.shape, 2)
@@ -244,7 +243,7 @@ def _check_outputs(
             else type(found).__name__
         )
         what = (
-            f"for {'images' if inputs.ndim == 4 else 'inputs'} {inputs.shape} the model gives "
+            f"for {'images' if inputs.ndim == 4 else 'inputs'} {inputs.shape} the model returns "
             f"{shape}, not {task.outputs(2)}"
         )
         fix = f"end the model with outputs of that shape, for task.name={task.name}: {task.summary}"
@@ -259,8 +258,8 @@ def _check_outputs(
 
 
 def device_dtype(field: Field, dtype: np.dtype) -> np.dtype:
-    """The number type that a field has on the device: images as they are, numbers of a range as
-    int32, all others as the model's."""
+    """Returns the dtype of a field on the device: images are unchanged, bounded integers are int32,
+    everything else has the model's dtype."""
     if field.dtype == "uint8" and len(field.shape) == 3:
         return np.dtype(np.uint8)
     return np.dtype(np.int32) if field.values else dtype
@@ -278,8 +277,8 @@ def with_recompute(
         return apply
     if "wrap" not in inspect.signature(apply).parameters:
         what = (
-            f"model.recompute={which} computes blocks again; the function of model.name={name} "
-            "has no parameter `wrap` for them"
+            f"model.recompute={which} recomputes blocks, but the function of model.name={name} "
+            "has no parameter `wrap`"
         )
         raise UserError(
             what, where, "model.recompute=none, or a model that has blocks: gpt, resnet18, mlp ..."

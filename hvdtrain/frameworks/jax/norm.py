@@ -22,7 +22,7 @@ MOMENTUM = 0.1
 
 
 class Statistics(NamedTuple):
-    """What a norm knows of a pass: of one batch, or of several ghosts."""
+    """The statistics of a norm in one pass, for one batch or several ghost batches."""
 
     means: jax.Array  # (S, C)
     variances: jax.Array  # (S, C), unbiased
@@ -39,7 +39,7 @@ class BatchNorms:
         of them."""
         if norm.kind != "batch" and not layers:
             raise UserError(
-                "the model has no batch norm layer whose statistics could be chosen",
+                "the model has no batch norm layer, so norm.kind has no effect",
                 f"norm.kind={norm.kind}",
                 "norm.kind=batch",
             )
@@ -64,26 +64,26 @@ class BatchNorms:
         return buffers
 
     def takes(self, samples: int) -> bool:
-        """Whether each ghost of so many samples has a variance; of synchronized norms the other
-        ranks decide."""
+        """Whether each ghost batch has a variance; with synchronized norms that depends on the
+        other ranks."""
         last = (
             samples % self.ghost or self.ghost if self.ghost and samples > self.ghost else samples
         )
         return self.ranks is not None or min(last, self.ghost or last) * self.least_values > 1
 
     def check(self, samples: int) -> None:
-        """Raises UserError if takes() says no: in the words of torch's norms."""
+        """Raises UserError if takes() is false."""
         if self.takes(samples):
             return
         if self.ghost and samples > self.ghost:
-            what = "a ghost of 1 sample has one value per channel, and so no variance"
+            what = "a ghost batch of 1 sample has one value per channel, and therefore no variance"
             raise UserError(
                 what,
                 "norm.ghost",
-                "a norm.ghost that divides the samples of a rank's forward pass, or leaves two "
-                "over",
+                "a norm.ghost that divides the samples of a rank's forward pass, or leaves a "
+                "remainder of at least two",
             )
-        what = "a pass has one sample, and batch norm cannot compute its variance"
+        what = "a micro-batch has one sample, so batch norm cannot compute its variance"
         raise UserError(
             what,
             "a step in training",
@@ -98,7 +98,7 @@ class Norms:
     """The batch norms in one pass of a model, which calls each as norms(params, name, flow)."""
 
     def __init__(self, rule: BatchNorms, samples: Any, training: bool) -> None:
-        """samples: how many rows are none of padding."""
+        """samples: the number of rows without padding."""
         self._rule = rule
         self._samples = samples
         self._training = training
@@ -132,8 +132,8 @@ class Norms:
 def over_ghosts(
     x: jax.Array, weight: jax.Array, bias: jax.Array, samples: Any, ghost: int
 ) -> tuple[jax.Array, Statistics]:
-    """Sample i belongs to ghost i // `ghost`, a smaller last one is by itself; rows from `samples`
-    on are in no statistics.
+    """Normalizes over ghost batches: sample i belongs to ghost i // `ghost`; rows from `samples` on
+    are excluded from statistics.
 
     Hoffer 2017, arXiv:1705.08741, algorithm 1.
     """
@@ -187,7 +187,7 @@ class NormRanks:
         self._error: BaseException | None = None
 
     def spread(self, name: str, row: jax.Array, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Each rank's row, (size, n); and `turn`, which the next collective takes, so that it comes
+        """Gathers each rank's row, (size, n); also returns `turn`, which orders the next collective
         after this one on every rank."""
         shape = (self._communicator.size, *row.shape)
         return self._called(
@@ -240,8 +240,8 @@ class NormRanks:
         rows = self._communicator.start_spread(rows, name).wait()
         if rows[:, 0].sum() <= 1:
             what = (
-                "a pass has one sample on all ranks together, and synchronized batch norm cannot "
-                "compute its variance"
+                "a micro-batch has one sample on all ranks together, so synchronized batch norm "
+                "cannot compute its variance"
             )
             raise UserError(what, "a step in training", "a larger batch.size, or norm.kind=batch")
         return rows

@@ -1,5 +1,5 @@
-"""Which part of the parameters a rank has: of all in one row, or of each unit of shard.stage=3 by
-itself."""
+"""The part of the parameters on a rank: of all parameters in one row, or of each unit of
+shard.stage=3."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A step in JAX: loss, gradient and update, as pure functions of weights and batches which are
-compiled; and the phases that are timed."""
+"""A step in JAX: loss, gradient and update as compiled pure functions of weights and batches; and
+the timing of phases."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PaddedBatch(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """What a pass of a micro-batch gives."""
+    """The result of a pass of a micro-batch."""
 
     row: jax.Array  # of all parameters; with shard.stage=3 this rank's part of the sum over ranks
     sums: Sums
@@ -105,8 +105,8 @@ class Formulas:
 
 
 class LearnerPasses(Protocol):
-    """The passes of a learner's model; what weights and the gradient's row are is the Strategy's
-    matter."""
+    """The passes of a learner's model; the strategy defines the form of weights and of the
+    gradient's row."""
 
     are_collective: bool  # every rank makes the same ones, also without samples
 
@@ -148,8 +148,7 @@ class WholePasses:
 
 
 def _sums(each: Each, samples: Any, exactly: bool = False) -> Sums:
-    """Over the samples, whatever their weight, without the padding. exactly: whole numbers stay
-    whole numbers."""
+    """Sums over samples, without weights and padding. exactly: integers stay integers."""
     real = jnp.arange(len(each.loss)) < samples
 
     def total(term: jax.Array) -> jax.Array:
@@ -204,8 +203,7 @@ class OptimizerUpdate:
 
 
 class AnyOptimizer(Protocol):
-    """What updates the parameters of a model: one of hvdtrain's rules, or a function of the
-    user's."""
+    """The optimizer of a model: a rule of hvdtrain, or a function of the user's."""
 
     shapes: list[tuple[int, ...]]
 
@@ -288,7 +286,7 @@ def noise(hyper: Hyper, key: Any, like: Any) -> jax.Array:
 
 
 def _split(row: Any, weights: Weights) -> list[jax.Array]:
-    """The row as an array for each parameter, in its shape."""
+    """Splits the row into an array for each parameter."""
     cuts = np.cumsum([p.size for p in weights])[:-1]
     return [part.reshape(p.shape) for part, p in zip(jnp.split(row, cuts), weights, strict=True)]
 

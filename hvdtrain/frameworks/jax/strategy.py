@@ -1,5 +1,5 @@
-"""JaxStrategy: how the gradients of the ranks become one, and which rank updates what; and the one
-in which every rank updates everything."""
+"""JaxStrategy: how ranks reduce gradients and which rank updates what; and Replicated, in which
+every rank updates everything."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Squares(NamedTuple):
 
 
 class Updated(NamedTuple):
-    """What a step made."""
+    """The result of a step."""
 
     weights: Weights
     nonfinite: Any  # this rank's part of "nonfinite"
@@ -52,7 +52,7 @@ class JaxStrategy(Protocol):
     optimizer_state: OptimizerState
 
     def start_weights(self, start: list[np.ndarray]) -> Weights:
-        """What this rank has of the weights on the device, of whole ones on the host."""
+        """Returns this rank's part of the weights on the device, from whole weights on the host."""
 
     def add(self, gradient: jax.Array | None) -> None:
         """The gradient of a micro-batch, of all parameters in one row; None if it has no
@@ -78,8 +78,7 @@ class JaxStrategy(Protocol):
 
 
 class Replicated:
-    """Every rank has everything, and makes the same step: gradients are reduced in one
-    allreduce."""
+    """All ranks keep everything and make the same step; gradients are reduced in one allreduce."""
 
     is_sharded = False
 

@@ -82,7 +82,8 @@ class UserFunction:
         return self.name.replace(":", ".") if module.startswith("optax.") else f"{module}.{name}"
 
     def transformation(self, rate: Any, *, decays: bool = True) -> Any:
-        """For one rate, a number or a traced one; without weight decay where not `decays`."""
+        """Returns the transformation for a learning rate (a number or traced); without weight decay
+        unless `decays`."""
         return self._function(**self._all_arguments(rate, decays))
 
     def _set(
@@ -110,7 +111,7 @@ class UserFunction:
         return given if decays else given | {"weight_decay": 0.0}
 
     def _check_made(self, rate: float) -> None:
-        """Raises UserError if the function fails, or gives no transformation."""
+        """Raises UserError if the function fails, or does not return a transformation."""
         try:
             made = self.transformation(rate)
         except Exception as error:  # of the user's code, or a number that makes no sense
@@ -125,7 +126,7 @@ class UserFunction:
                 "give its parameters as optim.<name>=<value>",
             ) from error
         if not (callable(getattr(made, "init", None)) and callable(getattr(made, "update", None))):
-            what = f"{self.name} gave a {type(made).__name__}, not a GradientTransformation"
+            what = f"{self.name} returned a {type(made).__name__}, not a GradientTransformation"
             raise UserError(
                 what, self._where, "a function that returns one, as optim.name=optax:adamw"
             )
@@ -246,12 +247,11 @@ class UserOptimizer:
                     wrong.append("gives other numbers than one on the whole")
         if wrong:
             what = (
-                f"a step of {self.function.name} on parts of a parameter, as ranks with "
-                f"shard.stage make it, {wrong[0]}"
+                "shard.stage makes steps on parts of a parameter; such a step of "
+                f"{self.function.name} {wrong[0]}"
             )
             fix = (
-                "an optimizer of hvdtrain's own, an elementwise one as optax:adamw, or "
-                "shard.stage=0"
+                "an optimizer of hvdtrain, an elementwise one such as optax:adamw, or shard.stage=0"
             )
             raise UserError(what, self._where, fix)
 
@@ -259,8 +259,8 @@ class UserOptimizer:
         return jax.tree_util.tree_unflatten(self._params, arrays)
 
     def _state_of(self, params: Any) -> Any:
-        """The state before the first step, as the transformation has it; takes note of what its
-        arrays belong to."""
+        """Returns the transformation's initial state, and records which parameters its arrays
+        belong to."""
         state = self.function.transformation(self._rate).init(params)
         paths, self._structure = jax.tree_util.tree_flatten_with_path(state)
         self._owners = [owner_of(path, self._paths) for path, _ in paths]
@@ -298,7 +298,7 @@ class UserOptimizer:
         updates, new = made.update(self._tree(list(gradients)), old, self._tree(list(weights)))
         if (found := jax.tree_util.tree_structure(new)) != self._structure:
             raise ValueError(
-                f"its state after a step is another tree than before: {found}, {self._structure}"
+                f"a step changes the structure of its state: {found}, {self._structure}"
             )
         return jax.tree_util.tree_leaves(updates), self._split(new)
 
@@ -328,7 +328,7 @@ class UserOptimizer:
         return now
 
     def _try(self, config: Config) -> None:
-        """Raises UserError if a step fails, where it needs what no job gives it, or goes up the
+        """Raises UserError if a step fails, needs unsupported arguments, or ascends the
         gradient."""
         weights = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in self.shapes]
         hyper = Hyper(self._rate, 0.0, 0.0, batch=1)
@@ -341,13 +341,14 @@ class UserOptimizer:
                 )
                 if jax.tree_util.tree_structure(plain) != self._structure:
                     what = (
-                        f"{name} keeps another state with weight_decay=0, which norms and biases "
-                        "would have"
+                        f"with weight_decay=0, as used for norms and biases, {name} keeps a "
+                        "different state"
                     )
                     raise UserError(
                         what,
                         self._where,
-                        "optim.exclude=none, or a function whose state has one form",
+                        "optim.exclude=none, or a function whose state does not depend on "
+                        "weight_decay",
                     )
             jax.eval_shape(
                 lambda g, s, p: self.apply(g, s, p, hyper, _OPS), weights, state, weights
@@ -360,12 +361,14 @@ class UserOptimizer:
                 f"{f'{error}'.splitlines()[0] if f'{error}' else ''}"
             )
             raise UserError(
-                what, self._where, "a transformation of gradients, states and parameters alone"
+                what,
+                self._where,
+                "a transformation that only takes gradients, states and parameters",
             ) from error
         arrays = [array for arrays in state for array in arrays]
         if any(jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key) for array in arrays):
             raise UserError(
-                f"{name} keeps a random key, which no checkpoint holds",
+                f"{name} keeps a random key, which a checkpoint cannot store",
                 self._where,
                 "jax.random.PRNGKey(), an array",
             )
@@ -374,8 +377,8 @@ class UserOptimizer:
             updates, _ = self._update(small, self.start(small), small, self._rate, decays=True)
             if sum(float(jnp.vdot(u, g)) for u, g in zip(updates, small, strict=True)) > 0:
                 what = (
-                    f"{name} has no parameter learning_rate, and what it would add to the weights "
-                    "goes up the gradient"
+                    f"{name} has no parameter learning_rate, and its update would ascend the "
+                    "gradient"
                 )
                 raise UserError(
                     what,

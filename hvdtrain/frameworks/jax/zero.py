@@ -193,8 +193,8 @@ class ShardUpdate:
         key: Any,
         noisy: bool,
     ) -> jax.Array:
-        """(n,): the squares of the norms that the rule takes of its arrays, in its order; n is 0
-        where it takes none."""
+        """Returns (n,), the squared norms that the rule needs, in its order; n is 0 if it needs
+        none."""
         ops = LocalSquares()
         self._apply(weights, optimizer_state, part, square, hyper, key, noisy, ops)
         return jnp.stack([jnp.zeros((), part.dtype), *ops.squares])[1:]
@@ -210,8 +210,8 @@ class ShardUpdate:
         key: Any,
         noisy: bool,
     ) -> tuple[Weights, OptimizerState]:
-        """This rank's parts of the new weights, and its new state. square, squares: the sums over
-        ranks."""
+        """Returns this rank's parts of the new weights, and its new state. square, squares: sums
+        over ranks."""
         return self._apply(
             weights, optimizer_state, part, square, hyper, key, noisy, GivenSquares(squares)
         )

@@ -1,5 +1,5 @@
-"""Arrangement: how the ranks of a job have its model, from the making of it to the strategy and the
-passes of its steps."""
+"""Arrangement: how a model is distributed among ranks, from its creation to the strategy and the
+passes of a step."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class UserModel(NamedTuple):
                 "shard.stage",
             )
             fix = (
-                "model, optimizer = ctx.prepare(model, optimizer, example=x), x: what the model "
-                "is called with, for some samples"
+                "model, optimizer = ctx.prepare(model, optimizer, example=x), x: the model's "
+                "inputs for some samples"
             )
             raise UserError(
-                f"{key} has to see what the model is called with",
+                f"{key} needs an example of the model's inputs",
                 f"ctx.prepare(), {config.where(key)}",
                 fix,
             )
@@ -64,7 +64,7 @@ class UserModel(NamedTuple):
 
 
 class Making(NamedTuple):
-    """What a model is made from, and for."""
+    """The inputs for the creation of a model."""
 
     config: Config
     task: Task | None  # None of the model of a script
@@ -78,15 +78,14 @@ class Making(NamedTuple):
     user_model: UserModel | None = None
 
     def example(self, count: int = 2) -> Called:
-        """What the model is called with for `count` samples: of zeros, or those that a script has
-        given."""
+        """Returns inputs of the model for `count` samples: zeros, or those that a script gave."""
         if self.user_model is not None:
             return self.user_model.example(count, self.config)
         assert self.task is not None, "the script has given no model"
         return example(count, self.config, self.task, self.like)
 
     def new_model(self) -> torch.nn.Module:
-        """The model that model.name means."""
+        """Creates the model of model.name."""
         assert self.task is not None, "the script has given its model"
         return normed_model(self.config, self.task, self.mesh.world)
 
@@ -97,8 +96,7 @@ class Making(NamedTuple):
 
 
 class Arrangement:
-    """This class: a rank has the whole model, and no other one. Others say what they do
-    differently.
+    """The base class keeps the whole model on each rank; subclasses override what differs.
 
     Every rank makes one, checks its model as a whole, and calls cut().
     """
@@ -117,7 +115,7 @@ class Arrangement:
         self.model = self.make()
 
     def make(self) -> torch.nn.Module:
-        """The model on its device, by whose samples of zeros it is checked."""
+        """Creates the model on its device, and checks it with samples of zeros."""
         making = self.making
         if making.user_model is not None:
             return making.user_model.model
@@ -128,11 +126,11 @@ class Arrangement:
         return model
 
     def cut(self) -> None:
-        """Leaves this rank its part. A collective where there are parts."""
+        """Keeps this rank's part of the model. A collective if there are parts."""
 
     @property
     def body(self) -> torch.nn.Module:
-        """What a pass calls."""
+        """Returns the module that a pass calls."""
         return compiled(self.model, self.making.config.speed.compile)
 
     def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:
@@ -145,7 +143,7 @@ class Arrangement:
         return Passes(*of_passes)
 
     def loop_passes(self, forward: torch.nn.Module) -> LoopPasses:
-        """The passes of a script's own loop; forward: as the strategy wrapped the model."""
+        """Returns the passes of a custom loop; forward: the model as the strategy wrapped it."""
         from hvdtrain.frameworks.torch.loop_passes import LoopPasses
 
         return LoopPasses(forward)
@@ -175,7 +173,7 @@ class Arrangement:
 
     @property
     def all_orders(self) -> list[SameOrder]:
-        """With those of its norms, which a plan leaves out."""
+        """Returns all orders, including that of norms, which a plan omits."""
         return [*self.orders, *(orders_of_norms(self.model) if self.making.planned is None else ())]
 
     @property
@@ -200,7 +198,7 @@ def send_from_rank_0(model: torch.nn.Module, mesh: Mesh) -> None:
 
 
 def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """What model.to(dtype) does, which fails for fake tensors."""
+    """Casts the model; model.to(dtype) fails for fake tensors."""
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)

@@ -1,5 +1,5 @@
-"""The ways to place a model on ranks: a list of the classes in parallel/, and those that features
-name. A job imports only the class that it asks for."""
+"""The arrangements of a model on ranks: the classes in parallel/, and those that features name. A
+job imports only the class that it asks for."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ ENTRIES = (
 
 
 def arrangement_of(config: Config) -> type[Arrangement]:
-    """The class of the arrangement that the configuration asks for. It alone is imported: some take
-    half a second."""
+    """Returns the class of the configured arrangement; imports only that one, as some take half a
+    second."""
     asked = [entry.name for entry in ENTRIES if entry.is_asked(config)]
     asked += [each.arrangement for each in FEATURES if each.arrangement and each.on(config)]
     arrangement: type[Arrangement] = named(next(iter(asked), WHOLE))

@@ -30,7 +30,7 @@ from hvdtrain.tasks.task import DeviceAndDtype, part_of
 
 
 def assemble(arrangement: Arrangement) -> TorchLearner:
-    """The learner of an arrangement, whose model is checked and cut."""
+    """Builds the learner of an arrangement, whose model is already checked and divided."""
     making = arrangement.making
     config = arrangement.making.config
     mesh = arrangement.making.mesh
@@ -97,7 +97,7 @@ def additions_of(
     model: torch.nn.Module,
     parameters: list[torch.nn.Parameter],
 ) -> list[StepAddition]:
-    """What features of the configuration add to a step; they alone are imported."""
+    """Returns what configured features add to a step; imports only those."""
     additions: list[StepAddition] = []
     if config.log.noise_scale:
         from hvdtrain.frameworks.torch.noise_meter import NoiseMeter
@@ -113,8 +113,8 @@ def additions_of(
 def make_optimizer(
     config: Config, named: NamedParameters, ties: Ties | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer that optim.name means: one of our rules, a class of torch.optim, or what a
-    function makes of the parameters."""
+    """Creates the optimizer of optim.name: a rule of hvdtrain, a class of torch.optim, or the
+    result of a user's function."""
     name = config.optim.name
     if is_made_with_the_model(config):
         constructor = plugins.own_function(config.optim)

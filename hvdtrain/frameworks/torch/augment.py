@@ -84,7 +84,7 @@ class DeviceArrays:
 def mix(
     x: torch.Tensor, partner: torch.Tensor, weights: np.ndarray | None, boxes: np.ndarray | None
 ) -> torch.Tensor:
-    """mixup() by weights, and the partners' pixels in boxes, where there are any."""
+    """Applies mixup() by weights and pastes the partners' pixels in boxes, if given."""
     x = x if weights is None else mixup(x, partner, weights)
     if boxes is None:
         return x

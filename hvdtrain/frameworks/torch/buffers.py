@@ -1,5 +1,5 @@
-"""A model's buffers: saved before a step and restored where it is left out, made equal on all
-ranks, or copied for a forward pass."""
+"""A model's buffers: saved before a step and restored if it is skipped, synchronized over ranks, or
+copied for a forward pass."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a torch model is called with: one tensor, or several by the names of its parameters, or as a
-dict."""
+"""Calls torch models with one tensor, or with several as keyword arguments or as a dict."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ Called = torch.Tensor | dict[str, torch.Tensor]  # (n, ...), or several of as ma
 
 
 def call(model: torch.nn.Module, inputs: Called) -> Any:
-    """The outputs of a model: of several inputs by name where its forward() has parameters of these
-    names, else as one dict."""
+    """Calls a model; several inputs are keyword arguments if forward() has parameters of these
+    names, else one dict."""
     if isinstance(inputs, torch.Tensor):
         return model(inputs)
     return model(**inputs) if takes_by_name(model, tuple(inputs)) else model(inputs)
@@ -43,22 +42,24 @@ def _parameters(forward: Any) -> frozenset[str]:
 
 
 def any_of(inputs: Called) -> torch.Tensor:
-    """A tensor with as many rows, on the same device."""
+    """Returns one of the inputs, for its number of rows and device."""
     return inputs if isinstance(inputs, torch.Tensor) else next(iter(inputs.values()))
 
 
 def only_one(inputs: Called) -> torch.Tensor:
-    """The one input of a model that ranks have parts of. Raises UserError for several."""
+    """Returns the only input of a divided model. Raises UserError for several inputs."""
     if isinstance(inputs, torch.Tensor):
         return inputs
-    what = f"the model gets {', '.join(inputs)}, and parallel.* cuts models with one input"
+    what = (
+        f"the model takes {', '.join(inputs)}, but parallel.* only supports models with one input"
+    )
     raise UserError(
         what, "parallel", "shard.stage=3 divides the weights of such a model among ranks"
     )
 
 
 def each_of(inputs: Called, change: Callable[[torch.Tensor], torch.Tensor]) -> Called:
-    """The inputs, each of them changed."""
+    """Applies `change` to each input."""
     return (
         change(inputs)
         if isinstance(inputs, torch.Tensor)

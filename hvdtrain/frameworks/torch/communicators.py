@@ -29,7 +29,7 @@ Communicating = Callable[[], AbstractContextManager[None]]
 
 
 def timed(communicator: Communicator, stopwatch: ReplaceableStopwatch) -> Communicator:
-    """Its collectives count as the phase "communication" of a step, wherever in a pass they are.
+    """Returns a communicator whose collectives count as the phase "communication" of a step.
 
     For tensors in host memory: what a GPU computes is not done when its collective is called.
     """
@@ -40,7 +40,7 @@ def timed(communicator: Communicator, stopwatch: ReplaceableStopwatch) -> Commun
 def timed_mesh(
     mesh: Mesh, config: Config, device: torch.device, stopwatch: ReplaceableStopwatch
 ) -> Mesh:
-    """The mesh, whose groups that cut layers work in are timed where the host waits in them."""
+    """Returns the mesh with timed communicators for divided layers, if the host waits in them."""
     if device.type != "cpu" or not config.parallel.cuts:
         return mesh
     return mesh._replace(tensor=timed(mesh.tensor, stopwatch), parts=timed(mesh.parts, stopwatch))
@@ -57,8 +57,8 @@ class _TimedHandle:
 
 
 class _Timed(AroundCommunicator):
-    """The communicator that it is given, with every wait of a collective timed; not those of the
-    groups of split()."""
+    """Wraps a communicator and times every wait of a collective; groups of split() are not
+    timed."""
 
     def __init__(self, within: Communicator, communicating: Communicating) -> None:
         super().__init__(within)

@@ -1,5 +1,5 @@
-"""The device of a rank, and whether it is another rank's too; the generators that layers draw from;
-kept memory; torch.compile.
+"""The device of a rank, and whether another rank shares it; random generators of layers; freed
+memory; torch.compile.
 
 Freed memory stays with the process: returning it to the system and asking for it again cost a CPU
 step up to 15,000 page faults. With shard.stage=3 large memory does not stay: weights of blocks come
@@ -147,7 +147,8 @@ def dropout_stream(mesh: Mesh, readers: Communicator, config: Config) -> int:
 def seed_layers(
     seed: int, mesh: Mesh, readers: Communicator, config: Config, device: torch.device
 ) -> None:
-    """Seeds what layers draw in a step, on each rank that has other samples another one."""
+    """Seeds the random numbers of layers in a step; ranks with different samples have different
+    seeds."""
     seed_dropout(fold(seed, dropout_stream(mesh, readers, config)) & (2**63 - 1), device)
 
 
@@ -160,7 +161,7 @@ def seed_dropout(seed: int, device: torch.device) -> None:
 
 
 class RankGpu(NamedTuple):
-    """What a rank computes on."""
+    """The GPU of a rank."""
 
     host: str
     gpu: str | None  # its identity; None: a CPU, or not known
@@ -179,7 +180,7 @@ def check_shared(device: torch.device, communicator: Communicator, where: str) -
     shared = shared_gpu([(rank.host, rank.gpu) for rank in ranks])
     if shared and any(rank.uses_nccl for rank in ranks):
         fix = "as many ranks on a host as it has GPUs, or comm.engine=mpi, or speed.device=cpu"
-        raise UserError(f"{shared}, which NCCL refuses", where, fix)
+        raise UserError(f"{shared}, which NCCL does not support", where, fix)
 
 
 def shared_gpu(owners: Sequence[tuple[str, str | None]]) -> str:

@@ -27,8 +27,8 @@ WhenEmpty = Literal["skip", "call", "call with zeros"]
 
 
 class AddsLoss(torch.nn.Module):
-    """A model whose layers add to the loss besides its outputs, and may have constraints; as it
-    stands here it does neither."""
+    """A model whose layers may add to the loss and have constraints; the base class does
+    neither."""
 
     notes: Sequence[str] = ()  # lines for the header
 
@@ -41,8 +41,8 @@ class AddsLoss(torch.nn.Module):
 
 
 class TrainingModel(torch.nn.Module):
-    """A model's outputs for n samples; of none outputs whose gradients are 0, without statistics of
-    nothing.
+    """Computes a model's outputs in training; for an empty batch, outputs whose gradients are 0,
+    without updating statistics.
 
     when_empty: what is done without samples. skip: the output is a scalar 0; call: the model is
     called, as the statistics of norm.kind=sync and the layers that some arrangements cut are
@@ -78,7 +78,7 @@ class InParts(Protocol):
 
 
 def whole_outputs(outputs: Any) -> Any:
-    """Outputs of all ranks. A collective where each has a part of them."""
+    """Returns the outputs of all ranks. A collective if each rank has a part of them."""
     is_tensor = isinstance(outputs, torch.Tensor)
     return outputs.whole() if not is_tensor and isinstance(outputs, InParts) else outputs
 
@@ -122,7 +122,7 @@ def _with_enough_samples(count: int) -> Iterator[None]:
     except ValueError as error:
         if count != 1 or ONE_VALUE not in f"{error}":
             raise
-        what = "a pass has one sample, and batch norm cannot compute its variance"
+        what = "a micro-batch has one sample, so batch norm cannot compute its variance"
         raise UserError(
             what,
             "a step in training",
@@ -252,8 +252,8 @@ class Forward:
         )
 
     def _evaluated(self, arrays: Mapping[str, torch.Tensor]) -> Any:
-        """The model's outputs; of no samples an input, after what the collectives of the others
-        wait for."""
+        """Returns the model's outputs; for an empty batch an input, after taking part in the
+        collectives."""
         inputs = self._part.inputs(arrays)
         x = any_of(inputs)
         with self.precision.autocast(x.device):

@@ -1,5 +1,4 @@
-"""Which weights of a torch model are trained: model.freeze, model.thaw, and what model.lora leaves
-beside its adapters."""
+"""Selects the trained weights of a torch model: model.freeze, model.thaw and model.lora."""
 
 from __future__ import annotations
 
@@ -29,12 +28,12 @@ _MOST_WORK = 100_000  # of numpy.shares_memory(): milliseconds
 
 
 def freeze(model: nn.Module, config: ModelConfig) -> None:
-    """No gradient for frozen weights that model.thaw does not have, and running statistics that
-    stay as they are.
+    """Turns off gradients of frozen weights that model.thaw does not list, and stops their running
+    statistics.
 
-    Frozen is what model.freeze fits, and with model.lora all but the adapters, model.lora_train and
-    model.weights_skip. An array with several names is frozen by any of them. Raises UserError if
-    a pattern fits nothing, or changes nothing.
+    Frozen are the weights that model.freeze matches, and with model.lora everything except the
+    adapters, model.lora_train and model.weights_skip. An array with several names is frozen by any
+    of them. Raises UserError if a pattern matches nothing or has no effect.
     """
     ties = ties_of(model)
     adapted = _adapted_names(model)
@@ -96,18 +95,22 @@ def _fitting(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
 def _check_fits(
     key: str, patterns: Iterable[str], names: Sequence[str], what: str, where: str
 ) -> None:
-    """Raises UserError if a pattern fits none of these names; what: these, with their "no"."""
+    """Raises UserError if a pattern matches none of these names; what: the text after "matches",
+    such as "no weight"."""
     for pattern in patterns:
         if not _fitting(names, [pattern]):
-            raise UserError(f"{key}: {short(pattern)} fits {what}", where, nearest(pattern, names))
+            raise UserError(
+                f"{key}: {short(pattern)} matches {what}", where, nearest(pattern, names)
+            )
 
 
 def _check_trained(config: ModelConfig, names: Sequence[str], frozen: Collection[str]) -> None:
-    """frozen: what model.freeze has, and layers with adapters. Raises UserError for what is to be
-    trained, and is of these."""
+    """Raises UserError for weights that should be trained but are in `frozen`, those of
+    model.freeze and of layers with adapters."""
     free = [name for name in names if name not in frozen]
     what = (
-        "no weight that could be trained: the rest is of model.freeze, or of layers with an adapter"
+        "no weight that could be trained: the others are frozen by model.freeze, or their layers "
+        "have an adapter"
     )
     _check_fits(
         "model.lora_train", config.lora_train, free or ["none"], what, config.where("lora_train")
@@ -119,8 +122,8 @@ def _check_trained(config: ModelConfig, names: Sequence[str], frozen: Collection
     ):
         layer = name.rpartition(".")[0]
         what = (
-            f"model.weights_skip leaves {name} as it is drawn, and model.lora or model.freeze "
-            "freezes it"
+            f"model.weights_skip leaves {name} at its random initial values, but model.lora or "
+            "model.freeze freezes it"
         )
         raise UserError(
             what,
@@ -137,16 +140,16 @@ def _check_thaw(
     where = config.where("thaw")
     if entries and not frozen:
         raise UserError(
-            f"model.thaw: {short(entries[0][0])} fits no weight that model.freeze has",
+            f"model.thaw: {short(entries[0][0])} matches no weight that model.freeze matches",
             where,
-            "model.freeze=[...] with it",
+            "add it to model.freeze=[...]",
         )
     for number, patterns in enumerate(entries):
-        _check_fits("model.thaw", patterns, frozen, "no weight that model.freeze has", where)
+        _check_fits("model.thaw", patterns, frozen, "no weight that model.freeze matches", where)
         if not any(number_of_entry(name, entries) == number for name in frozen):
             what = (
-                f"model.thaw[{number}], names={list(patterns)}, fits only weights of entries "
-                "before it"
+                f"model.thaw[{number}], names={list(patterns)}, matches only weights that earlier "
+                "entries match"
             )
             raise UserError(what, where, "put it before them, or leave it out")
         fitting = set(_fitting(frozen, patterns))
@@ -167,8 +170,8 @@ def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def lines(model: nn.Module, config: ModelConfig) -> list[str]:
-    """Lines of the header: what is trained beside adapters, and arrays that a key has by one of
-    their names."""
+    """Returns header lines: weights trained besides adapters, and tied arrays that a key matches by
+    one name."""
     ties = ties_of(model)
     names = all_names(model)
     texts = [
@@ -254,8 +257,8 @@ def check_overlaps(model: nn.Module, where: str) -> None:
                     "one changes the other"
                 )
                 fix = (
-                    "one nn.Parameter under both names, as in head.weight = embed.weight; of a "
-                    "part of it, a slice in forward()"
+                    "use one nn.Parameter under both names, as in head.weight = embed.weight; "
+                    "for a part of it, slice it in forward()"
                 )
                 raise UserError(what, where, fix)
 

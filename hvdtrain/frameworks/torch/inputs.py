@@ -38,14 +38,14 @@ class DeviceBatch:
 
 
 def split_batch(batch: DeviceBatch, count: int) -> list[DeviceBatch]:
-    """Splits a batch into `count` parts, its samples in order. Some parts may be empty, and their
-    weight is not known."""
+    """Splits a batch into `count` parts in the order of samples. Parts may be empty; their weight
+    is not set."""
     edges = [len(batch) * i // count for i in range(count + 1)]
     return [samples_of(batch, slice(start, stop)) for start, stop in itertools.pairwise(edges)]
 
 
 def samples_of(batch: DeviceBatch, rows: slice) -> DeviceBatch:
-    """Some of its samples, which may be none; their weight is not known."""
+    """Returns some samples of a batch, possibly none; their weight is not set."""
     arrays = {name: array[rows] for name, array in batch.arrays.items()}
     return dataclasses.replace(
         batch, samples=len(range(batch.samples)[rows]), weight=0, arrays=arrays
@@ -74,8 +74,8 @@ class Inputs:
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def cache_on_device(self, source: Source, wanted: bool | None) -> bool:
-        """Whether the set is on the device from now on: as data.resident says, or where it takes at
-        most SHARE of a GPU's free memory.
+        """Copies the set to the device if data.resident asks for it, or if it takes at most SHARE
+        of a GPU's free memory; returns whether it did.
 
         Raises UserError if it is wanted of a data set that is read sample by sample, or whose
         samples do not all weigh the same.
@@ -90,8 +90,8 @@ class Inputs:
             )
         if wanted and self._task.sample_weight is None:
             what = (
-                "the host counts the tokens or labels of each batch: the data set cannot stay on "
-                "the device alone"
+                "the host counts the tokens or labels of each batch, so the data set cannot stay "
+                "only on the device"
             )
             raise UserError(what, "data.resident=true", "leave it out")
         if arrays is None or wanted is False or self._task.sample_weight is None:
@@ -190,7 +190,7 @@ class Inputs:
         )
 
     def _contiguous(self, arrays: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Images in the order of their indices, where they are not to be in channels_last order."""
+        """Returns contiguous images, unless they should be in channels_last order."""
         if self._channels_last:
             return arrays
         # .contiguous() would leave one channel's strides as they are

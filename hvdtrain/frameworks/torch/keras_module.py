@@ -48,31 +48,34 @@ def as_module(model: Any, config: Config, task: Task) -> Any:
     where = config.where("model.name")
     if keras.backend.backend() != "torch":
         what = (
-            f"the model is of Keras on {keras.backend.backend()}, and framework=torch trains "
-            "models of torch"
+            f"the Keras model uses the backend {keras.backend.backend()}, but framework=torch "
+            "needs torch"
         )
         raise UserError(what, where, "KERAS_BACKEND=torch; or framework=keras")
     if config.shard.stage == 3:
-        what = "shard.stage=3 gives the weights of a model other tensors, and Keras keeps its own"
+        what = (
+            "shard.stage=3 replaces the tensors of weights, but Keras keeps its own "
+            "references to them"
+        )
         raise UserError(what, config.where("shard.stage"), "shard.stage=2")
     if config.optim.name == "muon":
         what = (
-            "optim.name=muon takes the first axis of a matrix for its outputs, and in kernels of "
-            "Keras it is the last one"
+            "optim.name=muon expects the outputs of a matrix on its first axis, but Keras "
+            "kernels have them on the last"
         )
         raise UserError(what, config.where("optim.name"), "framework=keras, or another optim.name")
     wanted = _number_type(config).name
     load_keras(where, _number_type(config))  # its operations are of that type, too
     if wrong := {str(v.dtype) for v in model.trainable_variables} - {wanted}:
-        what = f"the model has numbers of {', '.join(sorted(wrong))}, the job of {wanted}"
+        what = f"the model computes in {', '.join(sorted(wrong))}, but the job in {wanted}"
         raise UserError(
             what,
             config.where("speed.precision"),
-            f"keras.config.set_dtype_policy('{wanted}') before the model is made",
+            f"keras.config.set_dtype_policy('{wanted}') before the model is created",
         )
     if task.transforms is not None:
         what = (
-            f"the job gives the model {', '.join(task.transforms.each)}, and a model of Keras is "
+            f"the job passes {', '.join(task.transforms.each)} to the model, but a Keras model is "
             "called with one x"
         )
         raise UserError(
@@ -96,8 +99,8 @@ def _refuse_constraints(model: Any, config: Config) -> None:
             (name for name, v in named_variables(model) if v.constraint is not None), None
         ):
             what = (
-                f"{name} of the model has a constraint, which needs the whole weight after each "
-                f"update on every rank, and {key} is set"
+                f"{name} of the model has a constraint, which needs the whole weight on every "
+                f"rank, but {key} divides it"
             )
             raise UserError(what, config.where(key), f"leave {key} out, or the constraint")
 

@@ -1,4 +1,4 @@
-"""TorchLearner: one rank's torch model, and what a step does to it, in order."""
+"""TorchLearner: one rank's torch model, and the order of a step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from hvdtrain.frameworks.torch.strategy import Strategy
 
 @dataclass(eq=False)
 class TorchLearner(RankModel, DrawsTokens, Learner):
-    """A torch model, its optimizer, and how the ranks' gradients become one."""
+    """A torch model, its optimizer, and the strategy that reduces gradients."""
 
     config: Config
     mesh: Mesh
@@ -96,7 +96,7 @@ class TorchLearner(RankModel, DrawsTokens, Learner):
         self._take_parts()
 
     def _regroup(self) -> None:
-        """After ranks were lost: the groups of those that are left. A collective where there are
+        """Creates the groups of the remaining ranks after a loss. A collective if there are
         groups."""
         self.mesh = make_mesh(self.mesh.world, self.config)
         self.readers = self.mesh.readers

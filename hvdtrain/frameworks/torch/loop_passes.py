@@ -1,4 +1,4 @@
-"""LoopPasses: forward and backward of a batch in a script's own loop, whose losses the script
+"""LoopPasses: forward and backward of a batch in a custom loop, whose losses the script
 computes."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Found = tuple[torch.Tensor, float]  # the script's loss of a part of its batch, 
 
 
 class LoopPasses:
-    """This class makes them as one process does. Others say what they do differently."""
+    """The passes of a whole model; subclasses for divided models override them."""
 
     calls_model = True  # a call of `forward` is one of the model, on this rank
 
@@ -45,6 +45,6 @@ class LoopPasses:
     def over_stages(
         self, total: torch.Tensor, weight: float, *, is_counted: bool
     ) -> tuple[torch.Tensor, float, bool]:
-        """The sum of losses, its weight, and whether the script has counted it, of the rank that
-        has computed them. A collective where that is another one."""
+        """Returns the sum of losses, its weight, and whether the script counted it, from the rank
+        that computed them. A collective if that is another rank."""
         return total, weight, is_counted

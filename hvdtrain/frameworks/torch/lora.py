@@ -47,7 +47,7 @@ def adapt(model: nn.Module, config: ModelConfig) -> None:
     }
     for pattern in config.lora:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in layers):
-            what = f"model.lora: {short(pattern)} fits no torch.nn.Linear of the model"
+            what = f"model.lora: {short(pattern)} matches no torch.nn.Linear of the model"
             raise UserError(
                 what,
                 config.where("lora"),
@@ -83,8 +83,8 @@ def _check_weight(model: nn.Module, name: str, layer: nn.Linear, config: ModelCo
     where = config.where("lora")
     if not isinstance(weight := layer._parameters.get("weight"), nn.Parameter):
         what = (
-            f"model.lora: the weight of {name} is computed from other parameters, as weight_norm "
-            "does"
+            f"model.lora: the weight of {name} is computed from other parameters, as with "
+            "weight_norm"
         )
         raise UserError(what, where, "fewer names in model.lora, or the layer without it")
     for other_name, module in model.named_modules():
@@ -92,8 +92,8 @@ def _check_weight(model: nn.Module, name: str, layer: nn.Linear, config: ModelCo
             if p is weight and module is not layer:
                 other = f"{other_name}.{own}".removeprefix(".")
                 what = (
-                    f"model.lora: {name}.weight is {other} too (tied weights), and an adapter "
-                    "merged into it would change both"
+                    f"model.lora: {name}.weight is tied to {other}, so merging an adapter into it "
+                    "would change both"
                 )
                 untied = "model.tied=false of gpt, model.tie_word_embeddings=false of transformers"
                 fix = f"leave {name} out of model.lora; or a model that does not tie them: {untied}"
@@ -105,8 +105,8 @@ def _adapt(layer: nn.Linear, config: ModelConfig) -> None:
     rank = config.lora_rank
     if rank > min(weight.shape):
         what = (
-            f"model.lora_rank={rank} is more than a layer of {weight.shape[1]} inputs and "
-            f"{weight.shape[0]} outputs has"
+            f"model.lora_rank={rank} is too large for a layer of {weight.shape[1]} inputs and "
+            f"{weight.shape[0]} outputs"
         )
         raise UserError(what, config.where("lora_rank"), f"{min(weight.shape)} or less")
     layer.requires_grad_(False)
@@ -139,5 +139,5 @@ def check_calls(model: nn.Module, inputs: Called, config: ModelConfig) -> None:
         for hook in hooks:
             hook.remove()
     if left := [name for name, module in waiting.items() if module not in called]:
-        what = f"the model does not call its layer {left[0]}: its adapter would do nothing"
+        what = f"the model does not call its layer {left[0]}, so an adapter would have no effect"
         raise UserError(what, config.where("lora"), "fewer names in model.lora")

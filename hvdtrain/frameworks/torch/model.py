@@ -1,5 +1,5 @@
-"""The torch model that model.name means, or a script gives; its norms and first weights; the check
-that it gives what the task needs."""
+"""Builds the torch model of model.name or of a script, with its norms and initial weights, and
+checks its outputs against the task."""
 
 from __future__ import annotations
 
@@ -129,8 +129,8 @@ class MasksWithGaps(TorchDispatchMode):
 def check_outputs(
     model: torch.nn.Module, config: Config, task: Task, like: torch.Tensor | None = None
 ) -> None:
-    """Raises UserError if a forward pass of two samples of zeros does not give what the task
-    needs; with norm.kind=sync also of none.
+    """Raises UserError if a forward pass of two samples of zeros does not return what the task
+    needs; with norm.kind=sync, also of an empty batch.
 
     like: has the device of the inputs and the number type of the weights; None: the model's first
     parameter.
@@ -165,7 +165,8 @@ def check_outputs(
         if not isinstance(found, torch.Tensor) or not task.fits(tuple(found.shape), count):
             shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
             what = (
-                f"for {kind} {shapes_of(inputs)} the model gives {shape}, not {task.outputs(count)}"
+                f"for {kind} {shapes_of(inputs)} the model returns {shape}, not "
+                f"{task.outputs(count)}"
             )
             raise UserError(
                 what,
@@ -185,13 +186,13 @@ def _check_names(model: torch.nn.Module, part: TaskPart, where: str) -> None:
     names = getattr(part, "by_name", ())
     if not takes_by_name(model, names):
         what = (
-            f"forward() of {type(model).__name__} has no parameters {' and '.join(names)}, and "
-            "the job gives it these"
+            f"the job passes {' and '.join(names)} to forward() of {type(model).__name__}, which "
+            "has no such parameters"
         )
         raise UserError(
             what,
             where,
-            f"def forward(self, {', '.join(names)}), with regard to each; or model.name=gpt",
+            f"def forward(self, {', '.join(names)}), using each of them; or model.name=gpt",
         )
 
 
@@ -202,8 +203,7 @@ def _check_functions(
     examples: Batch,
     like: torch.Tensor,
 ) -> None:
-    """Raises UserError if a function of the user's own gives for a sample what depends on
-    others."""
+    """Raises UserError if the result of a user's function for a sample depends on other samples."""
     batch = {}
     for name, field in fields.items():
         tensor = torch.from_numpy(examples[name]).to(like.device)
@@ -244,10 +244,7 @@ def _check_loss(
             "the loss has a gradient for other tensors than the outputs: parameters of its own, "
             "or those of the script's model, although only a copy of that model "
         )
-        fix = (
-            "parameters of the model, from which it makes the outputs; optim.weight_decay for a "
-            "penalty of weights"
-        )
+        fix = "let the loss depend on the outputs only; optim.weight_decay penalizes weights"
         raise UserError(f"{what}is trained", where, fix)
 
 
@@ -315,16 +312,16 @@ def build_model(config: Config, task: Task) -> torch.nn.Module:
         ) from None
     if not isinstance(model, torch.nn.Module):
         raise UserError(
-            f"{name} gave a {type(model).__name__}, not a torch.nn.Module",
+            f"{name} returned a {type(model).__name__}, not a torch.nn.Module",
             where,
             "give a class of modules, or another framework=",
         )
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         what = (
-            f"the model is wrapped in {type(model).__name__}, and hvdtrain divides samples and "
-            "reduces gradients itself"
+            f"the model is wrapped in {type(model).__name__}, but hvdtrain distributes samples "
+            "and reduces gradients itself"
         )
-        raise UserError(what, where, "the model inside of it: model.module")
+        raise UserError(what, where, "pass the wrapped model: model.module")
     _refuse_hooks_on_parts(model, config)
     without_past(model)
     if not any(p.requires_grad for p in model.parameters()):
@@ -384,8 +381,8 @@ def recompute_blocks(model: nn.Module, which: Literal["none", "all"] | int, wher
     blocks = list(getattr(model, "blocks", ()))
     if not all(isinstance(block, nn.Module) for block in blocks) or not blocks:
         what = (
-            f"model.recompute={which} computes blocks again; {type(model).__name__} has no "
-            "attribute `blocks` with its modules"
+            f"model.recompute={which} recomputes blocks, but {type(model).__name__} has no "
+            "attribute `blocks`"
         )
         raise UserError(
             what,
@@ -433,14 +430,11 @@ def _refuse_hooks_on_parts(model: nn.Module, config: Config) -> None:
     if (config.shard.stage == 3 or config.parallel.cuts) and (
         name := next((n for n, p in model.named_parameters() if p._backward_hooks), "")
     ):
-        what = (
-            f"{name} of the model has a hook of its gradient, and {key} gives each rank a part of "
-            "it"
-        )
+        what = f"the model registers a gradient hook on {name}, but {key} divides it among ranks"
         raise UserError(
             what,
             config.where(key) if "." in key else key,
-            "shard.stage=2, or the hook in a module's backward pass",
+            "shard.stage=2, or a hook on a module's backward pass",
         )
 
 
@@ -475,7 +469,7 @@ class GivenModel:
                 f"{error}"
             )
             raise UserError(
-                what, "hvdtrain.train(), model", "a class or function that makes the model"
+                what, "hvdtrain.train(), model", "a class or function that creates the model"
             ) from error
         for original, p in zip(self.model.parameters(), model.parameters(), strict=True):
             _copy_marks(original, p)

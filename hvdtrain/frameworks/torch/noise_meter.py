@@ -1,4 +1,4 @@
-"""NoiseMeter: what log.noise_scale measures of the gradients of a step."""
+"""NoiseMeter: the measurements of gradients for log.noise_scale."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def use_norm(
                 replacements[norm] = SyncBatchNorm(norm, communicator, name or "model", order)
     if not replacements:
         raise UserError(
-            "the model has no batch norm layer whose statistics could be chosen",
+            "the model has no batch norm layer, so norm.kind has no effect",
             f"norm.kind={kind}",
             "norm.kind=batch",
         )
@@ -74,21 +74,22 @@ def check_replaceable(norm: BatchNorm, name: str, kind: Kind) -> None:
     where = f"norm.kind={kind}"
     if isinstance(norm, LazyModuleMixin):
         raise UserError(
-            f"{layer} does not know its number of channels yet",
+            f"{layer} has no fixed number of channels yet",
             where,
             "give it: nn.BatchNorm2d(64), not nn.LazyBatchNorm2d()",
         )
     if type(norm).forward not in (BatchNorm.forward, nn.SyncBatchNorm.forward):
         raise UserError(
-            f"{layer} computes in its own way, which {kind} would drop",
+            f"{layer} overrides the computation of batch norm, which norm.kind={kind} would "
+            "replace",
             where,
             "norm.kind=batch, or torch's own BatchNorm",
         )
 
 
 class GhostBatchNorm(BatchNorm):
-    """Batch norm over each ghost of `ghosts.ghost` samples, a smaller last one by itself; with one
-    ghost at most it is the plain one.
+    """Batch norm over each ghost batch of `ghosts.ghost` samples; the last one may be smaller. With
+    a single ghost batch it is plain batch norm.
 
     (Hoffer 2017, arXiv:1705.08741, algorithm 1.) Sample i of a forward pass belongs to ghost i //
     g, and each ghost is normalised by itself. A contiguous (n, C, L) tensor is, without a copy, one
@@ -145,22 +146,22 @@ class GhostBatchNorm(BatchNorm):
     def _normalise(
         self, x: torch.Tensor, count: int, rows: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x in `count` ghosts of equally many samples of `rows` rows; the mean and the unbiased
-        variance of each ghost, (count, C)."""
+        """Normalizes x in `count` ghost batches of equal size with `rows` rows per sample; returns
+        the mean and unbiased variance of each, (count, C)."""
         channels = self.num_features
         plane = math.prod(x.shape[2:])
         if len(x) * plane == count:
             # torch refuses such a batch too; here the batch may be large and only its last ghost
             # too small
             what = (
-                f"a ghost of {len(x) // rows // count} sample has one value per channel "
-                f"({tuple(x.shape)}), and so no variance"
+                f"a ghost batch of {len(x) // rows // count} sample has one value per channel "
+                f"({tuple(x.shape)}), and therefore no variance"
             )
             raise UserError(
                 what,
                 "norm.ghost",
-                "a norm.ghost that divides the samples of a rank's forward pass, or leaves two "
-                "over",
+                "a norm.ghost that divides the samples of a rank's forward pass, or leaves a "
+                "remainder of at least two",
             )
         x_ghosts = x.reshape(-1, count, rows, channels, plane).transpose(2, 3)  # (g, S, C, rows, L)
         # a view of x, if it is contiguous and rows is 1
@@ -182,12 +183,12 @@ class GhostBatchNorm(BatchNorm):
         return y, means.view(count, channels), variances.view(count, channels)
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
-        """The kernel takes whatever has a channel axis 1."""
+        """Accepts any input with a channel axis 1."""
 
 
 class Ghosts:
-    """The size of a ghost and of the present batch, which a model shares with all its norms; and
-    the hooks that reorder samples."""
+    """The sizes of a ghost batch and of the current batch, shared by a model and its norms, and the
+    hooks that reorder samples."""
 
     def __init__(self, ghost: int) -> None:
         self.ghost = ghost
@@ -210,8 +211,8 @@ class Ghosts:
 
 
 def interleave(x: torch.Tensor, ghost: int) -> torch.Tensor:
-    """The first sample of every full ghost, then the second of every full ghost, ...; those of a
-    smaller last ghost stay last."""
+    """Orders samples as the first of every full ghost batch, then the second of every one, ...;
+    those of a smaller last one stay last."""
     return _transpose_samples(x, len(x) // ghost, ghost)
 
 
@@ -307,7 +308,7 @@ class SyncBatchNorm(BatchNorm):
         return total, mean, (share * (variances + (means - mean).square())).sum(0)
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
-        """The kernel takes whatever has a channel axis 1."""
+        """Accepts any input with a channel axis 1."""
 
 
 class _Normalise(torch.autograd.Function):
@@ -409,7 +410,7 @@ def end_forward(order: SameOrder, model: torch.nn.Module, inputs: Any, outputs: 
 
 
 def take_over(new: BatchNorm, old: BatchNorm) -> None:
-    """Gives `new` the parameters and buffers of `old`, themselves, and whether it trains."""
+    """Moves the parameters, buffers and training mode of `old` to `new`."""
     new.weight = old.weight
     new.bias = old.bias
     new.running_mean = old.running_mean

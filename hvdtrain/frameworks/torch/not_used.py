@@ -1,4 +1,4 @@
-"""What a torch model has that a job does not use: outputs that no loss takes, methods of other
+"""Notes on parts of a torch model that a job does not use: outputs without a loss, methods of other
 trainers, parameters without decay."""
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _MOST = 4  # names in a line
 def lines_of_not_used(
     model: nn.Module, config: Config, task: Task, like: torch.Tensor
 ) -> list[str]:
-    """Lines for the header of a user's model. A collective where its forward pass is; it leaves the
-    model as it is.
+    """Returns the header lines of a user's model, without changing it. A collective if its forward
+    pass is.
 
     like: has the device of the inputs and the number type of the weights.
     """
@@ -53,8 +53,8 @@ def _methods(model: nn.Module) -> list[str]:
 
 
 def _without_decay(model: nn.Module, config: Config) -> list[str]:
-    """Parameters that the model would have without decay, as those of timm say it and those of
-    state space models, and that have one."""
+    """Returns decayed parameters that the model marks as not decayed, in the way of timm or of
+    state space models."""
     if not config.optim.weight_decay or config.optim.groups:
         return []
     names = _no_weight_decay(model)
@@ -75,7 +75,7 @@ def _without_decay(model: nn.Module, config: Config) -> list[str]:
 
 
 def _no_weight_decay(model: nn.Module) -> set[str]:
-    """The names that no_weight_decay() of the model gives; none if it is of another kind."""
+    """Returns the names from the model's no_weight_decay(); none if that is something else."""
     try:
         names = model.no_weight_decay()  # type: ignore[operator]
         return set() if isinstance(names, str) else {name for name in names if type(name) is str}
@@ -103,21 +103,20 @@ def _outputs(
 
 
 def _plain_values(module: nn.Module) -> dict[str, Any]:
-    """Its mode, and what it counts: the check is not a pass of the job."""
+    """Returns the module's mode and counters, to restore them after the check."""
     plain = (bool, int, float, str, type(None))
     return {name: value for name, value in vars(module).items() if isinstance(value, plain)}
 
 
 def _train(model: nn.Module) -> None:
-    """In training mode, but for dropout and norms, whose statistics may be a collective, and for
-    Keras, which keeps its own."""
+    """Sets training mode except for dropout, norms (whose statistics may be a collective) and Keras
+    models, which keep their own mode."""
     for module in model.modules():
         module.training = not isinstance(model, AddsLoss) and any(True for _ in module.children())
 
 
 def _outputs_of_none(model: nn.Module, part: TaskPart, batch: dict[str, torch.Tensor]) -> Any:
-    """What it gives for no samples, which models get at the start anyway. None if it takes no
-    such pass."""
+    """Returns the outputs for an empty batch; None if the model does not accept one."""
     try:
         return call(model, part.inputs({name: field[:0] for name, field in batch.items()}))
     except Exception:
@@ -125,7 +124,7 @@ def _outputs_of_none(model: nn.Module, part: TaskPart, batch: dict[str, torch.Te
 
 
 class _Activations(TorchFunctionMode):
-    """Keeps what the calls of one function, by its name, have given."""
+    """Records the results of calls of one function, by its name."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -187,8 +186,8 @@ def _without_effect(
 
 
 def _tensors(outputs: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """aux, 1, hidden_states.0: the tensors of real numbers in dicts, lists and tuples, by name or
-    place."""
+    """Yields the floating-point tensors in dicts, lists and tuples, by name or index: aux, 1,
+    hidden_states.0."""
     if isinstance(outputs, torch.Tensor):
         if outputs.is_floating_point():
             yield path, outputs

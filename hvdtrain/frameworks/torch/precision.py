@@ -1,5 +1,4 @@
-"""In which number types a torch model computes, and the scale that keeps fp16 gradients from
-vanishing."""
+"""The dtypes in which a torch model computes, and the loss scale for fp16 gradients."""
 
 from __future__ import annotations
 
@@ -49,8 +48,8 @@ class Precision(NamedTuple):
 
 
 def pick_precision(config: Config, device: torch.device, communicator: Communicator) -> Precision:
-    """What speed.precision means on this device; auto is bf16 where the devices of all ranks are
-    built for it. Every rank calls it."""
+    """Returns the precision of speed.precision on this device; auto is bf16 if the devices of all
+    ranks support it. Every rank calls it."""
     name = config.speed.precision
     why = ""
     if name == "auto":
@@ -143,13 +142,13 @@ def refuse_tiny_images(
             hook.remove()
     if found:
         what = (
-            f"{found[0]} strides over an image of 1x1, for which this torch computes a wrong bf16 "
-            "gradient on a CPU"
+            f"{found[0]} has a stride and gets images of 1x1, for which this torch computes a "
+            "wrong bf16 gradient on a CPU"
         )
         raise UserError(
             what,
             where,
-            "larger images, a model that halves them less often, or speed.precision=fp32",
+            "larger images, a model that halves images less often, or speed.precision=fp32",
         )
 
 
@@ -162,8 +161,7 @@ def _note_tiny(
 
 
 class Scale:
-    """What the loss is multiplied by before backward: 1, for number types whose gradients need no
-    scale."""
+    """The factor of the loss before backward: 1, for dtypes whose gradients need no scale."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -182,8 +180,8 @@ class Scale:
 
 
 class LossScale(Scale):
-    """Gradients are computed of the loss times a power of two, which halves where they overflow and
-    doubles after GROW_AFTER good steps.
+    """Multiplies the loss by a power of two, which is halved when gradients overflow and doubled
+    after GROW_AFTER good steps.
 
     Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, as torch.amp.GradScaler. All ranks see
     the same mean gradient, so their scales stay equal. A step that overflows is left out and does
@@ -224,7 +222,7 @@ class LossScale(Scale):
 
 
 def loss_scale(precision: Precision, device: torch.device) -> Scale:
-    """What scales the loss of a model of this precision."""
+    """Returns the loss scale for this precision."""
     return LossScale(device) if precision.layers is torch.float16 else Scale()
 
 
@@ -236,5 +234,5 @@ def load_loss_scale(scale: Scale, state: Arrays) -> None:
 
 
 def without_loss_scale(state: Mapping[str, T]) -> dict[str, T]:
-    """All of a state, or of its shapes, but the loss scale."""
+    """Returns a state, or its shapes, without the loss scale."""
     return {name: of for name, of in state.items() if not name.startswith(NAME)}

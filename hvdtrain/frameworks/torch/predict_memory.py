@@ -1,5 +1,5 @@
-"""What a rank of a job takes and does before it starts: its own learner makes two steps on tensors
-without numbers; what is alive, what is computed and what is sent are counted."""
+"""Predicts memory, computation and communication of a rank: its learner makes two steps on tensors
+without data, which are counted."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ KIND_OF_PHASE = {
 def predict(
     config: Config, task: Task, step: PlannedStep, ranks: int, features: frozenset[Feature]
 ) -> Footprint:
-    """Memory of the rank that takes most of so many, with an engine of these features. Nothing is
-    allocated; a second for each stage of a pipeline, and no rank's help.
+    """Predicts the memory of the rank that needs most, for an engine with these features. Nothing
+    is allocated; a second for each stage of a pipeline, and no rank's help.
 
     Raises UserError if the model cannot be called with tensors that have no numbers, or cut.
     """
@@ -90,7 +90,9 @@ def _works(
             f"{first_line(error)}"
         )
         raise UserError(
-            what, config.where("model.name"), "a model that needs no numbers to compute shapes"
+            what,
+            config.where("model.name"),
+            "a model whose shapes do not depend on the values of tensors",
         ) from error
 
 
@@ -215,8 +217,7 @@ def _learner(config: Config, task: Task, mesh: Mesh, features: frozenset[Feature
 
 
 def mark(learner: TorchLearner, live: LiveStorages) -> None:
-    """Tells what is known by name from what is known by the phase that made it; between two
-    steps."""
+    """Assigns named tensors to their kinds; called between two steps."""
     live.mark([p.data for p in learner.model.parameters()], "weights")
     live.mark(learner.model.buffers(), "buffers")
     states = [learner.optimizer.state[p] for p in learner.updated if p in learner.optimizer.state]
@@ -313,7 +314,7 @@ class LiveStorages(TorchDispatchMode):
         self.peak_bytes = self._bytes
 
     def mark(self, tensors: Iterable[torch.Tensor | None], kind: str) -> None:
-        """These are of a kind, also those that were made before."""
+        """Assigns tensors to a kind, also those created before."""
         for tensor in tensors:
             if tensor is not None:
                 self._count(_storage(tensor), kind, remark=True)

@@ -1,4 +1,4 @@
-"""RankModel: a torch model as a rank has it, its state by name and the line that describes it."""
+"""RankModel: a rank's part of a torch model, its state by name and its description."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hvdtrain.frameworks.torch.strategy import Strategy
 
 
 class RankModel:
-    """What the trainer's learner and the learner of a script's own loop share."""
+    """The common part of the trainer's learner and the learner of custom loops."""
 
     config: Config
     mesh: Mesh
@@ -43,8 +43,8 @@ class RankModel:
         return self._state.averaged()
 
     def weights(self) -> Arrays:
-        """Copies of weights and buffers by the names of the model's state dict, as evaluations have
-        them: averages, where there are some.
+        """Returns copies of weights (or their averages, if there are any) and buffers, by the names
+        of the model's state dict.
 
         A collective where ranks have parts of them, or of the averages.
         """
@@ -60,7 +60,7 @@ class RankModel:
         return CurrentPass(doing, None) if doing else None
 
     def count(self, parameters: Iterable[torch.nn.Parameter]) -> int:
-        """Numbers in parameters, as one process would have them."""
+        """Counts the elements of parameters, as in one process."""
         return sum(math.prod(self.strategy.part(p).shape) for p in parameters)
 
     def how_computed(self, precision: Precision) -> str:

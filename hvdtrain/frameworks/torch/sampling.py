@@ -16,7 +16,7 @@ from hvdtrain.frameworks.torch.strategy import Strategy
 
 
 class DrawsTokens:
-    """A learner whose model may draw tokens, as Sampler has it."""
+    """A learner that implements Sampler."""
 
     config: Config
     model: torch.nn.Module
@@ -36,8 +36,8 @@ class DrawsTokens:
     ) -> np.ndarray:
         if not hasattr(self.model, "empty_cache"):
             what = (
-                f"{type(self.model).__name__} has no empty_cache(), by which it would be read "
-                "token by token"
+                f"{type(self.model).__name__} has no empty_cache(), so it cannot generate token "
+                "by token"
             )
             raise UserError(what, self.config.where("model.name"), "a run with model.name=gpt")
         self.model.eval()

@@ -1,5 +1,5 @@
-"""A torch learner's state as arrays by name: weights, buffers, optimizer state and loss scale; how
-they come from a GPU to the host."""
+"""A torch learner's state as named arrays: weights, buffers, optimizer state and loss scale, and
+their copy from a GPU to the host."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class LearnerState:
         return self._staging.read(tensor).reshape(-1)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every live tensor that a resume needs, by the names of Learner.state(); of arrays that
-        are cut, this rank's part."""
+        """Returns every live tensor that a resume needs, by the names of Learner.state(); for
+        divided arrays, this rank's part."""
         tensors: dict[str, torch.Tensor] = {
             f"p.{name}": self._strategy.part(p).parameter for name, p in self._parameters.items()
         }
@@ -216,19 +216,19 @@ class StagingBuffer:
         self._buffer: torch.Tensor | None = None
 
     def expect(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These may be read next: the buffer gets the size of the largest with the first of
-        them."""
+        """Announces tensors to read next; the buffer gets the size of the largest one at the first
+        read."""
         self._largest_bytes = max(
             (tensor.nbytes for tensor in tensors if not self.is_on_host(tensor)), default=0
         )
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
-        """Whether its numbers are read where they lie."""
+        """Whether the tensor can be read in place."""
         return tensor.device.type == "cpu"
 
     def read(self, tensor: torch.Tensor) -> np.ndarray:
-        """The numbers of a tensor in its shape: where they lie in host memory, or in the buffer,
-        where the next call overwrites them.
+        """Returns a tensor's values: in place if they are in host memory, else in the buffer, which
+        the next call overwrites.
 
         The host waits for the GPU.
         """

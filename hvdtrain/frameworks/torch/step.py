@@ -1,5 +1,5 @@
-"""A step in torch: passes leave gradients, and an update measures, clips and takes them; for the
-trainer, an own loop and a dense part."""
+"""A step in torch: passes compute gradients, and an update measures, clips and applies them; for
+the trainer, custom loops and the dense part."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Total = Callable[[torch.Tensor], torch.Tensor]  # Strategy.total
 
 
 class StepAddition:
-    """What a feature adds at the points of a step, in this order; as it stands here nothing."""
+    """The hooks of a feature in a step, in this order; the base class does nothing."""
 
     def take_parts(self, updated: Sequence[torch.Tensor]) -> None:
         """Before the first step, and after ranks were lost: what this rank updates of each trained
@@ -39,17 +39,17 @@ class StepAddition:
         step."""
 
     def reduced(self) -> None:
-        """p.grad is the sum over ranks now."""
+        """Called when p.grad is the sum over ranks."""
 
     def read(self, hyper: Hyper, count: int, shards: Sequence[Shard], total: Total) -> Sums:
-        """What is measured of the mean gradient, which the shards have, as device scalars; of
-        `count` samples of this rank."""
+        """Returns measurements of the mean gradient in the shards, as device scalars; count:
+        samples of this rank."""
         return {}
 
 
 class OptimizerStep:
-    """The end of a step, from gradients that are the sum over ranks: they are unscaled, left out
-    where they are not finite, clipped, given noise, and the optimizer makes its step.
+    """The end of a step, from gradients summed over ranks: unscales them, skips the step if they
+    are not finite, clips, adds noise, and runs the optimizer.
     """
 
     def __init__(
@@ -123,8 +123,7 @@ class Passes:
     """The forward and backward passes of a step, one micro-batch after the other, and those of an
     evaluation.
 
-    This class makes them as one process does. Others say what they do differently: through stages,
-    in turns.
+    The base class runs them on a whole model; subclasses run them through stages or in turns.
     """
 
     def __init__(
@@ -149,7 +148,7 @@ class Passes:
         return shards
 
     def of_step(self, hyper: Hyper, optimizer: torch.optim.Optimizer) -> OnePass:
-        """What Strategy.run() calls in this step."""
+        """Returns the function that Strategy.run() calls in this step."""
         return self._one
 
     def left_bad(self, bad: torch.Tensor) -> torch.Tensor:

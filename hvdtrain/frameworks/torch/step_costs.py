@@ -1,4 +1,4 @@
-"""What a step costs on a device: the time of each phase, a trace, and its floating-point
+"""Measurements of a step on a device: the time of each phase, a trace, and floating-point
 operations."""
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class TracingStopwatch:
 
 @contextmanager
 def profile(stopwatch: ReplaceableStopwatch, device: torch.device, path: Path) -> Iterator[None]:
-    """Traces what is done inside, with the phases of `stopwatch`, into PATH/trace.json.gz.
+    """Traces the work inside, with the phases of `stopwatch`, into PATH/trace.json.gz.
 
     The file is for https://ui.perfetto.dev or chrome://tracing. Starting a trace takes a second or
     two.

@@ -1,5 +1,4 @@
-"""Strategy: how the gradients of the ranks become one, and everything in a step that depends on
-it."""
+"""Strategy: how ranks reduce gradients, and everything in a step that depends on it."""
 
 from __future__ import annotations
 
@@ -80,8 +79,7 @@ class Strategy:
     many. Every method is called on every rank, in this order: wrap() once, then for each step
     begin_step(), run(), reduce() and optimizer_step(), and sync() at each sync point.
 
-    This class is the strategy of one process, whose gradient is the sum over ranks; all others say
-    what they do differently.
+    The base class is the strategy of one process, whose gradient is the sum over ranks.
     """
 
     # for the line that describes the learner: "gradients in 3 overlapped buckets"
@@ -107,32 +105,33 @@ class Strategy:
         return 1
 
     def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
-        """Before the optimizer has any state. May be a collective."""
+        """Wraps the forward pass and the optimizer, before the optimizer has any state. May be a
+        collective."""
         return Wrapped(forward, optimizer)
 
     def shard(self, p: torch.nn.Parameter) -> Shard:
-        """Which part of a trained parameter this rank updates."""
+        """Returns the part of a trained parameter that this rank updates."""
         return whole_shard(p)
 
     def part(self, p: torch.nn.Parameter) -> Shard:
-        """Which part of any parameter's memory this rank has."""
+        """Returns the part of any parameter that this rank has."""
         return whole_shard(p)
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks that update different parts: x itself where every rank updates
-        everything. A collective, else."""
+        """Returns the sum over ranks that update different parts, a collective; x itself if every
+        rank updates everything."""
         return x
 
     def own_steps(self, steps: Sequence[Progress]) -> Iterable[Progress]:
-        """Steps, of these, that this rank makes; as Learner has it."""
+        """Returns the steps that this rank makes: see Learner."""
         return steps
 
     def read_updates(self) -> list[WorkerUpdate]:
-        """The updates of asynchronous steps, since it was last called; as Learner has it."""
+        """Returns the updates of asynchronous steps since the last call: see Learner."""
         return []
 
     def begin_step(self, hyper: Hyper) -> None:
-        """Before anything else is asked of it in a step. The same on all ranks."""
+        """Called first in a step, with the same arguments on all ranks."""
 
     def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
         """Calls one_pass with the divisor for each micro-batch, in order, and adds up what it
@@ -152,8 +151,8 @@ class Strategy:
         optimizer.step()
 
     def weights_changed(self) -> None:
-        """The model's weights were loaded: copies of them follow, and what a step that was cut off
-        has left is void."""
+        """Called after weights were loaded: updates copies of them, and discards the rest of an
+        interrupted step."""
 
     def sync(self, optimizer: torch.optim.Optimizer) -> None:
         """Makes weights and optimizer state equal on all ranks, if they are not. A collective."""
@@ -190,7 +189,7 @@ class Strategy:
 
 
 class Around(Strategy):
-    """A strategy that does what another one does, but for what its own methods do.
+    """A strategy that delegates to another one, except for the methods that it overrides.
 
     Not passed on: put_together(), divide_anew(), how_to_go_on() and go_on(), since optim.ema and
     guard.lost=shrink are refused beside what wraps; own_steps() and read_updates(), since nothing
@@ -247,8 +246,8 @@ def run_passes(
     one_pass: OnePass,
     before_last: Callable[[], None] = lambda: None,
 ) -> Sums:
-    """The sums of all passes of a step, made one after the other; `before_last` is called just
-    before the last of them."""
+    """Runs all passes of a step and returns their sums; `before_last` is called just before the
+    last pass."""
     total: Sums = {}
     for number, batch in enumerate(micro, start=1):
         is_last = number == len(micro)

@@ -1,5 +1,5 @@
 """model.thaw: weights that are frozen until a step. Their gradients are cleared and their norms
-stay in evaluation mode; that nothing updates them the rule says (optim/thawing.py)."""
+stay in evaluation mode; the rule does not update them (optim/thawing.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvdtrain.optim.thawing import ThawEntries
 
 
 class Thaw(StepAddition):
-    """What each entry of model.thaw has of a rank's model."""
+    """The frozen parameters of each entry of model.thaw."""
 
     def __init__(self, model: nn.Module, entries: ThawEntries) -> None:
         self._entries = entries

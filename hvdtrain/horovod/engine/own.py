@@ -80,7 +80,7 @@ class OwnEngine:
             raise BadCall(
                 what,
                 request.signature.where,
-                "call it on these ranks alone: process_set.included()",
+                "call it only on these ranks: process_set.included()",
             )
         self._callers.ask()
         if lane.submit(request) and (self._is_asynchronous or len(self._lanes) > 1):
@@ -122,10 +122,7 @@ class OwnEngine:
 
     def add_set(self, ranks: Sequence[int]) -> int:
         if not self._has_threads:
-            what = (
-                "MPI was started without MPI_THREAD_MULTIPLE, by which the rounds of a process "
-                "set run beside other sets' rounds"
-            )
+            what = "MPI was started without MPI_THREAD_MULTIPLE, which concurrent process sets need"
             raise BadCall(
                 what,
                 "hvd.add_process_set()",
@@ -135,7 +132,7 @@ class OwnEngine:
         if isinstance(number, int):
             return number
         raise BadCall(
-            f"there is a process set of ranks {list(ranks)} already",
+            f"a process set of ranks {list(ranks)} already exists",
             "hvd.add_process_set()",
             "use that one",
         )

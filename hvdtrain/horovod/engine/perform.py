@@ -326,7 +326,7 @@ def check_splits(splits: Sequence[int], rows: int, size: int, where: str) -> Non
         raise BadCall(
             f"splits {list(splits)[:16]} of {rows} rows",
             where,
-            "numbers from 0, whose sum is at most the rows of the tensor",
+            "numbers of 0 or more, whose sum is at most the rows of the tensor",
         )
 
 

@@ -62,14 +62,16 @@ def check_op(op: str, dtype: torch.dtype, has_factors: bool, where: str) -> None
             if dtype == torch.bool
             else "another op, or convert it first"
         )
-        raise BadCall(f"no {op} of {name_of(dtype)}: {wrong}", where, fix)
+        raise BadCall(f"{op} of {name_of(dtype)} is not supported: {wrong}", where, fix)
 
 
 def check_moved(dtype: torch.dtype, where: str) -> None:
     """Raises BadCall for quantized numbers, and for numbers of less than a byte."""
     if dtype not in _COMPUTED and not name_of(dtype).startswith("float8_"):
         raise BadCall(
-            f"{name_of(dtype)} is not sent", where, "tensor.dequantize(), or a view as torch.uint8"
+            f"{name_of(dtype)} cannot be sent",
+            where,
+            "tensor.dequantize(), or a view as torch.uint8",
         )
 
 

@@ -39,7 +39,7 @@ class RequestQueue:
                 raise BadCall(
                     what,
                     request.signature.where,
-                    "another name, or synchronize() the first one before",
+                    "another name, or synchronize() the first one first",
                 )
             request.bucket = self._bucket
             self._requests[request.key] = request

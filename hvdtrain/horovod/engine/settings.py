@@ -21,7 +21,7 @@ class Settings(NamedTuple):
     )
     timeline: str | None = None  # HOROVOD_TIMELINE: a path
     marks_cycles: bool = False  # HOROVOD_TIMELINE_MARK_CYCLES
-    deadlock_s: float = 2.0  # without progress while every rank waits: no rank can go on
+    deadlock_s: float = 2.0  # without progress while every rank waits: no rank can continue
 
 
 def settings_of(environ: Mapping[str, str]) -> Settings:

@@ -73,7 +73,7 @@ class HorovodEngine:
             raise BadCall(
                 what,
                 request.signature.where,
-                "call it on these ranks alone: process_set.included()",
+                "call it only on these ranks: process_set.included()",
             )
         handle = next(self._numbers)
         self._handles[handle] = request, _Under(self._hvd, self._sets[set_id], self._ops, request)
@@ -95,7 +95,7 @@ class HorovodEngine:
     def add_set(self, ranks: Sequence[int]) -> int:
         if any(members.ranks == list(ranks) for members in self._sets.values()):
             raise BadCall(
-                f"there is a process set of ranks {list(ranks)} already",
+                f"a process set of ranks {list(ranks)} already exists",
                 "hvd.add_process_set()",
                 "use that one",
             )
@@ -215,7 +215,7 @@ def _as_reduced(x: torch.Tensor, signature: Signature) -> torch.Tensor:
     if x.dtype.is_complex and signature.op in ("sum", "average"):
         return torch.view_as_real(x)
     if x.dtype == torch.bool or x.dtype.is_complex:
-        what = f"Horovod has no {signature.op} of {x.dtype}"
+        what = f"Horovod does not support {signature.op} of {x.dtype}"
         raise BadCall(what, signature.where, "HVDTRAIN_ENGINE=mpi or torchdist")
     return x.to(_REDUCED_AS[x.dtype]) if x.dtype in _REDUCED_AS else x
 

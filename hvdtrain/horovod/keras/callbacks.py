@@ -54,12 +54,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if not isinstance(var, keras.Variable):
             what = (
                 f"a local variable is a {type(var).__module__}.{type(var).__qualname__}, not a "
-                "variable of Keras"
+                "Keras variable"
             )
             raise BadCall(
                 what,
                 type(self).__name__,
-                "local_variables=model.layers[0].trainable_variables, say",
+                "for example local_variables=model.layers[0].trainable_variables",
             )
         self._local.append(var)
 
@@ -132,7 +132,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         super().__init__()
         if initial_lr is None:
             raise BadCall(
-                "Parameter `initial_lr` is required", type(self).__name__, "initial_lr=0.1, say"
+                "Parameter `initial_lr` is required",
+                type(self).__name__,
+                "for example initial_lr=0.1",
             )
         self._initial = initial_lr
         self._staircase = staircase
@@ -148,8 +150,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self._steps = (self.params or {}).get("steps")
             if not self._steps:
                 what = (
-                    "steps_per_epoch is not known, by which a rate that changes within an epoch "
-                    "is computed"
+                    "steps_per_epoch is unknown, but a rate that changes within an epoch needs it"
                 )
                 raise BadCall(what, type(self).__name__, "steps_per_epoch=N")
 

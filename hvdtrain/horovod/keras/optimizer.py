@@ -15,7 +15,7 @@ from hvdtrain.horovod.libraries import as_written
 from hvdtrain.horovod.traced.gradient_reduction import GradientReduction, refuse_placements
 
 _WHERE = "hvd.DistributedOptimizer()"
-_ONCE = "wrap the optimizer of Keras, once"
+_ONCE = "wrap the Keras optimizer once"
 
 
 def DistributedOptimizer(
@@ -56,13 +56,13 @@ def DistributedOptimizer(
         groups=groups,
     )
     if isinstance(optimizer, (Reducing, ReducingScaled)):
-        raise BadCall("this optimizer is a DistributedOptimizer already", _WHERE, _ONCE)
+        raise BadCall("this optimizer is already a DistributedOptimizer", _WHERE, _ONCE)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         what = (
-            f"{type(optimizer).__module__}.{type(optimizer).__qualname__} is not an optimizer of "
-            "Keras 3"
+            f"{type(optimizer).__module__}.{type(optimizer).__qualname__} is not a Keras 3 "
+            "optimizer"
         )
-        raise BadCall(what, _WHERE, "keras.optimizers.SGD(...), say")
+        raise BadCall(what, _WHERE, "for example keras.optimizers.SGD(...)")
     optimizer = _with_loss_scale(optimizer)
     factor = _accumulate(optimizer, backward_passes_per_step, average_aggregated_gradients)
     name = name or f"gradients of {optimizer.name}"
@@ -127,14 +127,14 @@ def variables_of_layers(local_layers: Any, where: str) -> list[Any]:
         raise BadCall(
             "All local layers must be of keras.layers.Layer type",
             where,
-            "local_layers=[model.layers[0]], say",
+            "for example local_layers=[model.layers[0]]",
         )
     if unbuilt := [layer.name for layer in layers if not layer.built]:
-        what = f"local layers without variables yet: {', '.join(unbuilt)}"
+        what = f"these local layers have no variables yet: {', '.join(unbuilt)}"
         raise BadCall(
             what,
             where,
-            "keras.Input(...) as the model's first layer, or model.build(shape), before",
+            "keras.Input(...) as the model's first layer, or call model.build(shape) first",
         )
     return [variable for layer in layers for variable in layer.trainable_weights]
 
@@ -168,8 +168,8 @@ def load_model(
     known = {id(variable) for variable in model.optimizer._trainable_variables}
     if model.optimizer.built and known != {id(variable) for variable in model.trainable_variables}:
         what = (
-            f"{filepath}: Keras {keras.__version__} loads an optimizer without the variables of "
-            "its model, as from .h5 files"
+            f"{filepath}: Keras {keras.__version__} loads this optimizer without its variables, "
+            "as from .h5 files"
         )
         raise BadCall(
             what,
@@ -193,15 +193,17 @@ class Reducing:
         if not isinstance(var, keras.Variable):
             what = (
                 f"a local variable is a {type(var).__module__}.{type(var).__qualname__}, not a "
-                "variable of Keras"
+                "Keras variable"
             )
             raise BadCall(what, _WHERE, "one of model.trainable_variables")
         if getattr(self, "global_clipnorm", None):
             what = (
-                "local layers with global_clipnorm: its norm has their gradients in it, and ranks "
-                "would scale the common ones differently"
+                "local layers do not work with global_clipnorm: the norm would include their "
+                "gradients, and ranks would scale the shared ones differently"
             )
-            raise BadCall(what, _WHERE, "clipnorm= or clipvalue=, of each variable by itself")
+            raise BadCall(
+                what, _WHERE, "clipnorm= or clipvalue=, which clip each variable by itself"
+            )
         self._reduction.local.add(id(var))
 
     @as_written
@@ -257,8 +259,8 @@ class Reducing:
         check only each rank's own gradients."""
         if value is None and "loss_scale_factor" in self.__dict__:
             what = (
-                "a LossScaleOptimizer around a DistributedOptimizer leaves out a step on one "
-                "rank, while the others wait for its gradients"
+                "a LossScaleOptimizer around a DistributedOptimizer skips a step on one rank "
+                "while the others wait for its gradients"
             )
             raise BadCall(
                 what,
@@ -278,7 +280,9 @@ class ReducingScaled:
     def register_local_var(self, var: Any) -> NoReturn:
         """Raises BadCall: a rank would skip a step because of a gradient that the others do not
         have."""
-        what = "local layers with a LossScaleOptimizer: ranks would leave out different steps"
+        what = (
+            "local layers do not work with a LossScaleOptimizer: ranks would skip different steps"
+        )
         raise BadCall(
             what, _WHERE, "the policy mixed_bfloat16, or an optimizer with loss_scale_factor"
         )
@@ -318,15 +322,15 @@ def _accumulate(optimizer: Any, passes: int, is_mean: bool) -> float:
         return 1.0
     if inner.gradient_accumulation_steps:
         what = (
-            f"backward_passes_per_step={passes}, and "
-            f"gradient_accumulation_steps={inner.gradient_accumulation_steps} of the optimizer"
+            f"both backward_passes_per_step={passes} and the optimizer's "
+            f"gradient_accumulation_steps={inner.gradient_accumulation_steps} are set"
         )
         raise BadCall(what, _WHERE, "one of them")
     if inner.built:
         raise BadCall(
-            "this optimizer is built without accumulated gradients",
+            "this optimizer was built without gradient accumulation",
             _WHERE,
-            "backward_passes_per_step before the first step",
+            "set backward_passes_per_step before the first step",
         )
     inner.gradient_accumulation_steps = passes
     return 1.0 if is_mean else float(passes)

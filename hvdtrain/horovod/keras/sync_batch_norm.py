@@ -29,7 +29,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             what = (
                 "SyncBatchNormalization does not support fused=True"
                 if fused is not False
-                else "synchronized=True is tf.distribute's"
+                else "synchronized=True belongs to tf.distribute"
             )
             raise BadCall(what, "hvd.SyncBatchNormalization()", "the call without it")
         super().__init__(**of_keras)

@@ -265,7 +265,7 @@ def _number(value: Callable[[], int]) -> Any:
 
 def BroadcastGlobalVariablesHook(root_rank: int, device: str = "") -> NoReturn:
     """Raises BadCall: there is no session to hook into."""
-    what = "a SessionRunHook is of TensorFlow 1"
+    what = "a SessionRunHook belongs to TensorFlow 1"
     raise BadCall(
         what,
         "hvd.BroadcastGlobalVariablesHook()",
@@ -282,4 +282,4 @@ def _tensor(value: Any) -> Any:
 
 def _refuse_session(session: Any, where: str) -> None:
     if session is not None:
-        raise BadCall("a session is of TensorFlow 1", where, "the call without session")
+        raise BadCall("a session belongs to TensorFlow 1", where, "the call without session")

@@ -18,7 +18,7 @@ class TensorFlowState(VariablesState):
         self, variables: Sequence[Any] | None = None, session: None = None, **values: Any
     ) -> None:
         if variables is None or session is not None:
-            what = "global variables and sessions are of TensorFlow 1"
+            what = "global variables and sessions belong to TensorFlow 1"
             raise BadCall(what, "hvd.elastic.TensorFlowState()", "variables=[...], without session")
         self.variables = variables
         super().__init__(lambda: list(self.variables), **values)

@@ -48,9 +48,9 @@ def DistributedGradientTape(
     )
     if isinstance(gradtape, ReducingTape):
         raise BadCall(
-            "this tape is a DistributedGradientTape already",
+            "this tape is already a DistributedGradientTape",
             _WHERE,
-            "wrap the tape of TensorFlow, once",
+            "wrap the TensorFlow tape once",
         )
     how = (
         compression,

@@ -153,11 +153,11 @@ def _check_rows(
     ):
         if len(rows) != total:
             what = (
-                f"this rank has {len(own)} rows of {len(rows)}, and JAX traces this call: each of "
-                f"{size} ranks needs equally many"
+                f"this rank has {len(own)} of {len(rows)} rows, but in a call that JAX traces "
+                f"each of {size} ranks needs the same number"
             )
             raise BadCall(
-                what, call, "the call outside of jax.jit() and jax.grad(), or rows of zeros"
+                what, call, "call it outside jax.jit() and jax.grad(), or add rows of zeros"
             )
 
 
@@ -200,11 +200,14 @@ def alltoall(
         found, received = _alltoall_of_tensorflow(tensor, splits, name, process_set)
         return found if splits is None else (found, received)
     if splits is not None and is_traced_by_jax([tensor]):
-        what = "JAX traces this call, and does not know how many rows the other ranks send"
+        what = (
+            "JAX traces this call, but the number of rows from other ranks is unknown during "
+            "tracing"
+        )
         raise BadCall(
             what,
             call,
-            "the call outside of jax.jit() and jax.grad(), or equal parts without splits",
+            "call it outside jax.jit() and jax.grad(), or use equal parts without splits",
         )
     if splits is not None:
         return collectives.alltoall(tensor, splits, name, process_set)

@@ -38,8 +38,12 @@ class GradientReduction:
         """Raises BadCall for meaningless arguments."""
         ops = (Average, Sum, Adasum) if self.has_adasum else (Average, Sum)
         if self.op not in ops:
-            fix = "op=hvd.Average or hvd.Sum; hvd.DistributedGradientTape() has Adasum too"
-            raise BadCall(f"op={self.op!r}: gradients are averaged or summed here", self.where, fix)
+            fix = "op=hvd.Average or hvd.Sum; hvd.DistributedGradientTape() also supports Adasum"
+            raise BadCall(
+                f"op={self.op!r} is not supported: gradients can only be averaged or summed here",
+                self.where,
+                fix,
+            )
         if self.predivide != 1.0 and self.op != Average:
             raise BadCall(
                 "gradient_predivide_factor not supported with op != Average",
@@ -144,7 +148,9 @@ def check_slices(op: int, prescale: float, postscale: float, where: str) -> None
     """Raises BadCall for a reduction that slices do not support, as in Horovod."""
     if op not in (Average, Sum) or not prescale == postscale == 1:
         fix = "tf.convert_to_tensor(slices), or sparse_as_dense=True"
-        raise BadCall("tf.IndexedSlices are summed or averaged, without factors", where, fix)
+        raise BadCall(
+            "tf.IndexedSlices can only be summed or averaged, without factors", where, fix
+        )
 
 
 def refuse_placements(where: str, **arguments: Any) -> None:
@@ -153,7 +159,7 @@ def refuse_placements(where: str, **arguments: Any) -> None:
     for name, value in arguments.items():
         if value:
             what = (
-                f"{name}={value!r:.60} has no meaning: tensors are reduced in host memory, all "
+                f"{name}={value!r:.60} has no effect: tensors are reduced in host memory, all "
                 "gradients as one group"
             )
             raise BadCall(what, where, f"the call without {name}")

@@ -57,11 +57,13 @@ def give_jax_two_threads() -> None:
 
     if jax._src.xla_bridge.backends_are_initialized():
         what = (
-            "JAX has computed before hvd.init(), and has one thread on this core: a function that "
-            "waits for ranks would hang"
+            "JAX was used before hvd.init() and has only one thread on this core, so a function "
+            "that waits for ranks would hang"
         )
         raise BadCall(
-            what, "hvd.init()", "hvd.init() before the model is made; or mpirun --bind-to none"
+            what,
+            "hvd.init()",
+            "call hvd.init() before the model is created; or mpirun --bind-to none",
         )
     os.environ["NPROC"] = "2"  # which XLA reads once it begins
 

@@ -46,7 +46,9 @@ def broadcast_variables(
 
 def broadcast_global_variables(root_rank: int) -> NoReturn:
     """Raises BadCall, as Horovod's own raises an error with TensorFlow 2."""
-    what = "global variables are of TensorFlow 1: a model and its optimizer have theirs"
+    what = (
+        "global variables belong to TensorFlow 1; use the variables of the model and its optimizer"
+    )
     fix = (
         "hvd.broadcast_variables([*model.weights, *optimizer.variables], root_rank=0), or "
         "callbacks.BroadcastGlobalVariablesCallback(0)"

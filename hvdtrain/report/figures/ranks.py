@@ -212,7 +212,7 @@ def scaling(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
 def _draw_comparison(
     panels: Sequence[Axes], comparison: ScalingComparison, style: LineStyle
 ) -> None:
-    """With error bars of the deviation over seeds, where there are several."""
+    """Draws the comparison, with error bars of the deviation over seeds if there are several."""
     base = comparison.rows[0]
     rows = comparison.rows
     x = [row.ranks / base.ranks for row in rows]

@@ -96,7 +96,8 @@ def _without_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def in_order(arrays: Arrays) -> Arrays:
-    """Arrays in the order of the file: each begins at a multiple of its item."""
+    """Returns arrays in the order of the file, in which each begins at a multiple of its item
+    size."""
     return dict(sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
 
 
@@ -124,7 +125,7 @@ def make_header(arrays: Arrays, metadata: dict[str, str] | None = None) -> bytes
     text += b" " * (-len(text) % _ALIGNMENT)
     if len(text) > MOST_HEADER_BYTES:
         raise ValueError(
-            f"a header of {len(text)} bytes for {len(arrays)} arrays, where safetensors reads at "
+            f"the header has {len(text)} bytes for {len(arrays)} arrays, but safetensors reads at "
             f"most {MOST_HEADER_BYTES}"
         )
     return len(text).to_bytes(8, "little") + text

@@ -137,8 +137,8 @@ def refuse_another_optimizer(found: list[Change], config: Config, run: Path) -> 
             )
         if before != now:
             what = (
-                f"the checkpoint was made with {key}={before}, this job has {key}={now}: the "
-                "optimizer's state would mean something else"
+                f"the checkpoint was written with {key}={before}, but this job has {key}={now}, "
+                "so the optimizer's state would not be valid"
             )
             raise UserError(
                 what, str(run), f"{key}={before}; or run=ANOTHER resume=no for a new job"
@@ -165,8 +165,8 @@ def refuse_another_model(found: list[Change], config: Config, run: Path) -> None
         trained = before[option] if known is None else known
         if trained != value:
             what = (
-                f"the checkpoint was made with {key}={json.dumps(trained)}, and "
-                f"framework={config.framework} has {json.dumps(value)}"
+                f"the checkpoint was written with {key}={json.dumps(trained)}, but "
+                f"framework={config.framework} uses {json.dumps(value)}"
             )
             fix = (
                 f"framework={former}; or run=ANOTHER resume=no for a new job, with {key} set: "
@@ -218,13 +218,13 @@ def refuse_another_job(
     learned = [change for change in relevant if not _is_one_of(change.key, _LENGTH)]
     if over and relevant:
         what = (
-            f"{run} is complete ({over}), so nothing would be trained with the change: "
+            f"{run} is complete ({over}), so the change would have no effect: "
             f"{_differences(relevant)}"
         )
         then = "train on with it"
         arguments = [*map(_argument, learned), *further(config, now)]
     elif learned and config.resume in ("auto", "no"):
-        what = f"{run} holds another job: {_differences(learned)}"
+        what = f"{run} contains another job: {_differences(learned)}"
         then = f"resume from step {now.progress.step} with the change"
         arguments = [_argument(change) for change in relevant]
     else:

@@ -151,7 +151,7 @@ def _write_files(
     text = (json.dumps(numbers, indent=2, allow_nan=False) + "\n").encode()
     if len(text) > _PROGRESS_BYTES:
         raise ValueError(
-            f"{PROGRESS} would have {len(text)} bytes, where at most {_PROGRESS_BYTES} are read"
+            f"{PROGRESS} would have {len(text)} bytes, but at most {_PROGRESS_BYTES} are read"
         )
     small = {PROGRESS: text}
     checksums = dict[str, str]()
@@ -362,7 +362,9 @@ def _check_length(file: BufferedReader, most_bytes: int, has_header: bool) -> No
     before all of it is read."""
     size = os.fstat(file.fileno()).st_size
     if size > most_bytes:
-        raise ValueError(f"{size} bytes, where this model and optimizer have at most {most_bytes}")
+        raise ValueError(
+            f"it has {size} bytes, but this model and optimizer have at most {most_bytes}"
+        )
     if not has_header:
         return
     length = int.from_bytes(file.read(8), "little")
@@ -372,10 +374,10 @@ def _check_length(file: BufferedReader, most_bytes: int, has_header: bool) -> No
     try:
         header = json.loads(raw_header)
     except ValueError:
-        raise ValueError("it has no header of safetensors") from None
+        raise ValueError("it has no safetensors header") from None
     ends = [array["data_offsets"][1] for name, array in header.items() if name != "__metadata__"]
     if size != 8 + length + max(ends, default=0):
-        raise ValueError("its length is not the one that its header gives")
+        raise ValueError("its length differs from the one in its header")
 
 
 def _damaged(folder: Path, name: str, error: Exception) -> Damaged:
@@ -388,5 +390,5 @@ def _damaged(folder: Path, name: str, error: Exception) -> Damaged:
     return Damaged(
         f"the checkpoint is damaged: {name}: {what}",
         str(folder),
-        "use the checkpoint before it, or another run folder",
+        "use the previous checkpoint, or another run folder",
     )

@@ -179,7 +179,7 @@ def _refuse_copy(config: Config, run: Path, now: TrainState) -> None:
             f"{resume_command(config, run, f'run={config.run}', *further(config, now))}"
         )
         raise UserError(
-            f"{run} is complete ({over}): nothing would be trained in {config.run}",
+            f"{run} is complete ({over}): there is nothing left to train in {config.run}",
             config.where("resume"),
             fix,
         )
@@ -263,7 +263,9 @@ def check_identity(found: Checkpoint, identity: Identity) -> None:
             )
             fix = f"give {same}; or start another job: run=ANOTHER resume=no"
             before, now = _first_difference(theirs.get(name), value)
-            what = f"the checkpoint has another {name}: {before!r:.80}, this job has {now!r:.80}"
+            what = (
+                f"the checkpoint has another {name}: {before!r:.80}, but this job has {now!r:.80}"
+            )
             raise UserError(what, str(found.folder), fix)
 
 
@@ -290,8 +292,8 @@ def _check_inputs(found: Checkpoint, theirs: Mapping[str, Any], ours: Mapping[st
     if before != now:
         words = {True: "less its mean, over its deviation", False: "as the data have it"}
         what = (
-            f"the model of the checkpoint got x {words[before]}, this job would give it x "
-            f"{words[now]}"
+            f"the model of the checkpoint was trained on x {words[before]}, but this job would "
+            f"train it on x {words[now]}"
         )
         raise UserError(
             what,
@@ -316,9 +318,9 @@ def check_sums(found: Checkpoint, beginning: TrainState) -> None:
     ):
         what = (
             f"the checkpoint has the sums {', '.join(sorted(theirs.sums))} and the objective "
-            f"{theirs.objective}, this task has "
+            f"{theirs.objective}, but this task has "
         )
         what += f"{', '.join(sorted(ours.sums))} and {ours.objective}"
         raise UserError(
-            what, str(found.folder), "the task that the run began with, or another run="
+            what, str(found.folder), "the task that the run started with, or another run="
         )

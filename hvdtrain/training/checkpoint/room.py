@@ -29,7 +29,7 @@ def describe(error: OSError, run: Path, needed: int) -> str:
     if error.errno not in _ERRORS:
         return f"{error.strerror or error}"
     free = free_bytes(run)
-    quota = "" if free is None or free < needed else ", of which a quota leaves less"
+    quota = "" if free is None or free < needed else ", but a quota leaves less"
     return f"{NO_ROOM}: needs {_megabytes(needed)}" + (
         "" if free is None else f", {_megabytes(free)} free{quota}"
     )

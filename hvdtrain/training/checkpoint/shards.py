@@ -1,5 +1,5 @@
-"""A checkpoint of which every rank writes its own byte ranges: the bytes of its files are the same
-for any number of ranks.
+"""A checkpoint into which every rank writes its own byte ranges: the bytes of its files are the
+same for any number of ranks.
 
 Ranks tell each other by files in its folder, since the main threads train meanwhile:
 1. each rank writes its ranges, and a report with a ByteSum of what it had in memory;
@@ -45,8 +45,8 @@ WORD = "all-have-written"  # the file that rank 0 writes: how many ranks there a
 
 
 class CheckpointLayout:
-    """Where the numbers of each array lie: known to every rank from the names, shapes and dtypes
-    alone."""
+    """The position of each array in the files, which every rank computes from names, shapes and
+    dtypes."""
 
     def __init__(
         self, pieces: Sequence[Piece], files: Sequence[str], file_of: Callable[[str], str]
@@ -78,7 +78,7 @@ class CheckpointLayout:
         return self._file_of(piece.name)
 
     def offsets_and_bytes(self, piece: Piece) -> Iterator[tuple[int, memoryview]]:
-        """Where the bytes of each stretch of a piece begin in its file, and the bytes."""
+        """Yields the offset in the file and the bytes of each stretch of a piece."""
         data = to_bytes(piece.read())
         size = piece.dtype.itemsize
         done = 0
@@ -89,7 +89,7 @@ class CheckpointLayout:
 
 
 class CheckpointShard:
-    """What one rank writes of a checkpoint: a host copy of its own pieces."""
+    """One rank's part of a checkpoint: a host copy of its pieces."""
 
     def __init__(
         self,
@@ -123,8 +123,8 @@ class CheckpointShard:
                 )
 
     def write(self, folder: Folder, on_disk: Callable[[], None] = lambda: None) -> list[ByteSum]:
-        """Writes them into the files of the folder, which have their sizes; returns the sum of each
-        file's. Raises OSError.
+        """Writes the pieces into the files of the folder, which already have their sizes; returns
+        the ByteSum of each file. Raises OSError.
 
         on_disk: as PartWriter's.
         """
@@ -151,7 +151,7 @@ class CheckpointShard:
         return sums
 
     def release(self) -> None:
-        """Gives back the memory of what is written."""
+        """Frees the memory of the pieces."""
         self._own.clear()
 
     def _places(self, file: str) -> Iterator[tuple[int, memoryview]]:
@@ -161,8 +161,7 @@ class CheckpointShard:
 
 
 class ChunkShare:
-    """The chunks that one rank reads back: an equal share of the chunks of all files, one file
-    after the other."""
+    """The chunks that one rank reads back: an equal share of the chunks of all files."""
 
     def __init__(self, sizes: dict[str, int], rank: int, ranks: int) -> None:
         """sizes: of the files, in bytes."""
@@ -194,7 +193,7 @@ class ChunkShare:
 
 
 class Patience:
-    """What one rank knows of another one that it waits for."""
+    """The progress of another rank that this rank waits for."""
 
     def __init__(
         self, folder: Folder, rank: int, clock: Callable[[], float] = time.monotonic
@@ -228,10 +227,10 @@ def write_parts(
     is_lost: Callable[[], bool] = lambda: False,
 ) -> None:
     """On a rank other than 0, in a thread: writes this rank's part of a checkpoint into the folder
-    that rank 0 makes, and reads its share.
+    that rank 0 creates, and reads back its share.
 
-    is_over: whether nobody needs a part that is not begun; is_lost: whether nobody waits for this
-    rank any more.
+    is_over: whether a part that has not begun is no longer needed; is_lost: whether no rank waits
+    for this one any more.
     """
     folder = _wait_for_folder(run, unfinished, is_over)
     if folder is None:
@@ -269,8 +268,8 @@ def _as_report(share: ChunkShare) -> dict[str, Any]:
 
 
 def _report(folder: Folder, name: str, work: Callable[[], dict[str, Any]]) -> bool:
-    """Writes what the work returns into the file `name`, or why it failed; whether it did not.
-    Raises OSError if it cannot."""
+    """Writes the result of the work, or why it failed, into the file `name`; returns whether it
+    succeeded. Raises OSError if the file cannot be written."""
     try:
         report = work()
     except Diverged as error:
@@ -282,7 +281,7 @@ def _report(folder: Folder, name: str, work: Callable[[], dict[str, Any]]) -> bo
 
 
 class Teller:
-    """Tells the others of a rank's progress whenever it is called, but not all the time."""
+    """Publishes a rank's progress, at most once per interval."""
 
     def __init__(self, folder: Folder, rank: int) -> None:
         self._folder = folder
@@ -297,13 +296,14 @@ class Teller:
 
 
 def _tell_progress(folder: Folder, rank: int) -> None:
-    """One byte more, which a rank on another host sees when it opens the file."""
+    """Appends a byte to the progress file, which a rank on another host sees when it opens the
+    file."""
     with folder.append(_progress(rank)) as file:
         file.write(b".")
 
 
 def _looks() -> Iterator[None]:
-    """One for each look at what others have written, without end; sleeps between them."""
+    """Yields once for each look at the files of other ranks, endlessly; sleeps in between."""
     seconds = LOOK_S
     while True:
         yield
@@ -328,7 +328,7 @@ def _wait_for_word(
     is_over: Callable[[], bool],
     is_lost: Callable[[], bool],
 ) -> int:
-    """How many ranks there are, once all have written; 0 where nobody waits for this one, or rank 0
+    """Returns the number of ranks once all have written; 0 if no rank waits for this one, or rank 0
     is gone or has given up."""
     patience = Patience(folder, rank=0)
     for _ in _looks():
@@ -345,7 +345,7 @@ def _wait_for_word(
 
 
 class WrittenByAll:
-    """On rank 0: the arrays of a checkpoint as files.write() takes them."""
+    """On rank 0: the arrays of a checkpoint for files.write(), written by all ranks."""
 
     def __init__(
         self,
@@ -373,8 +373,8 @@ class WrittenByAll:
         return iter(self.parts.layout.names)
 
     def prepare(self, folder: Folder) -> None:
-        """Makes the files in their sizes, before the folder has the name that the others wait
-        for."""
+        """Creates the files in their final sizes, before the folder gets the name that other ranks
+        wait for."""
         for file, header in self.parts.layout.headers.items():
             with folder.create(file) as opened:
                 opened.write(header)
@@ -383,12 +383,12 @@ class WrittenByAll:
     def fill(
         self, folder: Folder, moved: Callable[[], None] = lambda: None
     ) -> dict[str, list[str]]:
-        """Returns once all ranks have written and read back, and it is all on the disk: the SHA-256
-        of each chunk of each file.
+        """Waits until all ranks have written and read back everything; returns the SHA-256 of each
+        chunk of each file.
 
-        moved: called as long as a rank writes or reads. Raises OSError if a rank cannot, or does
-        nothing for WAIT_S, or where what was read is not what was in memory; Diverged where a rank
-        has a number that is not finite.
+        moved: called as long as a rank writes or reads. Raises OSError if a rank cannot, or makes
+        no progress for WAIT_S, or if the files differ from the memory; Diverged if a number is not
+        finite.
         """
 
         tell = Teller(folder, self.parts.rank)
@@ -406,9 +406,9 @@ class WrittenByAll:
         return checksums
 
     def _write(self, folder: Folder, readers: ThreadPoolExecutor) -> list[ByteSum]:
-        """The sum of each file, of what all ranks had in memory; the headers are of rank 0.
+        """Returns the ByteSum of each file over the memory of all ranks; rank 0 writes the headers.
 
-        Raises OSError if a byte is nobody's, or of two ranks.
+        Raises OSError if a byte belongs to no rank, or to two.
         """
         headers = [
             ByteSum().with_bytes(0, memoryview(header))
@@ -424,12 +424,14 @@ class WrittenByAll:
         total = _total(sums)
         for (file, size), of_file in zip(self.parts.layout.sizes.items(), total, strict=True):
             if not of_file.covers(size):
-                raise OSError(None, f"bytes of {file} were not written, or not by one rank")
+                raise OSError(
+                    None, f"bytes of {file} were not written, or were written by several ranks"
+                )
         return total
 
     def _join(self, folder: Folder, rank: int) -> None:
-        """Writes the bytes that a rank has left to rank 0: of blocks that are not wholly its
-        own."""
+        """Writes the bytes that a rank left for rank 0: those in blocks that it shares with other
+        ranks."""
         with contextlib.ExitStack() as stack:
             files = [
                 stack.enter_context(folder.overwrite(file)) for file in self.parts.layout.sizes
@@ -439,7 +441,8 @@ class WrittenByAll:
     def _read_back(
         self, folder: Folder, readers: ThreadPoolExecutor
     ) -> tuple[list[ByteSum], dict[str, list[str]]]:
-        """The sum of each file, of what all ranks have read, and the SHA-256 of its chunks."""
+        """Returns the ByteSum of each file over what all ranks read, and the SHA-256 of its
+        chunks."""
         ranks = 1 + len(self._ranks)
         sizes = self.parts.layout.sizes
         folder.replace(WORD, str(ranks).encode())
@@ -451,7 +454,8 @@ class WrittenByAll:
         }
 
     def _compare(self, in_memory: list[ByteSum], on_disk: list[ByteSum]) -> None:
-        """Raises OSError if a file is not what ranks had in memory, or not all of it was read."""
+        """Raises OSError if a file differs from the memory of the ranks, or was not read
+        completely."""
         for file, written, read in zip(self.parts.layout.sizes, in_memory, on_disk, strict=True):
             if written != read:
                 raise OSError(None, f"bytes of {file} are not what was written")
@@ -459,7 +463,7 @@ class WrittenByAll:
     def _gather(
         self, folder: Folder, name_of: Callable[[int], str], readers: ThreadPoolExecutor
     ) -> list[dict[str, Any]]:
-        """What the other ranks report, by rank: one listing of the folder at each look, and
+        """Collects the reports of the other ranks: lists the folder once at each look, and reads
         _READERS files at a time."""
 
         def read(rank: int) -> dict[str, Any] | None:
@@ -491,16 +495,16 @@ class WrittenByAll:
         return [found[rank] for rank in self._ranks]
 
     def _wait_for(self, rank: int, patience: Patience) -> None:
-        """Raises OSError if it is in vain."""
+        """Waits for a rank. Raises OSError if it makes no progress."""
         if self._is_over():
-            raise OSError(None, "ranks are lost while each writes its part")
+            raise OSError(None, "a rank was lost while the ranks wrote their parts")
         try:
             if patience.look(WAIT_S):
                 self._moved()
         except TimeoutError:
             what = (
-                f"rank {rank} on {self._hosts[rank]} has neither written nor read anything of its "
-                f"part for {WAIT_S:.0f} s"
+                f"rank {rank} on {self._hosts[rank]} has made no progress with its part for "
+                f"{WAIT_S:.0f} s"
             )
             raise OSError(None, what) from None
 
@@ -518,7 +522,7 @@ class WrittenByAll:
         return report
 
     def _remove_reports(self, folder: Folder, readers: ThreadPoolExecutor) -> None:
-        """Before the checkpoint has its name."""
+        """Removes the reports, before the checkpoint gets its name."""
 
         def remove(name: str) -> None:
             with contextlib.suppress(FileNotFoundError):
@@ -562,7 +566,7 @@ def _progress(rank: int) -> str:
 
 
 def _read_progress(folder: Folder, rank: int) -> int:
-    """How often a rank has told of its progress."""
+    """Returns how often a rank has published its progress."""
     try:
         return len(folder.read(_progress(rank), _REPORT_BYTES))
     except FileNotFoundError:

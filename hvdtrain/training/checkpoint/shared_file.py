@@ -132,7 +132,7 @@ def join(files: Sequence[FileIO], apart: BufferedReader) -> None:
         number, begin, length = _APART.unpack(head)
         data = apart.read(length)
         if len(data) < length:
-            raise OSError(None, "what a rank has left to rank 0 is cut off")
+            raise OSError(None, "the file that a rank left for rank 0 is truncated")
         _write_at(files[number], begin, memoryview(data))
     for file in files:
         os.fsync(file.fileno())

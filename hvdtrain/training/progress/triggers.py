@@ -32,7 +32,7 @@ def is_sync_point(config: Config, before: TrainState, p: Progress) -> bool:
 def steps_to_sync_point(
     config: Config, recipe: Recipe, before: TrainState
 ) -> tuple[list[Progress], Progress]:
-    """The beginnings of the next steps up to the next sync point, and the progress there."""
+    """Returns the progress before each step up to the next sync point, and the progress there."""
     steps = [before.progress]
     p = before.progress
     while True:

@@ -23,8 +23,7 @@ class Gauge:
         return {}
 
     def epoch_fields(self, steps: int) -> dict[str, Any]:
-        """Fields of the event "epoch", of so many steps since the last one: (ranks,) numbers of
-        each rank."""
+        """Fields of the event "epoch"; steps: the number of steps since the last one."""
         return {}
 
     def emit(self, step: int) -> None:

@@ -37,21 +37,21 @@ def kind_of(texts: list[str]) -> str:
 
 
 def number(text: str) -> float:
-    """The float64 of a text. Raises ValueError for what is not a number to every program, as 1_000,
-    and for one that float64 does not have."""
+    """Parses a float64. Raises ValueError for strings that only some programs read as a number,
+    such as 1_000, and for numbers beyond float64."""
     text = text.strip()
     if not NUMBER.fullmatch(text):
         raise ValueError(f"could not convert {short(repr(text), 40)}")
     parsed = float(text)
     if math.isinf(parsed) and "inf" not in text.lower():
-        raise ValueError(f"{short(text, 40)} is beyond the numbers of float64")
+        raise ValueError(f"{short(text, 40)} is outside the range of float64")
     if abs(parsed) >= EXACT and WHOLE.fullmatch(text) and int(parsed) != int(text):
         raise ValueError(f"{short(text, 40)} loses digits as a float64, {parsed:.0f}")
     return parsed
 
 
 def whole_number(text: str) -> int:
-    """The int64 of a text. Raises ValueError if it is none."""
+    """Parses an int64. Raises ValueError if the string is not one."""
     text = text.strip()
     if not WHOLE.fullmatch(text):
         found = float(text) if NUMBER.fullmatch(text) else math.nan  # 2.0 is one
@@ -59,7 +59,7 @@ def whole_number(text: str) -> int:
             raise ValueError(f"could not convert {short(repr(text), 40)}")
         return int(found)
     if not is_int64(text):
-        raise ValueError(f"{short(text, 40)} is beyond the numbers of int64")
+        raise ValueError(f"{short(text, 40)} is outside the range of int64")
     return int(text)
 
 
@@ -72,7 +72,7 @@ def is_int64(text: str) -> bool:
 
 
 def truth(text: str) -> int:
-    """1 of TRUE and 0 of FALSE, in any case. Raises ValueError for anything else."""
+    """Returns 1 for TRUE and 0 for FALSE, in any case. Raises ValueError for anything else."""
     flag = _TRUTH.get(text.strip().lower())
     if flag is None:
         raise ValueError(f"could not convert {short(repr(text), 40)}")

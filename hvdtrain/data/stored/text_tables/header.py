@@ -22,9 +22,9 @@ def check_kind(first: bytes, newline: bytes, path: Path) -> None:
         )
     if not newline and b"\r" in first:
         raise UserError(
-            "the lines end in a carriage return alone",
+            "the lines end in carriage returns without newlines",
             f"{path}:1",
-            "newlines in its place: tr '\\r' '\\n' < FILE > NEW",
+            "convert them to newlines: tr '\\r' '\\n' < FILE > NEW",
         )
     if not newline:
         raise UserError(
@@ -58,13 +58,13 @@ def check_header(
             word = "tab" if other == "\t" else f"'{other}'"
             comma = "; numbers need a decimal point" if other == ";" else ""
             raise UserError(
-                f"the first line is a single column, and has {name}: {shown}",
+                f"the first line is a single column that contains {name}: {shown}",
                 f"{path}:1",
                 f"data.delimiter={word}{comma}",
             )
     if set(TARGETS) & set(header[0].split()):
         raise UserError(
-            f"the first line is a single column, and has blanks: {shown}",
+            f"the first line is a single column that contains spaces: {shown}",
             f"{path}:1",
-            "data.delimiter=space where one is between two columns, else commas in their place",
+            "data.delimiter=space if one space separates columns; otherwise use commas",
         )

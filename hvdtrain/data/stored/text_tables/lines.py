@@ -19,7 +19,7 @@ _MOST_LINE = 2**26  # bytes
 
 
 def without_blank_lines(file: FileOnDisk, start: int) -> int:
-    """Where the last line ends that is not blank."""
+    """Returns the end of the last line that is not blank."""
     first = max(start, file.size - _BLOCK_BYTES)
     with file.opened() as text:
         tail = text.read(first, file.size - first)
@@ -31,7 +31,7 @@ def without_blank_lines(file: FileOnDisk, start: int) -> int:
 
 
 def split_rows(text: str, delimiter: str, path: Path, first: int) -> list[tuple[int, list[str]]]:
-    """Rows with the line that each begins in; first: that of the text."""
+    """Yields rows with the line number of each; first: the line number of the text."""
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
     rows = []
     line = first
@@ -60,16 +60,16 @@ def decoded(raw: bytes, path: Path, line: int) -> str:
         raise UserError(
             f"a byte is not UTF-8: {error.reason}",
             f"{path}:{number}",
-            "convert the text: iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW (or what it is in)",
+            "convert the text: iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW (with its actual "
+            "encoding)",
         ) from None
 
 
 def index_of_blocks(
     file: FileOnDisk, start: int, stop: int, delimiter: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Blocks of rows behind the header, which ends at byte `start`: their first rows, bytes and
-    lines, and the ends of the last one, which is `stop`. A row is a line, unless there are newlines
-    in quotes."""
+    """Indexes blocks of rows after the header, which ends at byte `start`: their first rows, bytes
+    and lines; the last one ends at `stop`. A row is a line unless there are newlines in quotes."""
     rows = 0
     edges = [0]
     offsets = [start]
@@ -96,8 +96,8 @@ def index_of_blocks(
 def _index_of_quoted(
     file: FileOnDisk, start: int, stop: int, delimiter: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """index_of_blocks() of a file with a newline in quotes, row by row: about a second for
-    100 MB."""
+    """Does the work of index_of_blocks() row by row, for a file with newlines in quotes: about a
+    second for 100 MB."""
     last = []  # line of each row, counted from 1 behind the header
     with file.path.open("rb") as raw:
         raw.seek(start)

@@ -1,5 +1,5 @@
-"""bench scaling: real jobs on more and more ranks, how long their steps take, and from that a
-prediction for more ranks."""
+"""bench scaling: runs jobs on increasing numbers of ranks, measures their steps, and predicts more
+ranks."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ _MANY_EPOCHS = 10**6  # stop.steps ends the job
 
 
 class JobSettings(NamedTuple):
-    """What all jobs of the study have in common."""
+    """The settings that all jobs of the study share."""
 
     config_path: str | None
     overrides: list[str]  # key=value
@@ -313,7 +313,7 @@ def _run_on_ranks(settings: JobSettings, ranks: int, program: Sequence[str]) -> 
 
 
 def _end(job: subprocess.Popen[str]) -> None:
-    """mpirun ends its ranks when it is terminated, but not when it is killed."""
+    """Ends a job: terminates mpirun, which ends its ranks; a killed mpirun would not."""
     job.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         job.wait(_END_S)

@@ -31,7 +31,7 @@ class ScalingTrial(NamedTuple):
 
 
 class Study(NamedTuple):
-    """All that was measured and fitted."""
+    """All measurements and the fitted model."""
 
     trials: list[ScalingTrial]
     model: StepModel
@@ -60,7 +60,7 @@ class CurveFigure(NamedTuple):
 
 
 def efficiency(trial: ScalingTrial, trials: Sequence[ScalingTrial]) -> float:
-    """Images a second and rank, divided by those of the trial of the same kind with the fewest
+    """Returns images per second and rank, relative to the trial of the same kind with the fewest
     ranks."""
     return _samples_per_s_and_rank(trial) / _samples_per_s_and_rank(
         _trial_with_fewest_ranks(trials, trial.kind)
@@ -102,7 +102,7 @@ def _measured_kinds(study: Study) -> list[str]:
 
 
 def to_text(study: Study) -> list[str]:
-    """The lines for people."""
+    """Formats the report as text."""
     return [*_measurements(study), "", *_model(study), "", *_prediction_tables(study)]
 
 
@@ -161,8 +161,7 @@ def _model(study: Study) -> list[str]:
 
 
 def _latency_warning(link: Link) -> list[str]:
-    """Times so noisy that the latency of least errors would be negative; a link of one rank has no
-    bytes to move."""
+    """Returns a warning if times are so noisy that the fitted latency would be negative."""
     if link.latency_s or math.isinf(link.bytes_per_s):
         return []
     return [
@@ -250,7 +249,7 @@ def to_json(study: Study) -> dict[str, Any]:
 
 
 def curves(study: Study, model: str) -> CurveFigure:
-    """What was measured, and the prediction of each algorithm, for the picture."""
+    """Returns the measured points and the prediction of each algorithm, for the figure."""
     predicted = predictions(study)
     lines = []
     for kind in _measured_kinds(study):

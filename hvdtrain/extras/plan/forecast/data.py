@@ -56,8 +56,8 @@ def _read_image(value: str) -> tuple[int, ...]:
 
 
 def training_data(options: argparse.Namespace, config: Config) -> TrainingData:
-    """From the command line; without that read as a job reads it, but for the statistics, which
-    take a pass over all pixels."""
+    """Returns the data from the command line, or opens them as a job does, without the statistics,
+    which need all pixels."""
     given = [options.samples, options.image, options.classes]
     example = "--samples 1281167 --image 224x224x3 --classes 1000"
     if None not in given:

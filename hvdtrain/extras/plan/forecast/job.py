@@ -79,8 +79,8 @@ class Forecast:
         return self.config.readers(self.ranks)
 
     def forward_passes(self, batch: int) -> int:
-        """Passes of a rank in a step; data.sampling=partition may take one more in a step that
-        reaches into the next epoch."""
+        """Returns the passes of a rank in a step; data.sampling=partition may need one more in a
+        step that crosses epochs."""
         most = largest_share(0, batch, self._readers, self.dataset, self.config.data.sampling)
         return passes_of_step(self.config, most, batch, self.recipe.batch.first)
 
@@ -117,7 +117,7 @@ def forecast(
     except UserError as error:
         return Infeasible(ranks, error)
     if recipe.epochs == math.inf:
-        what = f"stop.time={config.stop.time} alone ends the job: its steps are not known"
+        what = f"only stop.time={config.stop.time} ends the job, so its number of steps is unknown"
         return Infeasible(
             ranks,
             UserError(
@@ -131,8 +131,7 @@ def forecast(
 
 
 def group_by_recipe(forecasts: Sequence[Forecast]) -> list[list[Forecast]]:
-    """Forecasts of equal recipes together: their steps have the same learning rates and batches, on
-    any number of ranks."""
+    """Groups forecasts with equal recipes: their steps have the same learning rates and batches."""
     groups: list[list[Forecast]] = []
     for one in forecasts:
         group = next((group for group in groups if group[0].recipe == one.recipe), None)
@@ -146,7 +145,8 @@ def group_by_recipe(forecasts: Sequence[Forecast]) -> list[list[Forecast]]:
 def phases_of_job(
     recipe: Recipe, dataset: int, total: int, step_limit: float
 ) -> tuple[BatchPhase, ...]:
-    """Up to the first step that has read `total` samples, or to `step_limit` steps."""
+    """Yields the phases up to the first step that has read `total` samples, or to `step_limit`
+    steps."""
     phases: list[BatchPhase] = []
     for phase in batch_phases(recipe.batch, dataset):
         to_the_end = -((phase.samples - total) // phase.batch)  # rounded up, in integers
@@ -167,7 +167,7 @@ class Memory(NamedTuple):
 
 
 def memory(shapes: Shapes, rule: Rule | None, precision: str) -> Memory:
-    """Computed from shapes: nothing of that size is allocated. `rule` is None for a class of
+    """Computes the memory from shapes, without allocating it. `rule` is None for a class of
     torch.optim."""
     # weights of half precision are float32
     dtype = np.dtype("float64" if precision == "fp64" else "float32")

@@ -1,5 +1,4 @@
-"""The layers of a model: what each has and computes, which rank has which part of it, and what is
-sent."""
+"""The layers of a model: parameters and operations, the parts on each rank, and what ranks send."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ _HEADER = (
 
 
 class MemoryEstimate(NamedTuple):
-    """A rank of so many, with these values of shard.stage and model.recompute."""
+    """The predicted memory of a rank for a number of ranks, shard.stage and model.recompute."""
 
     ranks: int
     stage: int
@@ -65,11 +65,11 @@ class MemoryEstimate(NamedTuple):
 
     @property
     def needs(self) -> float:
-        """Bytes of the memory that a rank has beside libraries and data."""
+        """The bytes that a rank needs in addition to libraries and data."""
         return MARGIN * self.footprint.total
 
     def largest_micro(self, room: float) -> int:
-        """Samples of the largest pass that fits; 0: none does."""
+        """Returns the largest micro-batch that fits; 0 if none does."""
         evaluation = MARGIN * (
             self.footprint.evaluation + self.footprint.total - self.footprint.tensors
         )
@@ -121,8 +121,8 @@ def with_memory_value(arguments: Sequence[str]) -> list[str]:
 def memory_plan(
     config: Config, task: Task, forecasts: Sequence[Forecast], limit: int | None, libraries: int
 ) -> MemoryPlan:
-    """Predicts with one rank and with two, and computes what more ranks take of their parts; of
-    meshes with each number of ranks.
+    """Predicts the memory with one and two ranks, and computes other numbers of ranks from these;
+    meshes are predicted for each number.
 
     Raises UserError if it cannot.
     """
@@ -163,7 +163,7 @@ def _rows(
     recompute: str,
     forecasts: Sequence[Forecast],
 ) -> list[MemoryEstimate]:
-    """Rows of all these forecasts, from predictions for the first of them."""
+    """Returns the rows of these forecasts, computed from predictions for the first one."""
     reference = _memory_forecast(first, task)
     micro = reference.step().micro
     other = micro // 2 or 2
@@ -190,7 +190,8 @@ def _rows(
 
 
 def on_ranks(found: Footprint, stage: int, ranks: int, wanted: int, weights: int) -> Footprint:
-    """The parts of a stage on another number of ranks; weights: the bytes of all of them."""
+    """Computes the memory of a stage on another number of ranks; weights: the bytes of all
+    weights."""
     if not stage or ranks == wanted:
         return found
     less = 1 - ranks / wanted
@@ -228,7 +229,7 @@ def _memory_forecast(one: Forecast, task: Task) -> MemoryForecast:
 
 
 def memory_lines(plan: MemoryPlan) -> list[str]:
-    """A row for each, and one sentence which to take."""
+    """Formats a row for each estimate, and a recommendation."""
     precision = plan.config.speed.precision
     limit = plan.limit
     lines = [
@@ -285,8 +286,7 @@ def _cells(row: MemoryEstimate, plan: MemoryPlan) -> list[str]:
 
 
 def sentence(plan: MemoryPlan) -> str:
-    """Which to take, for the most ranks that are shown: the first that fits of those that cost
-    least time."""
+    """Returns the recommendation for the largest number of ranks: the fastest settings that fit."""
     ranks = max(row.ranks for row in plan.rows)
     rows = sorted(
         (row for row in plan.rows if row.ranks == ranks),
@@ -330,7 +330,7 @@ def _words(row: MemoryEstimate) -> str:
 
 
 def memory_json(plan: MemoryPlan) -> dict[str, Any]:
-    """The plan's rows for programs, in bytes."""
+    """Returns the plan's rows as JSON, in bytes."""
     return {
         "libraries": plan.libraries,
         "limit": plan.limit,

@@ -1,5 +1,5 @@
-"""Machine: how fast ranks compute and send, as options of `plan --parallel` or measurements of
-`bench` say."""
+"""Machine: the speed of ranks and links, from options of `plan --parallel` or measurements of
+`bench`."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_link(text: str, option: str, default: Link) -> Link:
-    """ "1.25GB/s,30us"; without a latency that of the default. Raises UserError."""
+    """Parses "1.25GB/s,30us"; the latency defaults to that of `default`. Raises UserError."""
     found = _LINK.fullmatch(text.strip())
     if not found or not float(found[1]):
         raise UserError(
             f"cannot read the link {text!r}",
             option,
-            f"bandwidth and latency of a message, as in {option} 1.25GB/s,30us",
+            f"give the bandwidth and latency of a message, as in {option} 1.25GB/s,30us",
         )
     latency_s = float(found[3]) * _SECONDS[found[4]] if found[3] else default.latency_s
     return Link(default.name, latency_s, float(found[1]) * _PREFIXES[found[2]])
@@ -139,7 +139,7 @@ def machine_of(
 
 
 class _Measured:
-    """What files of bench say."""
+    """The measurements in files of bench."""
 
     def __init__(self, weight_bytes: int, plain: PlannedWork) -> None:
         self._weight_bytes = weight_bytes
@@ -176,8 +176,8 @@ class _Measured:
             ) from None
 
     def _read_step(self, found: Mapping[str, Any], path: str) -> None:
-        """What products do not explain of the seconds of forward and backward is the time of other
-        operations."""
+        """Reads a result of bench step. Time of forward and backward beyond matrix products is
+        assigned to other operations."""
         phases = found["phases_ms"]
         flops = 1e9 * found["gflop_per_step_of_a_rank"]
         passes_s = (phases["forward"] + phases["backward"]) / 1e3
@@ -239,7 +239,7 @@ def _read_gflops(text: str) -> float:
         raise UserError(
             f"{text} is not a speed",
             "--gflops",
-            "10^9 floating-point operations a second of one rank, as in --gflops 50",
+            "give 10^9 floating-point operations per second of one rank, as in --gflops 50",
         )
     return gflops
 

@@ -1,5 +1,5 @@
-"""The meshes of a job on so many ranks: what each takes, sends and needs in a step, in bytes and
-seconds, or why it cannot be."""
+"""The meshes of a job on a number of ranks: bytes and seconds of a step for each mesh, or why it is
+impossible."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Excluded(NamedTuple):
 
 
 class Data(NamedTuple):
-    """What the job trains on."""
+    """The data of the job."""
 
     task: Task
     samples: int
@@ -108,15 +108,15 @@ def meshes(ranks: int, has_dense_part: bool) -> Iterator[MeshShape]:
 
 
 def without_mesh(config: Config, ranks: int) -> Config:
-    """The job, all ranks data parallel, with its batch as samples of a step: the same for every
-    mesh."""
+    """Returns the job with only data parallelism and a fixed global batch, which is the same for
+    every mesh."""
     plain = config.replace(parallel=ParallelConfig(), shard=ShardConfig())
     return resolve_batch_size(plain, ranks)
 
 
 def with_mesh(config: Config, mesh: MeshShape, original: Config) -> Config:
-    """original: whose schedule a pipeline has, how many micro-batches, and which stages; whose
-    parallel.sequence a tensor group."""
+    """Returns the job on a mesh. original: provides schedule, micro-batches and stages of a
+    pipeline, and parallel.sequence."""
     of_pipeline: dict[str, Any] = {}
     if mesh.pipeline > 1:
         of_pipeline = {name: getattr(original.parallel, name) for name in _OF_A_PIPELINE} | {
@@ -136,15 +136,15 @@ def with_mesh(config: Config, mesh: MeshShape, original: Config) -> Config:
 
 
 def _balance(original: Config, pipeline: int) -> list[int] | str:
-    """The given units of each stage where they are for a pipeline of so many ranks; others are cut
-    by operations: nothing is measured."""
+    """Returns the given parallel.balance if it fits the pipeline; else operations, which need no
+    measurement."""
     balance = original.parallel.balance
     fits = isinstance(balance, list) and len(balance) == pipeline * original.parallel.stages_of_rank
     return balance if fits else "operations"
 
 
 def _assumed(config: Config, ranks: int) -> list[str]:
-    """Where meshes do not have the job's parallel.balance."""
+    """Returns a note if meshes do not use the job's parallel.balance."""
     balance = config.parallel.balance
     if balance == "operations" or ranks == 1:
         return []
@@ -168,7 +168,7 @@ def plan_meshes(
     has_dense_part: bool,
     says: Callable[[str], None],
 ) -> MeshPlan:
-    """Predicts a step of the job on each possible mesh. `says` gets its name first.
+    """Predicts a step of the job on each possible mesh. `says` is called with its name first.
 
     Raises UserError if the job cannot run on so many ranks, whatever the mesh.
     """
@@ -215,7 +215,8 @@ def plain_work(config: Config, data: Data, ranks: int) -> PlannedWork:
 
 
 def _features(config: Config, several_nodes: bool) -> frozenset[Feature]:
-    """Features of the engine, on one node or on several, where mpi reduces beside computing."""
+    """Returns the engine's features on one or several nodes; with several, mpi overlaps reductions
+    with computation."""
     engine = "mpi" if config.comm.engine == "auto" else config.comm.engine
     beside: set[Feature] = {"asynchronous"} if engine == "mpi" and several_nodes else set()
     return features_of(engine) | beside
@@ -356,7 +357,8 @@ def computing_s(work: PlannedWork, machine: Machine) -> tuple[float, float]:
 def _sorted(
     moved: Sequence[Moved], machine: Machine
 ) -> tuple[list[float], list[float], list[float]]:
-    """Seconds inside of passes, of gradients, of all else; without messages between stages."""
+    """Returns the seconds of communication inside passes, of gradients, and of the rest; without
+    messages between stages."""
     in_passes = list[float]()
     gradients = list[float]()
     rest = list[float]()
@@ -373,8 +375,8 @@ def _sorted(
 
 
 def _of_pipeline(config: Config, works: Sequence[PlannedWork], machine: Machine) -> StepTime:
-    """Passes by the schedule's simulation, then what is reduced and updated, of the rank that takes
-    longest."""
+    """Predicts a pipeline step: the simulated passes of the schedule, then reductions and updates,
+    for the slowest rank."""
     parallel = config.parallel
     micro = works[0].passes
     virtual = parallel.stages_of_rank

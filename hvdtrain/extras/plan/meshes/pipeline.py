@@ -1,4 +1,4 @@
-"""plan --pipeline: where stages are cut, and how long their ranks wait."""
+"""plan --pipeline: the division into stages, and how long ranks wait."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class PipelinePlan(NamedTuple):
 
 
 def pipeline_plan(config: Config, task: Task, ranks: int) -> PipelinePlan:
-    """Measures the units of the model in this process. `ranks`: of the pipeline, where
+    """Measures the units of the model in this process. `ranks`: of the pipeline, if
     parallel.pipeline=1. Raises UserError."""
     if config.parallel.pipeline == 1:
         config = config.replace(parallel=config.parallel.replace(pipeline=ranks))
@@ -85,7 +85,8 @@ def _label(config: Config) -> str:
 
 
 def _cuts(config: Config, units: Sequence[UnitCost], stages: int) -> list[PipelineSplit]:
-    """By operations, by seconds, and as the job gives them, where that is for so many stages."""
+    """Returns the cuts by operations, by seconds, and by the job's parallel.balance if it has the
+    same number of stages."""
     from hvdtrain.frameworks.torch.parallel.pipeline.cuts import (
         balanced_cuts,
         given_cuts,

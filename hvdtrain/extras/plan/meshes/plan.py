@@ -80,7 +80,7 @@ def run(options: argparse.Namespace, config: Config) -> bool:
 
 
 def _plan_pipelines(options: argparse.Namespace, config: Config) -> None:
-    """Prints plans of parallel.pipeline ranks; without that key of --ranks."""
+    """Prints plans for parallel.pipeline ranks or, if that key is not set, for --ranks."""
     sizes = [config.parallel.pipeline] if config.parallel.pipeline > 1 else options.ranks or [2]
     if 1 in sizes:
         raise UserError(
@@ -98,7 +98,7 @@ def plan_parallel(options: argparse.Namespace, config: Config, data: Data) -> No
     """Raises UserError."""
     if len(options.ranks) > 1:
         raise UserError(
-            "plan --parallel ranks the meshes of one number of ranks",
+            "plan --parallel compares meshes of one number of ranks only",
             "--ranks",
             "one number, as in --ranks 8",
         )

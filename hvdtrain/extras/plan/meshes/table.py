@@ -1,4 +1,4 @@
-"""The table of plan --parallel: a row for each mesh, and why the best is best."""
+"""The table of plan --parallel: a row for each mesh, and the reason for the recommendation."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def sentence(plan: MeshPlan) -> str:
 
 
 def _why(best: MeshCandidate, plan: MeshPlan) -> str:
-    """Against data parallel ranks with everything, or the best of another kind of mesh."""
+    """Compares the best mesh with pure data parallelism, or with the best mesh of another kind."""
     plain = next((row for row in plan.rows if not row.mesh.words), None)
     if plain is None:
         kinds = "every rank with the whole model does not fit"
@@ -112,8 +112,7 @@ def _why(best: MeshCandidate, plan: MeshPlan) -> str:
 
 
 def _difference(slower: MeshCandidate, faster: MeshCandidate) -> str:
-    """What the slower one has more of: of communication, computing and waiting that which is
-    most."""
+    """Names the largest difference of the slower mesh: communication, computing or waiting."""
     wait_s = [row.time.bubble * row.time.seconds for row in (slower, faster)]
     more = {
         "communication": (slower.time.communication_s, faster.time.communication_s),

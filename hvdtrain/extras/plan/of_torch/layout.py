@@ -1,5 +1,5 @@
-"""The layout of a torch model over the ranks of a configuration: what each has of every layer, from
-the cuts that a job makes."""
+"""The layout of a torch model over ranks: the part of each layer on each rank, from the cuts that a
+job makes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _WHOLE = LayerRange(0.0, 1.0)
 
 
 def layout(config: Config, task: Task, ranks: int) -> ParallelLayout:
-    """The layout of a job on so many ranks; nothing is trained. Raises UserError if the model
-    cannot be cut so."""
+    """Returns the layout of a job on `ranks` ranks, without training. Raises UserError if the model
+    cannot be divided so."""
     parallel = config.parallel
     model = checked_model(config, task)
     like = torch.empty(0)
@@ -179,7 +179,7 @@ def _share(index: int, parts: int) -> LayerRange:
 
 
 def _part(length: int, rank: int, ranks: int) -> LayerRange:
-    """What a rank has of a layer that is cut: the first ranks have one more."""
+    """Returns a rank's part of a divided layer; the first ranks have one more element."""
     part = part_of(length, rank, ranks)
     return LayerRange(part.start / length, part.stop / length)
 
@@ -199,7 +199,7 @@ def _ways(arrangement: type[Arrangement], config: Config) -> list[str]:
 def _gradients(
     arrangement: type[Arrangement], config: Config, found: ParallelLayout, readers: int
 ) -> str:
-    """What goes over the ranks that read different samples, in a step."""
+    """Returns what data-parallel ranks exchange in a step."""
     if readers == 1:
         return ""
     sent = max(map(found.weight_bytes, range(len(found.ranks))))

@@ -1,5 +1,5 @@
 """The layers of a model in the order of a forward pass: shapes, parameters, operations; computed on
-tensors without numbers."""
+tensors without data."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _SAMPLES = 2  # of the forward pass
 
 
 def summarize(config: Config, task: Task) -> list[LayerSummary]:
-    """Modules with parameters or operations of their own. Raises UserError if the model needs
-    numbers to compute shapes."""
+    """Modules with parameters or operations of their own. Raises UserError if shapes depend on the
+    values of tensors."""
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             with _Answered():  # not in the forward pass, whose shapes may depend on the numbers
@@ -34,11 +34,13 @@ def summarize(config: Config, task: Task) -> list[LayerSummary]:
         raise
     except Exception as error:  # of the user's model
         what = (
-            f"{config.model.name} cannot be called without numbers: {type(error).__name__}: "
+            f"{config.model.name} cannot run on tensors without data: {type(error).__name__}: "
             f"{first_line(error)}"
         )
         raise UserError(
-            what, config.where("model.name"), "a model that needs no numbers to compute shapes"
+            what,
+            config.where("model.name"),
+            "a model whose shapes do not depend on the values of tensors",
         ) from error
 
 
@@ -106,8 +108,8 @@ class _Calls:
 
 
 def _shape(outputs: Any) -> tuple[int, ...] | None:
-    """Shape of the first tensor for one sample; None of a module that was not called, or gives
-    something else."""
+    """Returns the shape of the first tensor for one sample; None if the module was not called or
+    returns something else."""
     while isinstance(outputs, (tuple, list)) and outputs:
         outputs = outputs[0]
     return tuple(outputs.shape[1:]) if isinstance(outputs, torch.Tensor) else None

@@ -30,8 +30,8 @@ STD = 0.02
 
 
 class StaticKVCache(NamedTuple):
-    """What one block remembers of the positions that were read; of later ones the numbers are of no
-    meaning."""
+    """The keys and values of one block for the positions read so far; later entries are
+    undefined."""
 
     keys: Any  # (n, heads, context, width / heads)
     values: Any

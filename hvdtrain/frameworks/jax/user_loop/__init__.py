@@ -1,2 +1,1 @@
-"""A script's own JAX parameters and optax transformation, whose loop the script has: what
-hvdtrain.init() prepares."""
+"""JAX parameters and optax transformations of custom loops, as hvdtrain.init() prepares them."""

@@ -1,4 +1,4 @@
-"""What is compiled of a script's own loop in JAX: its loss with the weighted gradient, and the
+"""The compiled parts of a custom loop in JAX: the loss with the weighted gradient, and the
 update."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WHERE = "ctx.value_and_grad()"
 
 
 class Rules(NamedTuple):
-    """What determines a step, apart from arrays."""
+    """The settings of a step."""
 
     update: Callable[..., Any]  # of the transformation
     clip_norm: float | None
@@ -30,8 +30,8 @@ class Rules(NamedTuple):
 
 @dataclass(frozen=True)
 class Gives:
-    """What the script's loss_of() returns: the loss by itself, or a tuple of it, its count and
-    another value, as far as it has them."""
+    """The form of the result of the script's loss_of(): the loss, or a tuple with its count and
+    another value."""
 
     count: bool
     aux: bool
@@ -46,7 +46,7 @@ class Gives:
         length = 1 + self.count + self.aux
         if length > 1 and not (isinstance(found, tuple) and len(found) == length):
             having = " and ".join([*["has_count=True"] * self.count, *["has_aux=True"] * self.aux])
-            what = f"loss_of gives a {type(found).__name__}"
+            what = f"loss_of returns a {type(found).__name__}"
             raise UserError(what, WHERE, f"with {having} a tuple of {length}: {self.named}")
         loss, *others = found if length > 1 else (found,)
         return loss, others[0] if self.count else None, others[-1] if self.aux else None
@@ -109,7 +109,7 @@ def _check_loss(loss: Any) -> None:
 
 @functools.partial(jax.jit, static_argnums=0)
 def split(kinds: Sequence[tuple[tuple[int, ...], Any]], row: jax.Array) -> list[jax.Array]:
-    """The row as an array of each shape and number type."""
+    """Splits the row into arrays of these shapes and dtypes."""
     parts = jnp.split(row, np.cumsum([math.prod(shape) for shape, _ in kinds])[:-1])
     return [
         part.reshape(shape).astype(dtype) for part, (shape, dtype) in zip(parts, kinds, strict=True)
@@ -132,10 +132,10 @@ def updated(
     before: Any = jax.tree_util.tree_structure(state)
     if jax.tree_util.tree_structure(new_state) != before:
         what = (
-            "the state of the transformation after a step is another tree than before, which no "
-            "checkpoint holds"
+            "a step changes the tree structure of the transformation's state, which a checkpoint "
+            "cannot store"
         )
-        raise UserError(what, "ctx.update()", "a transformation whose state has one form")
+        raise UserError(what, "ctx.update()", "a transformation whose state keeps its structure")
     if rules.skips:
         new_params, new_state = jax.tree.map(
             functools.partial(jnp.where, is_bad), (params, state), (new_params, new_state)

@@ -1,5 +1,4 @@
-"""What a JAX script keeps in a checkpoint beside parameters and state: arrays of any number type as
-their bytes."""
+"""Extra values of a JAX script in a checkpoint: arrays of any dtype as bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JaxLoop: JAX for a script's own loop. Its methods import JAX, not this module."""
+"""JaxLoop: JAX for a custom loop. Its methods import JAX, not this module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvdtrain.frameworks.user_loop import UserLoop
 
 
 class JaxLoop(UserLoop):
-    """A tree of parameters and a transformation of the kind of optax."""
+    """Custom loops with a tree of parameters and an optax transformation."""
 
     words = WORDS
 

@@ -1,5 +1,5 @@
-"""JaxLoopLearner: a script's parameters and transformation in JAX as what checkpoints, replicas
-and health need of a Learner."""
+"""JaxLoopLearner: adapts a script's JAX parameters and transformation to the Learner that
+checkpoints, replicas and health use."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class JaxLoopLearner(LoopLearner):
                 f"{WORDS.step}: the state that the last call returned, and ctx.prepare() or "
                 "ctx.resume() before"
             )
-            raise UserError("the state is not that of the last step", where, fix)
+            raise UserError("the state is not the one that the last step returned", where, fix)
 
     def _check_params(self, params: Any, where: str) -> None:
         if not self.params.is_one(params):
@@ -125,11 +125,15 @@ class JaxLoopLearner(LoopLearner):
                 f"{WORDS.step}: the params that the last call returned, and ctx.prepare() or "
                 "ctx.resume() before"
             )
-            raise UserError("the parameters are not those of the last step", where, fix)
+            raise UserError(
+                "the parameters are not the ones that the last step returned", where, fix
+            )
 
     def check_resume(self, given: tuple[Any, ...]) -> None:
         if len(given) != 2:
-            what = "arrays do not change: the checkpoint's numbers come as new trees"
+            what = (
+                "JAX arrays cannot be changed: the checkpoint's numbers are returned as new trees"
+            )
             raise UserError(what, "ctx.resume()", WORDS.resume)
         self.check_prepared(*given, "ctx.resume()")
 
@@ -147,7 +151,7 @@ class JaxLoopLearner(LoopLearner):
             )
         if has_aux and at_most is not None:
             raise UserError(
-                "has_aux=True with at_most=: each part would give a value of its own",
+                "has_aux=True with at_most=: each part would return its own value",
                 WHERE,
                 "one of the two",
             )
@@ -179,8 +183,8 @@ class JaxLoopLearner(LoopLearner):
         return of_batch
 
     def _weight(self, part: KeyedSamples, gives: Gives) -> float:
-        """What the gradient of the mean over a part is multiplied with, beside its count where
-        loss_of gives that."""
+        """Returns the factor of the gradient of a part's mean, in addition to the count if loss_of
+        returns one."""
         return (bool(part.count) if gives.count else part.count) / self._global_batch
 
     def _items(self, part: KeyedSamples, count: Any) -> float:
@@ -189,8 +193,7 @@ class JaxLoopLearner(LoopLearner):
         return item_count(count, WHERE) if part.count else 0.0
 
     def _check_new(self, loss_of: Callable[..., Any]) -> None:
-        """Raises UserError if each step has a function of its own, or one that cannot be told
-        from others."""
+        """Raises UserError if each step uses a new function."""
         try:
             self._functions.add(loss_of)
         except TypeError as error:
@@ -201,25 +204,28 @@ class JaxLoopLearner(LoopLearner):
             ) from None
         if len(self._functions) > _MOST_FUNCTIONS:
             what = (
-                f"more than {_MOST_FUNCTIONS} functions: each is compiled, so a new one in each "
-                "step is slow"
+                f"more than {_MOST_FUNCTIONS} different functions: each one is compiled, so a new "
+                "function in each step is slow"
             )
             raise UserError(
                 what,
                 WHERE,
-                "one function, defined before the loop; what changes is an argument: (params, "
-                "batch, rate)",
+                "one function, defined before the loop; pass what changes as an argument: "
+                "(params, batch, rate)",
             )
 
     def _begin_passes(self, params: Any, arguments: Sequence[Any]) -> KeyedSamples:
-        """The batch that the script has. Raises UserError if loss_of would get another one."""
+        """Returns the current batch, whose pass begins. Raises UserError if loss_of would get
+        another one."""
         if self._batch is None:
             fix = f"for batch in ctx.samples(dataset, batch=N): {WORDS.whole_step}"
-            raise UserError("no batch of ctx.samples() is under way", WHERE, fix)
+            raise UserError("called outside of a loop over ctx.samples()", WHERE, fix)
         if self._gradient is not None:
-            what = "a second gradient for one batch: the first one is that of all ranks already"
+            what = (
+                "a second gradient for one batch: the first one was already reduced over all ranks"
+            )
             raise UserError(
-                what, WHERE, f"add up the losses; to go through a batch in parts: {WORDS.parts}"
+                what, WHERE, f"add the losses; to compute a batch in parts: {WORDS.parts}"
             )
         if any(
             isinstance(one, KeyedSamples)
@@ -227,7 +233,7 @@ class JaxLoopLearner(LoopLearner):
             for one in arguments
         ):
             raise UserError(
-                "loss_of gets another batch than that of this step", WHERE, WORDS.gradient
+                "loss_of gets a batch that is not the one of this step", WHERE, WORDS.gradient
             )
         self._check_params(params, WHERE)
         return self._batch
@@ -246,7 +252,7 @@ class JaxLoopLearner(LoopLearner):
         assert batch is not None
         if not any(argument is batch for argument in arguments):
             raise UserError(
-                "at_most= divides the batch, which loss_of does not get", WHERE, WORDS.parts
+                "at_most= divides the batch, but loss_of does not get the batch", WHERE, WORDS.parts
             )
         number = math.ceil(math.ceil(self._global_batch / self.data.size) / at_most)
         loss: Any = 0.0
@@ -282,8 +288,7 @@ class JaxLoopLearner(LoopLearner):
                 "this batch, the mean over all ranks"
             )
             fix = (
-                f"{WORDS.whole_step}; what changes gradients is a part of the transformation: "
-                "optax.chain(...)"
+                f"{WORDS.whole_step}; to change gradients, use the transformation: optax.chain(...)"
             )
             raise UserError(what, "ctx.update()", fix)
         self.check_prepared(params, state, "ctx.update()")
@@ -301,14 +306,13 @@ class JaxLoopLearner(LoopLearner):
         return self._batch is None
 
     def read_nonfinite(self) -> float:
-        """This rank's share of the steps that had numbers which are not finite, since the last
-        call."""
+        """Returns this rank's share of the steps with nonfinite numbers since the last call."""
         count = float(self._bad)
         self._bad = 0.0
         return count
 
     def sync_buffers(self, communicator: Communicator) -> None:
-        """Nothing: there are none."""
+        """Does nothing: there are no buffers."""
 
     def state(self, *, is_kept: bool = True) -> Arrays:
         return gather(self.data, self.pieces(), is_kept=is_kept)

@@ -29,7 +29,7 @@ class Tree(NamedTuple):
     arrays: list[jax.Array]
 
     def whole(self) -> Any:
-        """The tree, as the script has it."""
+        """Returns the tree in the script's structure."""
         return jax.tree_util.tree_unflatten(self.structure, self.arrays)
 
     def is_one(self, tree: Any) -> bool:
@@ -54,7 +54,7 @@ def check_given(config: Config, params: Any, transformation: Any, example: Any) 
     kinds = f"a {type(params).__name__} and a {type(transformation).__name__}"
     if any(base.__module__.startswith("torch.") for base in type(params).__mro__):
         raise UserError(
-            f"{kinds}, and framework=jax",
+            f"{kinds}, but framework=jax",
             WHERE,
             "framework=torch, or leave framework= out; or parameters as arrays of JAX",
         )
@@ -66,8 +66,8 @@ def check_given(config: Config, params: Any, transformation: Any, example: Any) 
         )
     if config.shard.stage:
         what = (
-            "with framework=jax a script's own loop has whole parameters and a whole state on "
-            "every rank"
+            "with framework=jax, a custom loop keeps all parameters and the whole state on every "
+            "rank"
         )
         raise UserError(
             what,
@@ -76,8 +76,7 @@ def check_given(config: Config, params: Any, transformation: Any, example: Any) 
         )
     if config.origin("speed.precision") != DEFAULT:
         what = (
-            "with framework=jax parameters and samples keep the number types that the script "
-            "gives them"
+            "with framework=jax, parameters and samples keep the types that the script gives them"
         )
         fix = "leave speed.precision out; jax.config.update('jax_enable_x64', True) for float64"
         raise UserError(what, config.where("speed.precision"), fix)
@@ -121,13 +120,13 @@ def _check_parameter(name: str, array: Any) -> None:
             f"an array of {array.dtype}" if hasattr(array, "dtype") else f"a {type(array).__name__}"
         )
         fix = (
-            "arrays of float32 or float64 alone; what is not trained goes to loss_of beside them, "
-            "bfloat16 is made inside of it"
+            "only arrays of float32 or float64; pass what is not trained to loss_of separately, "
+            "and convert to bfloat16 inside it"
         )
         raise UserError(f"the parameter {name} is {kind}", WHERE, fix)
     if isinstance(array, jax.Array) and len(array.devices()) > 1:
         what = (
-            f"the parameter {name} is on {len(array.devices())} devices, and a rank computes on one"
+            f"the parameter {name} is on {len(array.devices())} devices, but a rank computes on one"
         )
         raise UserError(what, WHERE, "a rank for each device: hvdtrain launch -np N, or mpirun")
 
@@ -147,10 +146,12 @@ def tree_of_state(transformation: Any, params: Tree, paths: Sequence[Path], devi
             kind = f"an array of {dtype}" if dtype is not None else f"a {type(array).__name__}"
             what = (
                 f"the state of the transformation has {kind} at "
-                f"{name.removeprefix('s.').strip()}, which no checkpoint holds"
+                f"{name.removeprefix('s.').strip()}, which a checkpoint cannot store"
             )
             raise UserError(
-                what, WHERE, "arrays of numbers: of a random key jax.random.PRNGKey(), which is one"
+                what,
+                WHERE,
+                "arrays of numbers; for a random key: jax.random.PRNGKey(), which is such an array",
             )
     return Tree(names, structure, [jax.device_put(array, device) for _, array in found])
 
@@ -158,7 +159,7 @@ def tree_of_state(transformation: Any, params: Tree, paths: Sequence[Path], devi
 def _state_names(
     paths: Sequence[Path], parameters: Sequence[str], paths_of_parameters: Sequence[Path]
 ) -> list[str]:
-    """s.PARAMETER.0, ... of arrays that belong to a parameter; of all else the path."""
+    """Returns s.PARAMETER.0, ... for arrays that belong to a parameter, and the path for others."""
     counts = Counter[int]()
     names = []
     for path in paths:
@@ -177,15 +178,15 @@ def check_extra(transformation: Any, extra: Mapping[str, Any]) -> None:
     """Raises UserError for further arguments that update() of the transformation does not take."""
     if wrong := next((name for name, value in extra.items() if callable(value)), None):
         what = (
-            f"{wrong} is a function: a transformation that computes losses itself would do so on "
-            "this rank's samples alone"
+            f"{wrong} is a function: a transformation that computes losses itself would only see "
+            "this rank's samples"
         )
-        raise UserError(what, "ctx.update()", "one whose update takes gradients, as adamw")
+        raise UserError(what, "ctx.update()", "one whose update takes gradients, such as adamw")
     try:
         inspect.signature(transformation.update).bind(None, None, None, **extra)
     except TypeError as error:
         fix = (
-            "what it takes, the same on all ranks: ctx.update(gradient, state, params, "
+            "the same value on all ranks: ctx.update(gradient, state, params, "
             "value=ctx.mean({'loss': loss})['loss'])"
         )
         raise UserError(f"update() of the transformation: {error}", "ctx.update()", fix) from None

@@ -1,5 +1,5 @@
-"""The samples of a script's own loop as a tree of JAX: compiled functions take a batch, and draw by
-its key."""
+"""The samples of a custom loop as a JAX tree: compiled functions take a batch, and draw random
+numbers by its key."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ def _no_key() -> np.ndarray:
 
 @dataclass(frozen=True)
 class KeyedSamples(Samples):
-    """Samples that compiled functions take: a tree of their fields and numbers. The ranks' keys
-    differ."""
+    """Samples for compiled functions: a tree of fields and numbers. Each rank has a different
+    key."""
 
     key_data: Any = field(default_factory=_no_key)
 
     @property
     def key(self) -> jax.Array:
-        """The random key of the seed, the step and the rank, for dropout; of parts of a batch the
-        same."""
+        """The random key of seed, step and rank, for dropout; parts of a batch share it."""
         return key_of(self.key_data)
 
 

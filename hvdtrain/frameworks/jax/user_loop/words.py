@@ -1,4 +1,4 @@
-"""Lines of a script with a loop of its own in JAX, for messages."""
+"""Example lines of a custom loop in JAX, for messages."""
 
 from __future__ import annotations
 

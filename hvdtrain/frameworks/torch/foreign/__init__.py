@@ -1,2 +1,1 @@
-"""Folders and code of others: what their files may say, what they may download, and how large a
-model they may make."""
+"""Model folders and code from others: limits on their files, downloads and model sizes."""

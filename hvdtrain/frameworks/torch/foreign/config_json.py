@@ -44,8 +44,8 @@ _FIX = "the folder of a model of the library, as save_pretrained() writes it"
 
 
 def read_config(path: Path, where: str) -> tuple[dict[str, Any], list[str]]:
-    """What it says, without the code that it names, and the keys that name it. Raises UserError for
-    what is not such a file."""
+    """Returns the configuration without keys that name code, and these keys. Raises UserError for
+    an invalid file."""
     try:
         if check_regular(path).st_size > _MOST_BYTES:
             raise ValueError(f"it has more than {_MOST_BYTES} bytes")
@@ -63,7 +63,7 @@ def read_config(path: Path, where: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def check_options(options: Mapping[str, Any], where: str) -> None:
-    """Raises UserError if options would do what no config.json may."""
+    """Raises UserError for options that a config.json may not have."""
     left_out: list[str] = []
     try:
         _checked("model", dict(options), left_out)
@@ -71,7 +71,7 @@ def check_options(options: Mapping[str, Any], where: str) -> None:
         raise UserError(f"options of the model: {error}", where, "leave it out") from None
     if left_out:
         raise UserError(
-            f"model.{left_out[0]} names code, which does not run", where, "leave it out"
+            f"model.{left_out[0]} names code, which hvdtrain does not run", where, "leave it out"
         )
 
 
@@ -122,14 +122,14 @@ def _refuse_actions(key: str, value: Any) -> None:
     """Raises ValueError for a value by which the library would open or fetch something else."""
     if key in _QUANTIZED and value is not None:
         raise ValueError(
-            f"{key} is of quantized weights, which are not trained: take the folder of the model "
-            "before it was quantized"
+            f"{key} belongs to quantized weights, which cannot be trained: use the folder of the "
+            "unquantized model"
         )
     if key in _FILES and value not in (None, False):
         raise ValueError(
-            f"{key}={short(str(value))} names a file or weights: give them by model.weights"
+            f"{key}={short(str(value))} names a file or weights: use model.weights for them"
         )
     if key in _MODELS and isinstance(value, str) and not re.fullmatch(r"[\w.-]+", value):
         raise ValueError(f"{key}={short(value)} is not the name of a model of timm")
     if _KERNELS.search(key) and re.search("[^\\w{}' :,]", str(value)):
-        raise ValueError(f"{key}={short(str(value))} would fetch a kernel")
+        raise ValueError(f"{key}={short(str(value))} would download a kernel")

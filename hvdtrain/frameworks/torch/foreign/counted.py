@@ -1,5 +1,5 @@
-"""A model is counted while it is made: one that the host cannot have is an error before it takes
-memory."""
+"""Counts a model while it is created: one that is too large for the host is an error before it
+takes memory."""
 
 from __future__ import annotations
 
@@ -72,8 +72,7 @@ def _bytes(part: Any, of_meta: bool) -> int:
 
 
 def made_within_limits(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
-    """What make() returns, which is made without memory before. Raises TooLarge, and what make()
-    does."""
+    """Calls make(), first without memory. Raises TooLarge, and what make() raises."""
     probe = torch.empty(2**16)
     if (
         type(probe) is not torch.Tensor or probe.device.type != "cpu"

@@ -1,5 +1,4 @@
-"""What a model's own code may download while it is built: nothing, unless model.download says
-so."""
+"""Prevents downloads by a model's code while it is built, unless model.download allows them."""
 
 from __future__ import annotations
 
@@ -69,8 +68,8 @@ def watched(config: Config) -> Iterator[None]:
 
 
 def is_download(error: BaseException, may: bool = False) -> bool:
-    """Whether a library failed because it could not download: where it was offline, or where it
-    may, without a network."""
+    """Whether a library failed because it could not download: it was offline by design, or there is
+    no network."""
     known = {*_REFUSED, "URLError"} if may else _REFUSED  # the last is of torch.hub
     return any(type(cause).__name__ in known for cause in _causes(error))
 

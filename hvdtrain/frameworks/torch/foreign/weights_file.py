@@ -45,7 +45,7 @@ def read_state_dict(path: Path, inside: Sequence[str], where: str) -> StateDict:
             tree = tree[name]
     if not isinstance(tree, Mapping):
         raise UserError(
-            f"{path} has a {type(tree).__name__}",
+            f"{path} contains a {type(tree).__name__}, not a state_dict",
             where,
             "a file of torch.save(model.state_dict(), FILE)",
         )
@@ -73,14 +73,20 @@ def _check_one_set(
         is_set = other in inside or _ends(weights).keys() <= _ends(value).keys()
         if is_average or (is_set and not _are_equal(weights, value)):
             kind = "averages of them" if is_average else "other weights"
-            what = f"{path} has weights as {short(name)!r} and {kind} as {short(str(other))!r}"
+            what = (
+                f"{path} contains weights under {short(name)!r} and {kind} under "
+                f"{short(str(other))!r}"
+            )
             ours = f"torch.load(FILE)[{short(name)!r}]"
             theirs = f"torch.load(FILE)[{short(str(other))!r}]{_inner(weights, value)}"
-            fix = f"torch.save({ours}, 'weights.pt') has one of them alone; the other is {theirs}"
+            fix = f"torch.save({ours}, 'weights.pt') keeps one of them; the other is {theirs}"
             raise UserError(what, where, fix)
     beside = {key: one for key, one in tree.items() if not _is_tree(one)}
     if _is_alike(weights, beside) and _ends(weights).keys() <= _ends(beside).keys():
-        what = f"{path} has weights as {short(name)!r} and others of the same names beside it"
+        what = (
+            f"{path} contains weights under {short(name)!r} and others with the same names "
+            "next to it"
+        )
         raise UserError(what, where, f"torch.save(torch.load(FILE)[{short(name)!r}], 'weights.pt')")
 
 
@@ -146,7 +152,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _others(tree: Mapping[Any, Any], name: str) -> list[str]:
-    """What a file has beside the weights that are taken: other mappings with tensors by name."""
+    """Returns the other mappings of named tensors in a file."""
     return [
         f"{short(str(other))!r}{', which is the same' * _are_equal(tree[name], value)}"
         for other, value in tree.items()
@@ -178,14 +184,16 @@ def _load(path: Path, where: str) -> Any:
         raise
     except torch.serialization.pickle.UnpicklingError:
         raise UserError(
-            f"{path} has more than tensors, numbers and texts, or is damaged: only its own code "
-            "could read it",
+            f"{path} contains more than tensors, numbers and strings, or is damaged: only its own "
+            "code could read it",
             where,
             _FIX,
         ) from None
     except Exception as error:
         wrong = UserError(
-            f"{path} has no weights alone: {type(error).__name__}: {first_line(error)}", where, _FIX
+            f"{path} cannot be read as plain weights: {type(error).__name__}: {first_line(error)}",
+            where,
+            _FIX,
         )
         if exit_code_of(error) != BUG:  # the memory is full
             wrong.code = exit_code_of(error)
@@ -201,8 +209,8 @@ def _refuse_compressed(path: Path) -> None:
         size = sum(entry.file_size for entry in archive.infolist())
     if size > path.stat().st_size:
         raise ValueError(
-            f"its parts have {size} bytes, the file {path.stat().st_size}: torch.save() does not "
-            "compress"
+            f"its parts have {size} bytes, but the file has {path.stat().st_size}: torch.save() "
+            "does not compress"
         )
 
 
@@ -227,7 +235,7 @@ def _as_array(name: str, tensor: torch.Tensor, path: Path, where: str) -> np.nda
         wrong = (
             first_line(error)
             if isinstance(error, ValueError)
-            else f"is of {tensor.dtype}, which is not read"
+            else f"has type {tensor.dtype}, which is not supported"
         )
         raise UserError(
             f"{path}: {name} {wrong}", where, "dense tensors of float32, float16 or bfloat16"

@@ -24,7 +24,8 @@ _FILES = (
 
 
 def model_of(name: str, where: str) -> Callable[..., torch.nn.Module]:
-    """What makes the model. Raises UserError if timm is not installed or has no such model.
+    """Returns a function that creates the model. Raises UserError if timm is not installed or has
+    no such model.
 
     Its options are those of timm.create_model() and of the model's class; in_chans and num_classes
     are the task's where they are not given.
@@ -61,7 +62,7 @@ def model_of(name: str, where: str) -> Callable[..., torch.nn.Module]:
             ):  # an unknown option; a name, or a tag of weights, that is not known
                 raise
             raise UserError(
-                f"timm does not make {short(name)}: {error}",
+                f"timm cannot create {short(name)}: {error}",
                 where,
                 "options of the model's class and of timm.create_model()",
             ) from error

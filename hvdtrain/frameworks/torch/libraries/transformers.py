@@ -26,8 +26,8 @@ from hvdtrain.frameworks.torch.foreign.downloads import is_download
 
 
 def model_of(name: str, where: str) -> Callable[..., torch.nn.Module]:
-    """What makes the model of a folder with config.json, or of a class, whose option `config` is
-    such a folder.
+    """Returns a function that creates the model of a folder with config.json, or of a class whose
+    option `config` is such a folder.
 
     Its other options take the place of those of config.json; num_labels and num_channels are the
     task's where they are not given. Code of the folder does not run, and nothing is downloaded.
@@ -52,7 +52,7 @@ def model_of(name: str, where: str) -> Callable[..., torch.nn.Module]:
         folder = Path(name if kind is None and config is None else config or "").expanduser()
         if kind is None and config is not None:
             raise UserError(
-                f"transformers:{short(name)} is a folder, and so is model.config",
+                f"transformers:{short(name)} and model.config both name a folder",
                 where,
                 "one of them",
             )
@@ -89,15 +89,15 @@ def _configuration(
     options: Mapping[str, Any],
     where: str,
 ) -> Any:
-    """That of a folder, with these options in place of its own, and sizes where the options say
-    nothing and it has such a key."""
+    """Reads a folder's configuration, overridden by these options; sizes are set if it has such
+    keys and the options do not set them."""
     if not os.path.lexists(folder / "config.json"):
         what = f"{folder / 'config.json'} does not exist"
         raise UserError(
             what,
             where,
-            "a folder of save_pretrained(), or what `hf download OWNER/NAME --local-dir FOLDER` "
-            "has made",
+            "a folder of save_pretrained(), or one that `hf download OWNER/NAME --local-dir "
+            "FOLDER` wrote",
         )
     check_options(options, where)
     tree, code = read_config(folder / "config.json", where)
@@ -171,7 +171,7 @@ def _refuse_value(error: Exception, folder: Path, where: str) -> None:
     if any(kind.__name__ == "StrictDataclassFieldValidationError" for kind in type(error).__mro__):
         what = str(error.__cause__ or error).partition(". Errors:")[0].partition("\n")[0]
         raise UserError(
-            f"transformers refuses {folder / 'config.json'}: {what}", where, "a value of that type"
+            f"transformers rejects {folder / 'config.json'}: {what}", where, "a value of that type"
         ) from error
 
 
@@ -236,7 +236,7 @@ def _model(transformers: Any, kind: Any, config: Any, where: str) -> torch.nn.Mo
     except Exception as error:
         if isinstance(error, UserError) or exit_code_of(error) != BUG or is_download(error):
             raise
-        fix = "a class that fits the configuration, or other options of `model`"
+        fix = "a class that matches the configuration, or other options of `model`"
         raise UserError(
             f"{what}: {type(error).__name__}: {first_line(error)}", where, fix
         ) from error

@@ -44,7 +44,7 @@ def build(
     Raises UserError for widths below 1 and a dropout outside of 0 to 1.
     """
     if min((*widths, *dense)) < 1 or not 0 <= dropout < 1:
-        what = f"widths {widths} and dense {dense} with dropout {dropout} make no network"
+        what = f"widths {widths} and dense {dense} with dropout {dropout} are not valid"
         raise UserError(
             what,
             "model.widths, model.dense, model.dropout",

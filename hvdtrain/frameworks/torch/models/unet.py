@@ -32,7 +32,7 @@ class UNet(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """What model.recompute may compute again."""
+        """The blocks that model.recompute may recompute."""
         return [*self.down, *self.join]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

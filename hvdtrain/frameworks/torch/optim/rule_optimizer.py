@@ -111,7 +111,7 @@ class TorchOps:
 
 
 def unstack(entry: Any) -> Arrays:
-    """One tensor for each parameter, 0-d where the entry of the state is a Row."""
+    """Returns one tensor for each parameter, 0-d if the entry of the state is a Row."""
     return list(entry.unbind()) if isinstance(entry, torch.Tensor) else entry
 
 
@@ -123,7 +123,7 @@ GROUP = "group."  # begins a key of state that belongs to the parameter group
 
 
 class RuleOptimizer(torch.optim.Optimizer):
-    """What `rule` says, for many parameters in one call.
+    """A torch optimizer that applies a rule to many parameters in one call.
 
     A group holds rule, lr, momentum, weight_decay and step, the updates done; state[p] holds the
     tensors "0", "1", ... of the rule's state, one number for a parameter as a 0-d tensor. Its
@@ -191,7 +191,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Makes the state of every parameter that has none."""
+        """Creates the state of every parameter without one."""
         for group in self.param_groups:
             for p in group["params"]:
                 self._fill(group["rule"], p)
@@ -221,15 +221,15 @@ class RuleOptimizer(torch.optim.Optimizer):
 
 @functools.cache
 def rows(rule: Any) -> tuple[bool, ...]:
-    """Which entries of the state of a rule, a hashable one, are one number for each parameter."""
+    """Returns which entries of a rule's state are one number for each parameter."""
     return tuple(isinstance(entry, torch.Tensor) for entry in rule.init([torch.zeros(1)], OPS))
 
 
 def runs(
     parameters: Parameters, run_bytes: int, bytes_of: Callable[[torch.nn.Parameter], int]
 ) -> Iterator[Parameters]:
-    """Parameters of one dtype on one device, for one call of a rule: on a GPU all, on a CPU about
-    `run_bytes`.
+    """Groups parameters of one dtype and device for one call of a rule: on a GPU all of them, on a
+    CPU about `run_bytes`.
 
     bytes_of: the bytes of the whole parameter of a shard, so that every rank makes the same runs.
     """
@@ -248,7 +248,7 @@ def runs(
 
 
 def dense(p: torch.nn.Parameter) -> torch.Tensor:
-    """The gradient of a parameter. Raises UserError for a sparse one."""
+    """Returns the gradient of a parameter. Raises UserError for a sparse gradient."""
     assert p.grad is not None, tuple(p.shape)
     if p.grad.layout != torch.strided:
         fix = (
@@ -256,7 +256,8 @@ def dense(p: torch.nn.Parameter) -> torch.Tensor:
             "optim.name=torch.optim.SparseAdam"
         )
         raise UserError(
-            f"a parameter of shape {tuple(p.shape)} has a sparse gradient, which no rule takes",
+            f"a parameter of shape {tuple(p.shape)} has a sparse gradient, which no optimizer "
+            "rule supports",
             "optim.name",
             fix,
         )
@@ -264,8 +265,7 @@ def dense(p: torch.nn.Parameter) -> torch.Tensor:
 
 
 def make_optimizer(rule: Rule, named: NamedParameters, exclude: bool) -> torch.optim.Optimizer:
-    """The optimizer that computes what `rule` says; where `exclude`, norms and biases neither decay
-    nor adapt."""
+    """Creates the optimizer of a rule; with `exclude`, norms and biases neither decay nor adapt."""
     follow = ("lr", "momentum", "weight_decay", "step")
     found: dict[tuple[bool, Rule], Parameters] = {}
     for name, p in named:
@@ -284,7 +284,7 @@ def make_optimizer(rule: Rule, named: NamedParameters, exclude: bool) -> torch.o
 
 
 def groups(named: NamedParameters, exclude: bool) -> list[dict[str, Any]]:
-    """The adapted parameters and the excluded ones; a group of none is left out."""
+    """Returns the groups of adapted and of excluded parameters, without empty groups."""
     found: list[dict[str, Any]] = [
         {"params": [], "excluded": False},
         {"params": [], "excluded": True},
@@ -319,7 +319,7 @@ def make_user_optimizer(
 
 
 def set_hyper(optimizer: torch.optim.Optimizer, hyper: Hyper) -> None:
-    """Puts the numbers of one step into every parameter group."""
+    """Sets the hyperparameters of one step in every parameter group."""
     for group in optimizer.param_groups:
         for key in group["follow"]:
             value = 0.0 if key == "weight_decay" and group["excluded"] else getattr(hyper, key)
@@ -334,8 +334,8 @@ def set_hyper(optimizer: torch.optim.Optimizer, hyper: Hyper) -> None:
 
 
 def fill_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the state of the first step, so that it can be saved, sent and loaded at any time; a
-    user's class makes its own."""
+    """Creates the initial state, so that it can be saved, broadcast and loaded at any time; a
+    user's class creates its own."""
     if isinstance(optimizer, RuleOptimizer):
         optimizer.fill()
 
@@ -358,8 +358,8 @@ def optimizer_state(
 
 
 def keys_of_numbers(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> set[str]:
-    """Keys of its own that have one number for a parameter, whatever its shape: of one without
-    dimensions shapes do not tell."""
+    """Returns the keys of the state with one number per parameter, which shapes do not reveal for a
+    0-d parameter."""
     group = group_of(optimizer, p)
     if "construction" not in group:
         return {key for key, tensor in optimizer_state(optimizer, p).items() if not tensor.ndim}
@@ -367,7 +367,7 @@ def keys_of_numbers(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> 
 
 
 def has_averages(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it keeps an average of each weight."""
+    """Whether the optimizer keeps averages of weights."""
     return any(isinstance(group.get("rule"), Averaged) for group in optimizer.param_groups)
 
 
@@ -419,7 +419,7 @@ def _load(
 
 
 def class_entry(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """An entry of a learner's state whose name has the user's class in it, since arrays hold no
+    """Returns a state entry whose name contains the user's class, since arrays cannot store
     strings; none for a rule."""
     first = optimizer.param_groups[0]
     return (
@@ -446,15 +446,15 @@ def check_class(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
         here = _public_name(ours) if ours else type(own).__module__.rpartition(".")[2]
         fix = f"optim.name={there}" if theirs else "the optim.name of its run folder's config.yaml"
         raise UserError(
-            f"the checkpoint was made with {there}, this job has optim.name={here}",
+            f"the checkpoint was written with {there}, but this job has optim.name={here}",
             "state of the optimizer",
             fix,
         )
 
 
 def _public_name(entry: str) -> str:
-    """torch.optim.RMSprop of a class that torch has in torch.optim.rmsprop; of others the whole
-    path."""
+    """Returns the public name of a class of torch, such as torch.optim.RMSprop; for other classes
+    the whole path."""
     path = entry.removeprefix(MADE_BY)
     name = path.rpartition(".")[2]
     return (

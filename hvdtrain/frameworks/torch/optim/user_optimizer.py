@@ -1,5 +1,5 @@
-"""A user's own class of torch.optim: how it is constructed from options, and which of its state a
-checkpoint can hold."""
+"""Users' classes of torch.optim: their construction from options, and the state that a checkpoint
+can store."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _IN_CONSTRUCTORS_OF_TORCH = {
     "initial_accumulator_value",
     "fused",
 }
-FIX = "give the optimizer and options that the checkpoint was made with"
+FIX = "use the optimizer and options of the checkpoint"
 
 
 class Construction(NamedTuple):
@@ -100,10 +100,10 @@ def construct(
 def construct_groups(
     function: Callable[..., Any], named: list[tuple[str, torch.nn.Parameter]], config: Config
 ) -> torch.optim.Optimizer:
-    """The optimizer that a function of the named parameters makes. Its groups set rates, decay and
-    momentum; the recipe multiplies the rates.
+    """Calls a function of the named parameters that creates an optimizer. Its groups set rates,
+    decay and momentum; the recipe multiplies the rates.
 
-    Raises UserError if it makes no optimizer of all of them.
+    Raises UserError if it does not return an optimizer of all of them.
     """
     where = config.where("optim.name")
     _check_own_groups(config)
@@ -120,11 +120,11 @@ def construct_groups(
     except Exception as error:
         what = f"{config.optim.name} fails: {type(error).__name__}: {error}"
         raise UserError(
-            what, f"{where}; {own_line(error)}", "a function of `named` that makes an optimizer"
+            what, f"{where}; {own_line(error)}", "a function of `named` that returns an optimizer"
         ) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         what = (
-            f"{config.optim.name} gives a {type(optimizer).__name__}, not a torch.optim.Optimizer"
+            f"{config.optim.name} returns a {type(optimizer).__name__}, not a torch.optim.Optimizer"
         )
         raise UserError(
             what,
@@ -145,11 +145,11 @@ def construct_groups(
 
 
 def _check_own_groups(config: Config) -> None:
-    """Raises UserError for keys that the groups themselves answer."""
+    """Raises UserError for keys that the groups already define."""
     if config.optim.origin("base_lr") == DEFAULT and config.optim.given is None:
         what = (
-            f"{config.optim.name} makes groups with rates of their own, which optim.base_lr "
-            "multiplies"
+            f"{config.optim.name} creates groups with their own rates, which optim.base_lr would "
+            "multiply"
         )
         raise UserError(what, config.where("optim.name"), "optim.base_lr=1")
     for key in ("weight_decay", "momentum", "exclude"):
@@ -158,16 +158,16 @@ def _check_own_groups(config: Config) -> None:
             and getattr(config.optim, key) != type(config.optim).model_fields[key].default
         ):
             what = (
-                f"{config.optim.name} makes groups with a {key} of their own: optim.{key} would "
-                "be without effect"
+                f"{config.optim.name} creates groups with their own {key}, so optim.{key} would "
+                "have no effect"
             )
             raise UserError(
                 what,
                 config.where(f"optim.{key}"),
-                f"leave optim.{key} out, and say it in the groups",
+                f"leave optim.{key} out, and set {key} in the groups",
             )
     if config.recipe.cycle_momentum:
-        what = f"{config.optim.name} makes groups with a momentum of their own"
+        what = f"{config.optim.name} creates groups with their own momentum"
         raise UserError(
             what,
             config.where("recipe.cycle_momentum"),
@@ -176,8 +176,8 @@ def _check_own_groups(config: Config) -> None:
     for key in ("tensor", "pipeline"):
         if getattr(config.parallel, key) > 1:
             what = (
-                f"{config.optim.name} makes groups of all of a model's parameters, but here each "
-                "rank has only a part of them"
+                f"{config.optim.name} creates groups of all parameters of the model, but here "
+                "each rank only has a part of them"
             )
             raise UserError(
                 what,
@@ -195,18 +195,20 @@ def _check_all_are_there(
             "the optimizer has none of the parameters it was given: hvdtrain trains a copy of a "
             "script's model"
         )
-        raise UserError(what, where, "those of `named`, a list of (name, parameter)")
+        raise UserError(what, where, "use those of `named`, a list of (name, parameter)")
     if left_out := [name for name, p in named if p not in has]:
         more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
-        what = f"the optimizer lacks {left_out[0]}{more}, which would be trained"
+        what = f"the optimizer does not contain {left_out[0]}{more}, which would be trained"
         raise UserError(
-            what, where, "a group for all others; model.freeze=[...] for what is not to be trained"
+            what,
+            where,
+            "add a group for all others; model.freeze=[...] excludes parameters from training",
         )
     if len(has) > len(named):
         raise UserError(
             "the optimizer has parameters that are not among those it was given",
             where,
-            "those of `named` alone",
+            "use only those of `named`",
         )
 
 
@@ -216,13 +218,13 @@ def check_closure(kind: Any, name: str, where: str) -> None:
         argument.default is argument.empty
         for argument in list(inspect.signature(kind.step).parameters.values())[1:]
     ):
-        what = f"{name} needs a closure that computes the loss again within a step"
-        raise UserError(what, where, "give an optimizer of one gradient a step")
+        what = f"{name} needs a closure that recomputes the loss within a step"
+        raise UserError(what, where, "give an optimizer that needs one gradient per step")
 
 
 def take(optimizer: torch.optim.Optimizer, follow: tuple[str, ...]) -> None:
-    """Gives each parameter group of an optimizer that was made elsewhere what checkpoints and
-    shard.stage need to know."""
+    """Adds to each parameter group of an existing optimizer what checkpoints and shard.stage
+    need."""
     signature = signature_of(type(optimizer))
     known = signature.parameters if signature else {}
     arguments = {key: value for key, value in optimizer.defaults.items() if key in known}
@@ -313,7 +315,7 @@ def followed(group: dict[str, Any], name: str, config: Config) -> tuple[str, ...
 
 
 def numbers(entries: dict[str, Any]) -> dict[str, float]:
-    """The Python numbers among entries, by key and type: {"step:int": 3}."""
+    """Returns the Python numbers among entries, by key and type: {"step:int": 3}."""
     kinds = {key: _kind(value) for key, value in entries.items()}
     return {f"{key}:{kind}": entries[key] for key, kind in kinds.items() if kind}
 
@@ -336,8 +338,8 @@ def settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_tensors(entries: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The live tensors among entries, and its numbers as 0-d float64 tensors of their own; all else
-    is left out."""
+    """Returns the live tensors among entries, and numbers as new 0-d float64 tensors; everything
+    else is skipped."""
     tensors = {key: value for key, value in entries.items() if isinstance(value, torch.Tensor)}
     return tensors | {
         key: torch.tensor(float(value), dtype=torch.float64, device="cpu")
@@ -346,8 +348,9 @@ def as_tensors(entries: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def counters(group: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What a user's class or a scheduler changes in a parameter group: numbers, tuples and lists of
-    them that are others than after its construction, and tensors of one number."""
+    """Returns the values of a parameter group that a user's class or a scheduler changes: numbers,
+    tuples and lists of numbers that differ from those after construction, and tensors of one
+    number."""
     if "construction" not in group:
         return {}
     ours = OWN_KEYS.union(group["follow"])
@@ -400,13 +403,13 @@ def load_entries(
 
 
 def name_of(key: str) -> str:
-    """The entry that a key of as_tensors() or settings() means: "step:int" is step."""
+    """Returns the entry of a key of as_tensors() or settings(): "step:int" is step."""
     name, _, kind = key.rpartition(":")
     return name if name and kind.partition("-")[0] in KINDS | LISTS else key
 
 
 def _value_of(key: str, saved: torch.Tensor) -> Any:
-    """The number, tuple or list that a key of settings() means."""
+    """Converts a saved value to the number, tuple or list of a key of settings()."""
     first, *kinds = key.rpartition(":")[2].split("-")
     if first in KINDS:
         return KINDS[first](saved.item())
@@ -438,8 +441,8 @@ def try_step(
 
 
 def has_modes(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the weights that it trains are others than those to evaluate, and train() and eval()
-    switch: of schedule-free ones."""
+    """Whether the optimizer has separate weights for training and evaluation, switched by train()
+    and eval(), as schedule-free ones do."""
     return callable(getattr(optimizer, "train", None)) and callable(
         getattr(optimizer, "eval", None)
     )
@@ -457,7 +460,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, name: str, where: str) -
     """Raises UserError for a user's class whose steps on two parts of a parameter are not its step
     on the whole, as shard.stage needs it.
 
-    Three steps of a parameter of 4 x 6 numbers tell.
+    Compares three steps of a 4 x 6 parameter.
     """
     first = optimizer.param_groups[0]
     if "construction" not in first:
@@ -470,7 +473,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, name: str, where: str) -
         raise UserError(
             what,
             where,
-            "an optimizer without modes; or shard.stage=0, and no layers cut over ranks",
+            "an optimizer without modes; or shard.stage=0 and no parallel.*",
         )
     numbers = torch.linspace(-1.0, 1.0, 24, dtype=torch.float64, device="cpu")
     try:
@@ -485,12 +488,11 @@ def check_elementwise(optimizer: torch.optim.Optimizer, name: str, where: str) -
         reason = f"fails: {type(error).__name__}: {error}"
     if reason:
         fix = (
-            "an optimizer of hvdtrain's own, an elementwise class as torch.optim.AdamW, or "
+            "an optimizer of hvdtrain, an elementwise class such as torch.optim.AdamW, or "
             "shard.stage=0"
         )
         raise UserError(
-            f"a step of {name} on parts of a parameter, as ranks with shard.stage make it, "
-            f"{reason}",
+            f"shard.stage makes steps on parts of a parameter; such a step of {name} {reason}",
             where,
             fix,
         )
@@ -511,8 +513,8 @@ def _steps(group: dict[str, Any], starts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def keys_of_numbers_of_class(group: dict[str, Any], like: torch.Tensor) -> set[str]:
-    """Keys of keys_of_numbers(), after a step of a new optimizer for a parameter of one element;
-    none if that fails."""
+    """Returns the keys for keys_of_numbers(), from a step of a new optimizer on a parameter of one
+    element; none if that fails."""
     p = torch.nn.Parameter(like.detach().new_zeros(1))
     p.grad = torch.zeros_like(p)
     with contextlib.suppress(Exception):  # of the user's code, whose own step will tell
@@ -537,7 +539,7 @@ def _error_of_step(
     p: torch.nn.Parameter,
     load: Callable[[torch.optim.Optimizer, torch.nn.Parameter], None],
 ) -> Exception | None:
-    """What a first step after `load` raises."""
+    """Returns the exception of a first step after `load`."""
     copy = torch.nn.Parameter(p.detach().clone())
     copy.grad = torch.zeros_like(copy)
     try:

@@ -1,2 +1,2 @@
-"""Ways to have a model on ranks, and to make their gradients one: a file or a folder each, which
-arrangements.py names."""
+"""Ways to distribute a model and to reduce gradients, one file or folder each; arrangements.py
+lists them."""

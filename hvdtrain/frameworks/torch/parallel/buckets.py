@@ -1,5 +1,5 @@
-"""Gradients in flat buffers: how backward fills buckets, and the strategy that reduces them
-meanwhile, each by an allreduce."""
+"""Gradients in flat buffers: backward fills buckets, and the strategy reduces each full one by an
+allreduce."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from hvdtrain.frameworks.torch.strategy import (
 
 
 class Bucket(ABC):
-    """Some parameters, and one buffer for their gradients. Others say where that is, and what is
-    sent of it to whom."""
+    """Some parameters with one buffer for their gradients. Subclasses define the buffer and its
+    communication."""
 
     def __init__(
         self,
         parameters: Sequence[torch.nn.Parameter],
         begins: Mapping[torch.nn.Parameter, int] | None = None,
     ) -> None:
-        """begins: of each parameter in the buffer; one behind the other, where it is not given."""
+        """begins: the offset of each parameter in the buffer; by default one after the other."""
         self.parameters = list(parameters)
         self._begins = dict(begins) if begins is not None else offsets_of(self.parameters)
         self._taken: set[torch.nn.Parameter] = set()
 
     @abstractmethod
     def empty(self) -> torch.Tensor:
-        """(n,), the buffer, which nothing that is under way reads any more."""
+        """Returns the buffer (n,), which no pending operation reads."""
 
     def view(self, flat: torch.Tensor, p: torch.nn.Parameter) -> torch.Tensor:
         """The part of a buffer that belongs to a parameter, in its shape."""
         return flat[self._begins[p] : self._begins[p] + p.numel()].view(p.shape)
 
     def take(self, p: torch.nn.Parameter) -> None:
-        """Copies p.grad into the buffer, and frees it; zeros where there is none."""
+        """Copies p.grad into the buffer and frees it; zeros if there is none."""
         view = self.view(self.empty(), p)
         view.zero_() if p.grad is None else view.copy_(p.grad)
         p.grad = None
@@ -62,7 +62,7 @@ class Bucket(ABC):
         self.forget()
 
     def forget(self) -> None:
-        """What was taken is void, as of a step that was cut off."""
+        """Discards the gradients taken so far, after an interrupted step."""
         self._taken = set()
 
 
@@ -96,12 +96,12 @@ class InOrder(Generic[B]):
         self._takes = True
 
     def end(self) -> None:
-        """Starts those that backward did not complete."""
+        """Starts the buckets that backward did not complete."""
         self._start_until(len(self._buckets))
         self._takes = False
 
     def cut_off(self) -> None:
-        """The step does not come to its end."""
+        """Ends an interrupted step."""
         self._takes = False
 
     def _gradient_is_ready(self, p: torch.nn.Parameter) -> None:
@@ -126,7 +126,7 @@ class InOrder(Generic[B]):
 
 
 def offsets_of(parameters: Sequence[torch.nn.Parameter]) -> dict[torch.nn.Parameter, int]:
-    """Where each begins, with one behind the other."""
+    """Returns the offsets of the parameters in the buffer."""
     begins = {}
     begin = 0
     for p in parameters:
@@ -263,7 +263,7 @@ class _ReducedBucket(Bucket):
         self._handle = communicator.start_allreduce(self._flat, self.name, op)
 
     def unpack(self) -> None:
-        """Waits for the allreduce, and makes each p.grad its result."""
+        """Waits for the allreduce and copies the result into each p.grad."""
         assert self._handle is not None, self.name
         flat = self._handle.wait()
         self._flat = flat
@@ -287,8 +287,8 @@ class Tuned(NamedTuple):
 def fastest_bucket_bytes(
     named: NamedParameters, communicator: Communicator, compressed: torch.dtype | None
 ) -> Tuned:
-    """The smallest of the fast sizes: the buckets of each size in turn are all started, then waited
-    for, and the slowest rank counts.
+    """Measures bucket sizes and returns the smallest of the fast ones, by the time of the slowest
+    rank.
 
     Every rank calls it, and gets the same.
     """

@@ -75,7 +75,7 @@ class Ddp(Strategy):
             return run_passes(micro, divisor, one_pass, before_last=no_sync.close)
 
     def reduce(self) -> None:
-        """From DDP's mean over ranks back to the sum: the loss is already divided by the global
+        """Converts DDP's mean over ranks back to the sum: the loss is already divided by the global
         batch.
 
         DDP waits until all gradients of a bucket are there, so a parameter that does not affect the
@@ -84,20 +84,20 @@ class Ddp(Strategy):
         """
         if not self._is_called:
             what = (
-                "the model that was prepared was not called, but the module inside of it: its "
-                "gradients are not reduced"
+                "the script called the module inside the prepared model, so its gradients are "
+                "not reduced"
             )
             raise UserError(
                 what,
                 "comm.reduce=ddp",
-                "model, optimizer = ctx.prepare(net, optimizer), and loss of model(x), not of "
-                "net(x)",
+                "model, optimizer = ctx.prepare(net, optimizer); compute the loss from model(x), "
+                "not net(x)",
             )
         self._is_called = False
         if missing := [name for name, p in self._named if p.grad is None]:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise UserError(
-                f"the loss does not depend on {missing[0]}{more}: DDP would wait for the gradient",
+                f"the loss does not depend on {missing[0]}{more}: DDP would wait for its gradient",
                 "comm.reduce=ddp",
                 "comm.reduce=auto",
             )

@@ -1,5 +1,5 @@
-"""Divided: the strategy of ranks that have one model together, around the one that reduces
-gradients over those that read other samples.
+"""Divided: the strategy of ranks that share one model, around the strategy that reduces gradients
+over data-parallel ranks.
 
 Each element of the training state has one owner among the ranks of a model: the rank that has the
 part of a parameter, or, of a parameter that several of them have (a norm, a position embedding, a
@@ -41,14 +41,13 @@ class Stages(Protocol):
     def free_absent(
         self, cuts: Mapping[torch.nn.Parameter, Cut]
     ) -> dict[torch.nn.Parameter, Shard]:
-        """Frees the parameters that this rank does not have, and returns its shards of 0 elements
-        of them."""
+        """Frees the parameters that this rank does not have, and returns empty shards for them."""
 
     def add_tied(self) -> None:
-        """Adds up the gradients of the copies of a parameter. A collective."""
+        """Sums the gradients of copies of a parameter. A collective."""
 
     def send_tied(self) -> None:
-        """Makes these copies equal to the one that is updated. A collective."""
+        """Copies the updated weights to the other copies. A collective."""
 
 
 class Divided(Around):
@@ -162,7 +161,7 @@ class Divided(Around):
 
     @torch.no_grad()
     def _sum_positions(self) -> None:
-        """Makes the gradients of whole parameters the sums over the ranks of a tensor group, in one
+        """Sums the gradients of replicated parameters over the ranks of a tensor group, in one
         allreduce of all ranks.
 
         Of all ranks: those of a group may have other elements of a parameter (of parts of unequal
@@ -193,8 +192,8 @@ class Divided(Around):
 
     @torch.no_grad()
     def _send_copied(self) -> None:
-        """The owner's weights of the parameters that each rank of a tensor group has whole, in one
-        broadcast."""
+        """Broadcasts the owner's weights of the parameters that are replicated in a tensor
+        group."""
         if not self._copied:
             return
         held = [self._within.part(p).parameter.detach() for p in self._copied]

@@ -1,5 +1,5 @@
-"""comm.local_steps: each rank steps by itself for some steps, then all take the mean of their
-weights and optimizer state."""
+"""comm.local_steps: each rank makes some steps alone, then all ranks average their weights and
+optimizer state."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class LocalSGD(Strategy):
 
     @torch.no_grad()
     def sync(self, optimizer: torch.optim.Optimizer) -> None:
-        """The mean over ranks, unless no step was made since the last one."""
+        """Averages over ranks, unless no step was made since the last time."""
         if not self._steps:
             return
         self._steps = 0

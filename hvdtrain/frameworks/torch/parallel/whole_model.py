@@ -1,5 +1,5 @@
-"""WholeModel: the arrangement of ranks that each have the whole model, and reduce its gradients as
-comm.* and shard.stage 1 and 2 say."""
+"""WholeModel: the arrangement in which each rank has the whole model; comm.* and shard.stage 1 and
+2 choose how gradients are reduced."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hvdtrain.recipe.clock import epoch_multiplier
 
 
 class WholeModel(Arrangement):
-    """The arrangement of a job that asks for no other one."""
+    """The default arrangement."""
 
     def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:
         making = self.making

@@ -161,7 +161,7 @@ class _Buffers:
         self._reduced: list[_ShardedBucket] = []  # the oldest first
 
     def take(self, length: int, like: torch.Tensor) -> torch.Tensor:
-        """(length,), with any numbers in it."""
+        """Allocates (length,), uninitialized."""
         for i, memory in enumerate(self.free):
             if len(memory) >= length and memory.dtype == like.dtype:
                 return self.free.pop(i)[:length]
@@ -172,7 +172,7 @@ class _Buffers:
         self.free = [*self.free, whole][-self.most_reduced :]
 
     def is_reduced(self, bucket: _ShardedBucket) -> None:
-        """Waits for the oldest reductions, where there are more."""
+        """Waits for the oldest reductions if there are too many."""
         self._reduced.append(bucket)
         while len(self._reduced) > self.most_reduced:
             self._reduced[0].finish()
@@ -181,12 +181,12 @@ class _Buffers:
         self._reduced.remove(bucket)
 
     def forget(self) -> None:
-        """The reductions of a step that was cut off."""
+        """Discards the reductions of an interrupted step."""
         self._reduced = []
 
 
 class _ShardedBucket(Bucket):
-    """Some parameters, whose weights lie in one flat tensor; this rank's part of it, and of the
+    """Some parameters with their weights in one flat tensor, and this rank's part of weights and
     gradient."""
 
     def __init__(
@@ -207,8 +207,8 @@ class _ShardedBucket(Bucket):
         self.divide(mesh)
 
     def divide(self, mesh: Mesh) -> None:
-        """Takes this rank's part, by the ranks that there are now; what a step that was cut off has
-        left is void."""
+        """Takes this rank's part among the current ranks; discards the rest of an interrupted
+        step."""
         self._mesh = mesh
         self._own = part_of(len(self._weights), self._mesh.shard.rank, self._mesh.shard.size)
         # what the optimizer updates: the weights themselves, or a copy in host memory
@@ -225,7 +225,7 @@ class _ShardedBucket(Bucket):
 
     @property
     def gradient(self) -> torch.Tensor:
-        """This rank's part."""
+        """Returns this rank's part of the gradient."""
         return self._sum
 
     def _shard(self, p: torch.nn.Parameter) -> Shard:
@@ -240,7 +240,7 @@ class _ShardedBucket(Bucket):
         )
 
     def begin_step(self) -> None:
-        """The gradient of the step before is void."""
+        """Discards the gradient of the previous step."""
         self._sums = 0
 
     def empty(self) -> torch.Tensor:
@@ -285,7 +285,7 @@ class _ShardedBucket(Bucket):
 
     @torch.no_grad()
     def copy_weights(self) -> None:
-        """What the optimizer updates becomes the weights."""
+        """Copies the updated parts into the weights."""
         if self._updated.device != self._weights.device:
             self._updated.copy_(self._weights[self._own])
 
@@ -326,7 +326,7 @@ class _ShardedBucket(Bucket):
 
 
 def total_over(shard: Communicator, x: torch.Tensor) -> torch.Tensor:
-    """A total as Strategy.total() has it, over the ranks that have parts."""
+    """Implements Strategy.total() over the ranks that have parts."""
     return shard.allreduce(
         x.to(reduction_device(x.device, shard)), f"shards.{x.dtype}.{x.numel()}"
     ).to(x.device)
@@ -379,8 +379,8 @@ AT_ONCE = 8 << 20  # bytes of whole matrices
 
 
 class ShardedOps(TorchOps):
-    """A norm is one of all parts; a matrix whose parts are on several ranks is put together, and
-    orthogonalized on one of them alone."""
+    """Rule operations on shards: norms include all parts; a matrix with parts on several ranks is
+    gathered and orthogonalized on one of them."""
 
     def __init__(self, shards: Mapping[Any, Shard], total: Total, rank: int, size: int) -> None:
         """shards: by their parameter; total: sums over the `size` ranks, of whom this is `rank`."""

@@ -1,2 +1,1 @@
-"""A script's own torch model and optimizer, whose loop the script has: what hvdtrain.init()
-prepares."""
+"""Torch models and optimizers of custom loops, as hvdtrain.init() prepares them."""

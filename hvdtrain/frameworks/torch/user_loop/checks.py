@@ -1,5 +1,4 @@
-"""What ctx.prepare() refuses of a script's model and optimizer, as far as the configuration has a
-part in it."""
+"""Checks of ctx.prepare(): models and optimizers that the configuration does not support."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ from hvdtrain.frameworks.torch.user_loop.prepared import WHERE, precision_is_ask
 
 
 def uncompiled(model: Any) -> Any:
-    """The module in what torch.compile() has made of it; its parameters have the names that they
-    have without."""
+    """Returns the module inside the result of torch.compile(), whose parameters have the original
+    names."""
     return getattr(model, "_orig_mod", model)
 
 
@@ -43,18 +42,19 @@ def check_given(
     )
     if is_cut and hasattr(model, "_orig_mod"):
         fix = f"torch.compile() of the layers inside, or {instead}"
-        raise UserError(f"a compiled model would keep whole weights, which {how} cuts", WHERE, fix)
+        raise UserError(
+            f"a compiled model would keep whole weights, but {how} divides them", WHERE, fix
+        )
     types = {p.dtype for p in model.parameters()}
     if is_cut and len(types) > 1 and not precision_is_asked(config):
         what = (
-            f"the model's parameters are of {', '.join(sorted(map(str, types)))}: {how} gathers "
-            "those of one type"
+            f"the model's parameters are of {', '.join(sorted(map(str, types)))}, but {how} only "
+            "supports one type"
         )
         raise UserError(
             what,
             WHERE,
-            "model.to(torch.float32), and torch.autocast for what computes in 16 bits; or "
-            f"{instead}",
+            f"model.to(torch.float32), with torch.autocast for 16-bit computation; or {instead}",
         )
     if config.speed.compile != "none" and hasattr(model, "_orig_mod"):
         raise UserError(
@@ -75,7 +75,7 @@ def _check_types(model: torch.nn.Module) -> None:
                 "speed.precision=bf16 in hvdtrain.init(): layers compute in bfloat16, weights and "
                 "checkpoints are in float32"
             )
-            what = f"{name} is of {tensor.dtype}, which a checkpoint cannot hold"
+            what = f"{name} has type {tensor.dtype}, which a checkpoint cannot store"
             raise UserError(what, WHERE, fix) from None
 
 
@@ -97,7 +97,7 @@ def check_gradients(model: torch.nn.Module) -> None:
         )
     numbers = next((name for name, p in model.named_parameters() if p.is_complex()), None)
     if numbers is not None:
-        what = f"the parameter {numbers} has complex numbers"
+        what = f"the parameter {numbers} is complex"
         raise UserError(
             what,
             WHERE,

@@ -1,5 +1,5 @@
-"""What the mean losses of a script are over, samples or counted items, and which parts of a batch
-add nothing."""
+"""Counts of a script's mean losses, in samples or other items, and parts of a batch that add
+nothing."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _MEAN = 1  # torch's number of reduction="mean"
 
 
 class Accumulated:
-    """The mean loss of a batch in parts. loss_of(part) gives the mean of a part, or a pair of it
-    and its count."""
+    """The mean loss of a batch in parts. loss_of(part) returns the mean of a part, or a pair of the
+    mean and its count."""
 
     def __init__(
         self, loss_of: Callable[[Samples], Any], divisor: Divisor, device: torch.device
@@ -79,7 +79,7 @@ class Gate:
                 self._on_leaves.append(handle)
 
     def leave(self) -> None:
-        """The backward pass of the part was made."""
+        """Called after the backward pass of a part."""
         for handle in self._on_leaves:
             handle.remove()
         self._on_leaves.clear()
@@ -106,7 +106,7 @@ class Watch:
         self._gate = Gate()
 
     def set_counted(self, is_counted: bool) -> None:
-        """Whether the part under way counts anything."""
+        """Sets whether the current part counts anything."""
         assert self._gate is not None
         self._gate.is_open = is_counted
 
@@ -120,7 +120,7 @@ def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
 
 
 def check_loss(loss: Any, where: str) -> None:
-    """Raises UserError for what has no gradient, and for more than one number."""
+    """Raises UserError for a loss without a gradient, or with more than one number."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         found = (
             f"a tensor of shape {tuple(loss.shape)}"
@@ -154,7 +154,9 @@ def check_mean_over_samples(loss: torch.Tensor, where: str, fix: str) -> None:
                 "because of ignore_index or weight="
             )
             raise UserError(
-                f"{what}: ranks and parts weighted by samples would give another mean", where, fix
+                f"{what}, so weighting ranks and parts by samples would give a different mean",
+                where,
+                fix,
             )
 
 

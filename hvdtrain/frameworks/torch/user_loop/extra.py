@@ -1,5 +1,4 @@
-"""What a torch script keeps in a checkpoint beside model and optimizer: tensors of any type as
-their bytes."""
+"""Extra values of a torch script in a checkpoint: tensors of any dtype as bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TorchLoop: torch for a script's own loop. Its methods import torch, not this module."""
+"""TorchLoop: torch for a custom loop. Its methods import torch, not this module."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""TorchLoopLearner: a script's model and optimizer as what checkpoints, replicas and health need of
-a Learner; the script has the loop."""
+"""TorchLoopLearner: adapts a script's model and optimizer to the Learner that checkpoints, replicas
+and health use."""
 
 from __future__ import annotations
 
@@ -87,8 +87,10 @@ class TorchLoopLearner(RankModel, LoopLearner):
         if on != {self.device.type} and not (
             on == {"cpu"} and config.shard.stage == 3
         ):  # which moves a part of it at a time
-            what = f"the model is on {', '.join(sorted(on))}, this rank computes on {self.device}"
-            raise UserError(what, WHERE, "model.to(ctx.device) before the optimizer is made")
+            what = (
+                f"the model is on {', '.join(sorted(on))}, but this rank computes on {self.device}"
+            )
+            raise UserError(what, WHERE, "model.to(ctx.device) before the optimizer is created")
         check_gradients(uncompiled(model))
         self.precision = precision_of(config, uncompiled(model), self.device, mesh.world)
         self._sample_type = self.precision.weights if precision_is_asked(config) else None
@@ -143,8 +145,7 @@ class TorchLoopLearner(RankModel, LoopLearner):
     def _arranged(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, example: Called | None
     ) -> Arrangement:
-        """The script's model as the ranks have it, with the optimizer of the parameters that it has
-        then."""
+        """Returns this rank's part of the script's model, with the optimizer of its parameters."""
         whole = uncompiled(model)
         names = {p: name for name, p in whole.named_parameters()}
         if example is not None:
@@ -168,7 +169,7 @@ class TorchLoopLearner(RankModel, LoopLearner):
         return arrangement
 
     def _as_sample(self, x: torch.Tensor) -> torch.Tensor:
-        """A tensor of a script as the tensors of samples are."""
+        """Converts a tensor of the script to the dtype and device of samples."""
         x = x.detach().to(self.device)
         return (
             x.to(self._sample_type)
@@ -177,8 +178,8 @@ class TorchLoopLearner(RankModel, LoopLearner):
         )
 
     def to_device(self, batch: Batch) -> Samples:
-        """numpy (n, ...) of each field as tensors on the device, of the same number type; with
-        speed.precision of that of the weights."""
+        """Converts numpy fields (n, ...) to tensors on the device, with the same dtype; with
+        speed.precision, in the dtype of the weights."""
         fields = {
             name: torch.from_numpy(np.require(array, requirements=["C", "W"])).to(self.device)
             for name, array in batch.items()
@@ -191,8 +192,8 @@ class TorchLoopLearner(RankModel, LoopLearner):
         return Samples(fields, len(next(iter(batch.values()))))
 
     def begin_step(self, batch: Samples, global_batch: int, seed: int) -> Samples:
-        """This batch as the script gets it. Layers that draw random numbers draw those of the seed,
-        which is the samples', and the step."""
+        """Begins a step with this batch. Random numbers of layers depend on the seed of the samples
+        and the step."""
         assert self._batch is None, f"step {batch.step} begins before the one before it was made"
         self._batch = batch
         self._global_batch = global_batch
@@ -217,7 +218,7 @@ class TorchLoopLearner(RankModel, LoopLearner):
         """Raises UserError for others; the model may be compiled or not."""
         if uncompiled(model) is not uncompiled(self.forward) or optimizer is not self.optimizer:
             raise UserError(
-                "the model or the optimizer is not what ctx.prepare() returned",
+                "the model or the optimizer is not the one that ctx.prepare() returned",
                 where,
                 self.words.prepare,
             )
@@ -225,8 +226,8 @@ class TorchLoopLearner(RankModel, LoopLearner):
     def check_resume(self, given: tuple[Any, ...]) -> None:
         if given:
             what = (
-                "the model and the optimizer are those of ctx.prepare(), which have the "
-                "checkpoint's numbers after it"
+                "ctx.resume() takes no model or optimizer: it loads the checkpoint into those of "
+                "ctx.prepare()"
             )
             raise UserError(what, "ctx.resume()", self.words.resume)
 
@@ -234,7 +235,7 @@ class TorchLoopLearner(RankModel, LoopLearner):
         return extra
 
     def backward(self, loss: Any, count: Any) -> None:
-        """What Context.backward() does. A collective."""
+        """Implements Context.backward(). A collective."""
         where = "ctx.backward()"
         fix = "ctx.backward(loss, count=N), N: how many items the loss is the mean over"
         self._passes.check_backward(where)
@@ -254,7 +255,7 @@ class TorchLoopLearner(RankModel, LoopLearner):
         self._gradients.show()
 
     def accumulate(self, loss_of: Callable[[Samples], Any], at_most: int) -> torch.Tensor:
-        """What Context.accumulate() does. A collective."""
+        """Implements Context.accumulate(). A collective."""
         where = "ctx.accumulate()"
         fix = "return loss, N in loss_of(part), N: how many items the loss is the mean over"
         batch = self._begin_passes(where)
@@ -269,8 +270,8 @@ class TorchLoopLearner(RankModel, LoopLearner):
                 self._check_mean(loss, passes, where, fix)
             elif self.strategy.local_mean and self.strategy.equal_ranks > 1:
                 what = (
-                    "Adasum takes each rank's own mean, whose count is known only after the last "
-                    "part"
+                    "Adasum needs each rank's own mean, but its count is known only after the "
+                    "last part"
                 )
                 raise UserError(
                     what,
@@ -289,8 +290,8 @@ class TorchLoopLearner(RankModel, LoopLearner):
         return total / (weight or 1.0)
 
     def _check_mean(self, loss: torch.Tensor, parts: int, where: str, fix: str) -> None:
-        """Raises UserError for a mean over other things than samples, where several parts or ranks
-        are weighted by samples."""
+        """Raises UserError for a mean that is not over samples if parts or ranks are weighted by
+        samples."""
         is_cheap = self.device.type == "cpu" or not self._batch or not self._batch.step
         if is_cheap and (parts > 1 or self.data.size > 1):
             check_mean_over_samples(loss, where, fix)
@@ -305,7 +306,8 @@ class TorchLoopLearner(RankModel, LoopLearner):
         return (weight or 1.0) if self.strategy.local_mean else total
 
     def _begin_passes(self, where: str) -> Samples:
-        """The batch that the script has."""
+        """Returns the current batch, whose backward pass begins. Raises UserError outside of a
+        loop, or for a second pass."""
         if self._batch is None:
             once = (
                 "loss = loss_of(model(batch['x']), batch['y']); ctx.backward(loss); "
@@ -315,13 +317,14 @@ class TorchLoopLearner(RankModel, LoopLearner):
                 f"for batch in ctx.samples(dataset, batch=N): {once}; a DataLoader is not needed, "
                 "give its data set"
             )
-            raise UserError("no batch of ctx.samples() is under way", where, fix)
+            raise UserError("called outside of a loop over ctx.samples()", where, fix)
         if self._passed:
             what = (
-                "a second backward pass for one batch: its gradients are those of all ranks already"
+                "a second backward pass for one batch: the first one already reduced the "
+                "gradients over all ranks"
             )
             fix = (
-                "add up the losses and call it once; to accumulate gradients: "
+                "add the losses and call it once; to accumulate gradients: "
                 "ctx.accumulate(loss_of, at_most=SAMPLES)"
             )
             raise UserError(what, where, fix)
@@ -363,8 +366,8 @@ class TorchLoopLearner(RankModel, LoopLearner):
                 else "optimizer.step() without a new batch"
             )
             fix = (
-                "ctx.backward(loss) instead of loss.backward(): it weights this rank's "
-                "samples, and brings the gradient of all ranks"
+                "ctx.backward(loss) instead of loss.backward(): it weights this rank's samples "
+                "and reduces the gradient over all ranks"
             )
             raise UserError(
                 what,
@@ -374,7 +377,7 @@ class TorchLoopLearner(RankModel, LoopLearner):
         if isinstance(self._scale, GivenScale):
             self._scale.scaled = scaled
         elif scaled is not None:
-            what = "a GradScaler beside speed.precision=fp16, which scales the loss already"
+            what = "a GradScaler together with speed.precision=fp16, which already scales the loss"
             raise UserError(
                 what,
                 "scaler.step(optimizer)",
@@ -396,15 +399,14 @@ class TorchLoopLearner(RankModel, LoopLearner):
         self._inner.zero_grad()
 
     def read_nonfinite(self) -> float:
-        """This rank's share of the steps that had numbers which are not finite, since the last
-        call."""
+        """Returns this rank's share of the steps with nonfinite numbers since the last call."""
         count = float(self._bad)
         self._bad = torch.zeros_like(self._bad)
         return count
 
     @property
     def lr(self) -> float:
-        """The rate of the first parameter group now; 0 where it has none."""
+        """Returns the current rate of the first parameter group; 0 if it has none."""
         return float(self._inner.param_groups[0].get("lr", 0.0))
 
     def sync_buffers(self, communicator: Communicator) -> None:

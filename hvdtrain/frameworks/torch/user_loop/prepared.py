@@ -1,5 +1,5 @@
-"""What ctx.prepare() returns instead of a script's model and optimizer: they handle number types
-and stages, and step with the gradient of all ranks."""
+"""The model and optimizer that ctx.prepare() returns: they handle dtypes and stages, and step with
+the gradient of all ranks."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise UserError(
-            "a parameter group after ctx.prepare()",
+            "a parameter group was added after ctx.prepare()",
             "optimizer.add_param_group()",
-            "give the optimizer all groups before it",
+            "add all groups before ctx.prepare()",
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -75,11 +75,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         fix = (
-            "state = ctx.resume(), after prepare(): weights, optimizer state and the place in the "
-            "samples"
+            "state = ctx.resume(), after prepare(): it restores weights, optimizer state and the "
+            "position in the data"
         )
         raise UserError(
-            "the state of an optimizer that is prepared comes from a checkpoint",
+            "a prepared optimizer gets its state from ctx.resume()",
             "optimizer.load_state_dict()",
             fix,
         )
@@ -114,9 +114,9 @@ def take_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
     if any(
         float(state.get("step", 1)) > 0 for state in optimizer.state.values()
     ):  # Adagrad's constructor makes one of step 0
-        fix = "prepare() first; ctx.resume() brings the state of a checkpoint"
+        fix = "prepare() first; ctx.resume() restores the state of a checkpoint"
         raise UserError(
-            "the optimizer has made steps already, or loaded a state: ranks would begin with "
+            "the optimizer has already made steps or loaded a state, so ranks could start with "
             "different ones",
             WHERE,
             fix,
@@ -127,24 +127,26 @@ def take_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
             "optimizer, then ctx.resume()"
         )
         raise UserError(
-            "a scheduler has this optimizer already, and would not follow the one that prepare() "
-            "returns",
+            "a scheduler already uses this optimizer, and would not affect the one that "
+            "prepare() returns",
             WHERE,
             fix,
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         what = (
-            f"{type(optimizer).__name__} computes the loss several times in a step, and gradients "
-            "are exchanged once for each batch"
+            f"{type(optimizer).__name__} computes the loss several times in a step, but gradients "
+            "are reduced only once per batch"
         )
-        raise UserError(what, WHERE, "an optimizer whose step() needs no closure, as SGD or AdamW")
+        raise UserError(
+            what, WHERE, "an optimizer whose step() needs no closure, such as SGD or AdamW"
+        )
     _check_parameters(model, optimizer)
     take(optimizer, ())
 
 
 def without_own_keys(state: dict[str, Any]) -> dict[str, Any]:
-    """A state_dict() of the optimizer as its class would give it."""
+    """Returns a state_dict() of the optimizer without the keys that hvdtrain added."""
     groups = [
         {key: value for key, value in group.items() if key == "params" or key not in OWN_KEYS}
         for group in state["param_groups"]
@@ -161,15 +163,17 @@ def _check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
         raise UserError(
             what,
             WHERE,
-            "one module that has all parameters; the optimizer is made of its parameters(), after "
+            "one module with all parameters; create the optimizer from its parameters(), after "
             "model.to(...)",
         )
     left_out = [name for p, name in of_model.items() if p.requires_grad and p not in updated]
     if left_out:
         more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
-        fix = "give it all that is trained, or requires_grad_(False) for what is not"
+        fix = "add it to the optimizer, or call requires_grad_(False) on it"
         raise UserError(
-            f"{left_out[0]}{more} would be trained, and the optimizer does not have it", WHERE, fix
+            f"{left_out[0]}{more} requires a gradient, but the optimizer does not have it",
+            WHERE,
+            fix,
         )
     if not updated:
         raise UserError(
@@ -182,8 +186,8 @@ def _check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
 def precision_of(
     config: Config, model: torch.nn.Module, device: torch.device, communicator: Communicator
 ) -> Precision:
-    """What speed.precision asks for; where the script does not set it, the model stays as it is.
-    Every rank calls it."""
+    """Returns the precision of speed.precision; if the script does not set it, the model is not
+    changed. Every rank calls it."""
     if precision_is_asked(config):
         return pick_precision(config, device, communicator)
     dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
@@ -196,8 +200,8 @@ def precision_is_asked(config: Config) -> bool:
 
 
 def give_type(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
-    """Makes weights, buffers and what the optimizer's constructor has made of that type; parameters
-    stay the same objects."""
+    """Casts weights, buffers and the optimizer's initial state to this dtype; parameters stay the
+    same objects."""
     model.to(dtype)
     for state in optimizer.state.values():
         state |= {
@@ -208,8 +212,7 @@ def give_type(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dtype: t
 
 
 def compute_in(model: torch.nn.Module, precision: Precision, device: torch.device) -> None:
-    """From here on each call of the model is under autocast, and its outputs are of the weights'
-    type."""
+    """Makes each call of the model run under autocast, with outputs in the dtype of the weights."""
     if precision.layers is None:
         return
     calls = _Autocast(precision, device)
@@ -236,7 +239,7 @@ class _Autocast:
 
 
 class AmpScaling(NamedTuple):
-    """What GradScaler.step() gives an optimizer that says _step_supports_amp_scaling."""
+    """The arguments of GradScaler.step() for an optimizer with _step_supports_amp_scaling."""
 
     found_inf: torch.Tensor  # above 0 where a gradient is not finite
     scale: torch.Tensor | None  # of the gradients; None after GradScaler.unscale_()
@@ -259,8 +262,8 @@ class GivenScale(Scale):
             return
         if self._is_sharded:
             what = (
-                "a GradScaler sees this rank's part of the gradients alone: ranks would scale by "
-                "different numbers"
+                "a GradScaler only sees this rank's part of the gradients, so ranks would scale "
+                "by different numbers"
             )
             raise UserError(
                 what,
@@ -282,8 +285,8 @@ class GivenScale(Scale):
 
 
 class ScaleOfLoss(LossScale):
-    """The loss scale of speed.precision=fp16 in a script's own loop, which may look at p.grad
-    before the step: it is divided out behind the backward pass.
+    """The loss scale of speed.precision=fp16 in a custom loop, which may look at p.grad before the
+    step: it is divided out behind the backward pass.
     """
 
     def divide_out(self, parameters: list[torch.nn.Parameter]) -> None:

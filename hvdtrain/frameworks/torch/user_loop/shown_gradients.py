@@ -1,5 +1,5 @@
-"""The gradients that a script sees between ctx.backward() and the optimizer's step; what this rank
-has only a part of is out of its sight."""
+"""The gradients that a script sees between ctx.backward() and the optimizer's step; sharded ones
+are hidden."""
 
 from __future__ import annotations
 
@@ -59,23 +59,23 @@ class ShownGradients:
 
 
 class Elsewhere(torch.Tensor):
-    """Has a parameter's shape and type, and one number of memory."""
+    """A placeholder with a parameter's shape and dtype, but the memory of one number."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
         what = (
-            "with shard.stage or parallel.* each rank has a part of the gradients, and p.grad has "
-            "none"
+            "with shard.stage or parallel.*, each rank has only a part of the gradients, and "
+            "p.grad is not available"
         )
         fix = (
-            "optim.clip_norm=1 in hvdtrain.init() clips by the norm of all; or neither, and "
-            "p.grad is the mean over all ranks"
+            "optim.clip_norm=1 in hvdtrain.init() clips by the norm of all gradients; without "
+            "shard.stage and parallel.*, p.grad is the mean over all ranks"
         )
         raise UserError(what, "p.grad after ctx.backward()", fix)
 
 
 def _elsewhere(p: torch.nn.Parameter) -> torch.Tensor:
-    """In the place of the gradient of `p`."""
+    """Returns the placeholder for the gradient of `p`."""
     return torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape).as_subclass(Elsewhere)

@@ -1,4 +1,4 @@
-"""Lines of a script with a loop of its own in torch, for messages."""
+"""Example lines of a custom loop in torch, for messages."""
 
 from __future__ import annotations
 

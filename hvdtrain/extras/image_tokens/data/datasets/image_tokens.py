@@ -44,7 +44,9 @@ def build(
     """
     if source == name or plugins.is_dotted(source):
         raise OptionError(
-            f"data.source={source} names no images", "source", "cifar10, digits, folder, ..."
+            f"data.source={source} is not a data set of images",
+            "source",
+            "cifar10, digits, folder, ...",
         )
     if own := sorted(DataConfig.model_fields.keys() & (source_options or {}).keys()):
         raise OptionError(
@@ -73,6 +75,6 @@ def read_pictures(run: Path, values: int) -> Codebook:
     the codebook of the run folder is absent, damaged or another one."""
     codebook = read_codebook(run)
     if codebook.values != values:
-        what = f"the codebook has {codebook.values} colours, the model {values}"
+        what = f"the codebook has {codebook.values} colours, but the model has {values}"
         raise UserError(what, str(run), "restore codebook.json from a copy of the run folder")
     return codebook

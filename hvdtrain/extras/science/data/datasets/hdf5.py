@@ -273,7 +273,7 @@ class Hdf5File(StoredFile):
                 parts += [one for one in reversed(target.split(b"/")) if one not in (b"", b".")]
             elif kind == h5l.TYPE_SOFT:
                 raise UserError(
-                    f"the links of {name} lead to each other: {shown}",
+                    f"the links of {name} form a circle: {shown}",
                     str(self.file.path),
                     "another array",
                 )
@@ -287,9 +287,9 @@ class Hdf5File(StoredFile):
         return entry
 
     def _in_another_file(self, name: str, which: str = "") -> UserError:
-        fix = "the file that has them as data.root, or h5repack"
+        fix = "give that file as data.root, or use h5repack"
         return UserError(
-            f"the numbers of {name} are in another file{which}, to which this one has a link",
+            f"{name} is only a link: its numbers are in another file{which}",
             str(self.file.path),
             fix,
         )

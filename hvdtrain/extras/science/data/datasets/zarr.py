@@ -155,7 +155,10 @@ def _refuse_inner_folder(path: Path) -> None:
         None,
     )
     if top is not None:
-        what = f"the zip file has the folder {top}, and a Zarr group has its arrays at the top"
+        what = (
+            f"the zip file contains the folder {top}, but the arrays of a Zarr group must be "
+            "at the top level"
+        )
         raise UserError(what, str(path), f"zip the contents: cd {top} && zip -0r ../{path.name} .")
 
 

@@ -30,8 +30,8 @@ class PipelineStages(TensorParts):
     """The arrangement of parallel.pipeline."""
 
     def cut(self) -> None:
-        """Raises UserError if the model says not how it is cut, or its parts would compute
-        something else."""
+        """Divides the model into stages. Raises UserError if it does not define its units, or they
+        compute something else."""
         plan = self._plan()
         first = self._first_units()
         self._divide(plan)

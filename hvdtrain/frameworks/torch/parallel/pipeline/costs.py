@@ -1,4 +1,4 @@
-"""What the units of a model cost: measured seconds of a forward and a backward pass, and
+"""The costs of a model's units: measured seconds of a forward and a backward pass, and
 operations."""
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def unit_costs(config: Config, task: Task, samples: int) -> list[UnitCost]:
 
 
 def samples_of_pass(config: Config, pipelines: int) -> int:
-    """The most samples of a micro-batch in the job's first step; config.batch.size is resolved."""
+    """Returns the largest micro-batch of the job's first step; config.batch.size is resolved."""
     share = -(-config.batch.size // pipelines)
     parallel = config.parallel
     if isinstance(config.batch.micro, int):
@@ -114,13 +114,13 @@ def measured_seconds(units: Sequence[Unit], x: torch.Tensor, repeats: int = 5) -
                 passes = [_one_pass(unit, x) for _ in range(repeats + 1)]
             except Exception as error:  # of the user's model
                 what = (
-                    f"unit {unit.name} fails while it is timed: {type(error).__name__}: "
+                    f"unit {unit.name} failed while it was timed: {type(error).__name__}: "
                     f"{first_line(error)}"
                 )
                 raise UserError(
                     what,
                     "parallel.balance",
-                    "units that train each by itself; a job with parallel.balance=operations",
+                    "units that can be trained separately; or parallel.balance=operations",
                 ) from error
             measured = [seconds for seconds, _ in passes[1:]]
             timed.append(
@@ -133,7 +133,7 @@ def measured_seconds(units: Sequence[Unit], x: torch.Tensor, repeats: int = 5) -
 
 
 def _one_pass(unit: Unit, x: torch.Tensor) -> tuple[Seconds, Any]:
-    """And the outputs."""
+    """Returns the seconds of one pass, and the outputs."""
     leaf = x.detach().requires_grad_(x.is_floating_point())
     # a unit may work in place, as nn.ReLU(inplace=True): not on a leaf, nor on what the next pass
     # takes

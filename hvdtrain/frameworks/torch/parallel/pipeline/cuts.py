@@ -1,5 +1,5 @@
-"""Where a model is cut into stages: as parallel.balance says, or so that the slowest stage has the
-fewest operations or seconds."""
+"""Divides a model into stages: by parallel.balance, or so that the slowest stage has the fewest
+operations or seconds."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def first_units(
     x: torch.Tensor,
     seconds_of: Callable[[Sequence[Unit]], Sequence[Seconds]] | None,
 ) -> list[int]:
-    """The first unit of each stage, the same on all ranks: as parallel.balance gives them, or so
-    that the slowest stage has the fewest operations, or the fewest seconds that there are.
+    """Returns the first unit of each stage, the same on all ranks: by parallel.balance, or
+    minimizing the operations or seconds of the slowest stage.
 
     x: (n, ...) inputs of the model. seconds_of: called on all ranks for parallel.balance=seconds;
     without it operations count there too. Raises UserError if the model has no units or fewer
@@ -48,8 +48,8 @@ def first_units(
 
 @torch.no_grad()
 def planned_first_units(model: nn.Module, config: Config, x: torch.Tensor) -> list[int]:
-    """The first units, see first_units(), for an x without numbers. Does not check that the units
-    compute what the model computes.
+    """Returns the first units, see first_units(), for an x without data. Does not check that the
+    units compute what the model computes.
 
     Nothing is measured: with parallel.balance=seconds stages are cut by operations.
     """
@@ -77,15 +77,17 @@ def planned_first_units(model: nn.Module, config: Config, x: torch.Tensor) -> li
 
 
 def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
-    """The first unit of each stage, 0 first: the largest sum of costs in a stage is the least that
-    there is.
+    """Returns the first unit of each stage, minimizing the largest sum of costs in a stage.
 
     Each stage has one unit or more. Dynamic programming over the last cut: units^2 x stages steps.
     Raises UserError for fewer units than stages.
     """
     units = len(costs)
     if not 1 <= stages <= units:
-        what = f"a model of {units} units makes no {stages} stages: each stage has one unit or more"
+        what = (
+            f"a model of {units} units cannot be divided into {stages} stages: each stage "
+            "needs at least one unit"
+        )
         raise UserError(
             what,
             "parallel.pipeline, parallel.virtual",
@@ -117,7 +119,7 @@ def given_cuts(balance: Sequence[int], names: Sequence[str], where: str) -> list
     are not all units, `names`."""
     if sum(balance) != len(names):
         what = (
-            f"parallel.balance={list(balance)} has {sum(balance)} units, the model has "
+            f"parallel.balance={list(balance)} has {sum(balance)} units, but the model has "
             f"{len(names)}: {', '.join(names)}"
         )
         raise UserError(
@@ -139,15 +141,15 @@ def _refuse_changed(buffer: str, model: nn.Module, where: str) -> None:
     """Raises UserError if a buffer's name is given."""
     if buffer:
         what = (
-            f"training changes {buffer} of {type(model).__name__}, a buffer, which ranks of other "
-            "stages would not have"
+            f"training changes the buffer {buffer} of {type(model).__name__}, which ranks of "
+            "other stages would not have"
         )
         raise UserError(what, where, "a model without batch norm: gpt, mlp; or parallel.pipeline=1")
 
 
 def _changed_buffer(model: nn.Module, x: torch.Tensor) -> str:
-    """The name of the first one that a forward pass in training mode changes, or empty; all are as
-    before."""
+    """Returns the name of the first buffer that a forward pass in training mode changes, or an
+    empty string; restores all buffers."""
     if not any(True for _ in model.buffers()):
         return ""
     before = {name: b.detach().clone() for name, b in model.named_buffers()}
@@ -164,8 +166,8 @@ def operations_of(
     """Floating-point operations of the matrix products and convolutions of each unit's forward
     pass.
 
-    Raises UserError if the units one after the other do not give what the model gives, or one of
-    them gives no tensor (n, ...).
+    Raises UserError if the units in order do not return what the model returns, or one does not
+    return a tensor (n, ...).
     """
     from torch.utils.flop_counter import FlopCounterMode  # a third of a second
 
@@ -185,17 +187,17 @@ def operations_of(
                 isinstance(x, torch.Tensor) and x.dtype in DTYPES and 1 <= x.ndim <= MOST_AXES
             ):
                 what = (
-                    f"unit {unit.name} of {type(model).__name__} gives {_kind(x)}, which is not "
-                    "sent to another stage"
+                    f"unit {unit.name} of {type(model).__name__} returns {_kind(x)}, which cannot "
+                    "be sent to another stage"
                 )
                 raise UserError(
-                    what, where, "units that give one tensor (n, ...) each (docs/parallel.md)"
+                    what, where, "units that each return one tensor (n, ...) (docs/parallel.md)"
                 )
         given = tree_leaves(x)
     if len(given) != len(expected) or not all(map(_is_close, given, expected)):
         what = (
-            f"the units of {type(model).__name__}, one after the other, do not give what its "
-            "forward() gives"
+            f"the units of {type(model).__name__}, applied in order, return something else than "
+            "its forward()"
         )
         raise UserError(
             what, where, "pipeline_units() with all that forward() does (docs/parallel.md)"

@@ -221,8 +221,8 @@ class Pipeline:
 
 
 class _Run:
-    """What is under way in a step. Messages of one boundary and direction arrive in the order of
-    micro-batches, on a tag of their own."""
+    """The pending work of a step. Messages of each boundary and direction have their own tag and
+    arrive in the order of micro-batches."""
 
     def __init__(
         self,
@@ -257,7 +257,7 @@ class _Run:
         self._enter(self._phase)
 
     def prepare(self, action: Action) -> None:
-        """Starts to receive what the pass takes, where its shape is known by now."""
+        """Starts to receive the inputs of the pass, if their shape is already known."""
         kind, stage, micro = action
         if action in self._coming or kind == "weight gradient":
             return
@@ -349,7 +349,7 @@ class _Run:
             self._wait(handle, stage)
 
     def _wait(self, handle: Handle, stage: int) -> Any:
-        """For a message from or to the stage."""
+        """Waits for a message from or to the stage."""
         assert self.under_way is not None
         before = self.under_way
         start = time.perf_counter()
@@ -368,8 +368,8 @@ class _Run:
 
 
 class _ActivationSpec(NamedTuple):
-    """Number type and shape of one sample of what goes from a stage to the next one; sent before
-    the first micro-batch of a step."""
+    """Dtype and shape of one sample of a stage's output; sent before the first micro-batch of a
+    step."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -398,7 +398,7 @@ class _ActivationSpec(NamedTuple):
 def planned_forms(
     model: torch.nn.Module, first: Sequence[int], x: torch.Tensor, autocast: Autocast
 ) -> dict[str, np.ndarray]:
-    """By name the messages that tell a stage what shape comes to it."""
+    """Returns, by name, the messages that announce shapes to a stage."""
     forms = {}
     for number, unit in enumerate(units_of(model, "parallel.pipeline")):
         if number in first[1:]:
@@ -418,8 +418,8 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Alias(torch.autograd.Function):
-    """The memory of x: neither a leaf nor a view of one, which autograd lets no unit change in
-    place, as nn.ReLU(inplace=True) does."""
+    """Returns a tensor with the memory of x that units may change in place, as
+    nn.ReLU(inplace=True) does: neither a leaf nor a view of one."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -453,7 +453,7 @@ class MicroBatch:
         return self._gradient_of_x()
 
     def input_gradient(self, gradient: torch.Tensor | None) -> torch.Tensor:
-        """That of x alone, for which the stage before waits."""
+        """Computes only the gradient of x, for which the previous stage waits."""
         if self.outputs.requires_grad:
             gradients = None if gradient is None else [gradient]
             _, self._groups = stage_backward_input(
@@ -466,6 +466,6 @@ class MicroBatch:
         stage_backward_weight(iter(self._parameters), self._groups)
 
     def _gradient_of_x(self) -> torch.Tensor:
-        """Zeros where nothing depends on it."""
+        """Returns the gradient of x, zeros if nothing depends on it."""
         self.outputs = None
         return torch.zeros_like(self._x) if self._x.grad is None else self._x.grad

@@ -1,4 +1,4 @@
-"""Which stage of a pipeline has which layer, for a picture."""
+"""The stage of each layer of a pipeline, for the figure."""
 
 from __future__ import annotations
 

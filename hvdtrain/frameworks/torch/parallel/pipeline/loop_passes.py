@@ -1,4 +1,4 @@
-"""StagePasses: the passes of a script's own loop through the stages of a pipeline."""
+"""StagePasses: the passes of a custom loop through the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class StagePasses(LoopPasses):
 
     def check_backward(self, where: str) -> None:
         what = (
-            "no rank has all layers of the model, with parallel.pipeline: a backward pass "
-            "goes through those of all"
+            "with parallel.pipeline no rank has all layers of the model, and a backward pass "
+            "needs all of them"
         )
         fix = (
             "loss = ctx.accumulate(loss_of, at_most=SAMPLES), loss_of(part): forward and loss "
@@ -76,9 +76,9 @@ class StagePasses(LoopPasses):
 
 
 class InStages(torch.nn.Module):
-    """Within ctx.accumulate(loss_of) a call of the model ends on the first stage, which wanted its
-    inputs, and gives the outputs on the last. Elsewhere, without gradients, it is a collective of
-    the ranks of a pipeline, and gives the outputs on all of them.
+    """Within ctx.accumulate(loss_of), a call of the model stops on the first stage, which only
+    needs its inputs, and returns the outputs on the last. Elsewhere, without gradients, it is a
+    collective of a pipeline's ranks and returns the outputs on all of them.
     """
 
     def __init__(
@@ -131,14 +131,13 @@ class InStages(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         if torch.is_autocast_enabled(x.device.type):
             what = (
-                "torch.autocast around the model does not reach its stages, which are called "
+                "torch.autocast around the model has no effect on its stages, which are called "
                 "elsewhere"
             )
             raise UserError(
                 what,
                 _WHERE_CALLED,
-                "speed.precision=bf16 in hvdtrain.init(), which does; the loss may be under "
-                "torch.autocast",
+                "speed.precision=bf16 in hvdtrain.init(); the loss may be under torch.autocast",
             )
         if self._asks:
             raise _Inputs(x)
@@ -148,7 +147,7 @@ class InStages(torch.nn.Module):
                 raise UserError(
                     "loss_of(part) calls the model twice",
                     _WHERE_CALLED,
-                    "once: the passes of all stages are one chain",
+                    "call it once: the passes of all stages form one chain",
                 )
             return self._outputs[0]
         if torch.is_grad_enabled():
@@ -157,7 +156,7 @@ class InStages(torch.nn.Module):
                 "torch.no_grad()"
             )
             raise UserError(
-                "no rank has all layers of the model, so that it could go back through them",
+                "no rank has all layers of the model, so none can run the backward pass alone",
                 _WHERE_CALLED,
                 fix,
             )
@@ -178,8 +177,8 @@ class InStages(torch.nn.Module):
 
 
 class _Inputs(BaseException):
-    """Ends the script's loss_of() where it calls the model: only what it calls it with was asked
-    for."""
+    """Raised to stop the script's loss_of() at the call of the model, whose inputs
+    suffice."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
@@ -191,7 +190,7 @@ def _nothing(phase: str) -> None:
 
 def _refuse(outputs: Any) -> NoReturn:
     what = (
-        f"the model gives a {type(outputs).__name__}; what the last stage sends to the others is "
-        "one tensor"
+        f"the model returns a {type(outputs).__name__}, but the last stage can only send one "
+        "tensor to the others"
     )
     raise UserError(what, _WHERE_CALLED, "a model whose output is a tensor")

@@ -62,7 +62,7 @@ class PipelinePasses(Passes):
         return sums
 
     def predict(self, batch: DeviceBatch) -> Evaluated:
-        what = "the outputs of a pipeline are on its last rank alone, and its samples too"
+        what = "only the last rank of a pipeline has its outputs and samples"
         raise UserError(
             what,
             self._config.where("parallel.pipeline"),

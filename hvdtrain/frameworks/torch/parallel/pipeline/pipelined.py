@@ -33,8 +33,8 @@ OutputsTo = Callable[[Any, Any], Any]
 
 
 class Pipelined:
-    """Made from the whole model, which is the same on all ranks of `pipe`; free_absent() then
-    leaves this rank's part of it."""
+    """The stages of this rank. Created from the whole model, equal on all ranks of `pipe`;
+    free_absent() then keeps only this rank's part."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Pipelined:
         )
 
     def read_waited(self) -> Waited:
-        """In training since it was last called."""
+        """Returns the waiting times of training since the last call."""
         waited = self._waited
         self._waited = self._waited._replace(seconds=0.0, waiting=0.0)
         return waited
@@ -150,18 +150,16 @@ class Pipelined:
         )
 
     def add_tied(self) -> None:
-        """Makes p.grad of each copy of a parameter that several stages use the sum over all of
-        them."""
+        """Sums p.grad over all copies of a parameter that several stages use."""
         self._pipeline.add_tied([each for each in self._tied if each.parameter.requires_grad])
 
     def send_tied(self) -> None:
-        """The weights of these parameters, from the rank that updates them to the others that have
-        a copy."""
+        """Sends the weights of these parameters from the rank that updates them to the copies."""
         self._pipeline.send_tied(self._tied)
 
 
 class _InPrecision(nn.Module):
-    """A stage in the number type of the layers."""
+    """A stage that computes in the dtype of the layers."""
 
     def __init__(self, stage: Stage, autocast: Autocast) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""In which order each rank of a pipeline makes its passes, and how long it waits in between: a
-simulation with the time of each pass.
+"""The order of passes on each rank of a pipeline, and its waiting times: a simulation with the time
+of each pass.
 
 A free rank makes the next forward pass, unless it holds the activations of as many micro-batches as
 the schedule allows it; then the next backward pass; and while it would wait for one of these, a
@@ -65,7 +65,7 @@ class PipelineTimeline(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """From the first pass to the end of the last one."""
+        """The time from the first pass to the end of the last one."""
         return max((timed.stop for timeline in self.ranks for timed in timeline), default=0.0)
 
     @property
@@ -96,8 +96,8 @@ def timeline(
     backward: bool = True,
     transfers: Sequence[float] = (),
 ) -> PipelineTimeline:
-    """What the ranks do, with `virtual` stages each, more than one where they are interleaved;
-    without `backward` forward passes alone.
+    """Simulates the ranks, with `virtual` stages each (more than one if interleaved); without
+    `backward` only forward passes.
 
     transfers: the seconds of a message into each stage, or of its gradient back; one link carries
     one at a time in each direction.
@@ -162,7 +162,7 @@ def _timed(
 
 
 def needs(schedule: Schedule, action: Action, stages: int) -> list[Action]:
-    """What has to be done before it."""
+    """Returns the actions that must be done before this one."""
     kind, stage, micro = action
     if kind == "forward":
         return [Action("forward", stage - 1, micro)] if stage else []
@@ -177,7 +177,7 @@ def needs(schedule: Schedule, action: Action, stages: int) -> list[Action]:
 
 
 def _backward_kind(schedule: Schedule, stage: int) -> Kind:
-    """Nobody waits for the gradient of the first stage's inputs."""
+    """Returns the kind of backward pass; the first stage needs no gradient of its inputs."""
     return "input gradient" if schedule == "zero_bubble" and stage else "backward"
 
 
@@ -225,7 +225,7 @@ class _Queues:
         return bool(self._forward or self._backward or self._weights)
 
     def take(self, done: Mapping[Action, float], now: float) -> Action | None:
-        """What comes next, if anything is ready: `done` tells when passes end."""
+        """Returns the next pass if one is ready; `done` contains the ends of passes."""
         action = self._next(done, now)
         if action is None:
             return None

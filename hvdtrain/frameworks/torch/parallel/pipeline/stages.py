@@ -25,11 +25,10 @@ class Unit(NamedTuple):
 
 @runtime_checkable
 class HasUnits(Protocol):
-    """A model that says where it may be cut."""
+    """A model that defines its units."""
 
     def pipeline_units(self) -> list[Unit]:
-        """In order: the model's output is what the last one makes of what the others made of its
-        input."""
+        """The units in order; applied one after the other they compute the model's output."""
 
 
 class Stage(nn.Module):
@@ -55,7 +54,8 @@ class Tied(NamedTuple):
 
 
 def units_of(model: nn.Module, where: str) -> list[Unit]:
-    """What the model says, or the modules of a Sequential. Raises UserError for another model."""
+    """Returns the units that the model defines, or the modules of a Sequential. Raises UserError
+    for other models."""
     if isinstance(model, HasUnits):
         return list(model.pipeline_units())
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
@@ -65,7 +65,7 @@ def units_of(model: nn.Module, where: str) -> list[Unit]:
             for name, module in model._modules.items()
             if module is not None
         ]
-    what = f"{type(model).__name__} does not say where it may be cut into stages"
+    what = f"{type(model).__name__} does not define where it can be divided into stages"
     fix = (
         "a model with pipeline_units() (docs/parallel.md), a torch.nn.Sequential, model.name=gpt "
         "or mlp"
@@ -85,7 +85,7 @@ def stages_of(model: nn.Module, cuts: Sequence[int], where: str) -> list[Stage]:
     }
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in inside:
-            what = f"{name} of {type(model).__name__} is in no unit, so that no stage would have it"
+            what = f"{name} of {type(model).__name__} is in no unit, so no stage would have it"
             raise UserError(what, where, "name its module in pipeline_units()")
     stops = [*cuts[1:], len(units)]
     return [Stage(units[start:stop]) for start, stop in zip(cuts, stops, strict=True)]

@@ -34,20 +34,19 @@ class TensorParts(WholeModel):
     divides = True
 
     def cut(self) -> None:
-        """Raises UserError if the model says not how it is cut, or its parts would compute
+        """Divides the layers. Raises UserError if the model has no plan, or its parts compute
         something else."""
         self._divide(self._plan())
 
     def _plan(self) -> dict[str, str]:
-        """How each layer is cut; empty if none is."""
+        """Returns how each layer is divided; empty if none is."""
         config = self.making.config
         if config.parallel.tensor == 1:
             return {}
         return plan_of(self.model, config.where("parallel.tensor"))
 
     def _divide(self, plan: dict[str, str]) -> None:
-        """Leaves this rank its parts of the layers, of the numbers that rank 0 has. A
-        collective."""
+        """Keeps this rank's parts of the layers, with rank 0's values. A collective."""
         self._cuts = dict[torch.nn.Parameter, Cut]()
         if self.making.planned is None:
             send_from_rank_0(self.model, self.making.mesh)

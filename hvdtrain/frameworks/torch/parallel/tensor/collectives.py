@@ -1,5 +1,5 @@
-"""What crosses the ranks of a tensor group in a step: operators f and g of Shoeybi et al. 2019,
-figure 3; the loss of split logits."""
+"""The communication of a tensor group in a step: operators f and g of Shoeybi et al. 2019, figure
+3, and the loss of split logits."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _PASSES = {
 
 
 class SequenceLength:
-    """How many positions the samples have that are computed now; a rank has its part of them, and
-    may need the number of all."""
+    """The number of positions of the current samples; a rank has a part of them."""
 
     def __init__(self, count: int = 0) -> None:
         self.count = count
 
     def part(self, communicator: Communicator) -> slice:
-        """Positions of a rank: the first ranks have one more where they do not divide."""
+        """Returns the positions of a rank; if they do not divide evenly, the first ranks have one
+        more."""
         return part_of(self.count, communicator.rank, communicator.size)
 
 
@@ -68,7 +68,7 @@ class TensorParallelLink(NamedTuple):
         return found.view(x.dtype).to(x.device)
 
     def sum_dtype(self, x: torch.Tensor) -> torch.dtype:
-        """In which the engine adds up numbers of x's type."""
+        """Returns the dtype in which the engine sums x."""
         return (
             torch.float32
             if x.dtype == torch.bfloat16 and "bfloat16_sums" not in self.communicator.features
@@ -76,7 +76,7 @@ class TensorParallelLink(NamedTuple):
         )
 
     def device_of(self, x: torch.Tensor) -> torch.device:
-        """Where the engine takes x."""
+        """Returns the device on which the engine takes x."""
         return x.device if "device_memory" in self.communicator.features else torch.device("cpu")
 
     def ready(self, x: torch.Tensor) -> torch.Tensor:
@@ -87,8 +87,8 @@ class TensorParallelLink(NamedTuple):
 
 
 def copy_to_ranks(x: torch.Tensor, link: TensorParallelLink) -> torch.Tensor:
-    """f: x itself, which every rank has; its gradient is the sum over ranks, since each rank's
-    layers are a part of what it goes through.
+    """Operator f: returns x, which every rank has; its gradient is the sum over ranks, since each
+    rank has a part of the layers.
 
     The gradient that comes back may be overwritten: only a layer that recomputes it may take the
     result.
@@ -98,7 +98,8 @@ def copy_to_ranks(x: torch.Tensor, link: TensorParallelLink) -> torch.Tensor:
 
 
 def sum_over_ranks(x: torch.Tensor, link: TensorParallelLink) -> torch.Tensor:
-    """g: the sum of the ranks' x, which may be overwritten; its gradient goes to each of them."""
+    """Operator g: returns the sum of x over ranks (x may be overwritten); each rank gets its
+    gradient."""
     total: torch.Tensor = _SumOverRanks.apply(x, link)
     return total
 
@@ -126,7 +127,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class VocabularyRange(NamedTuple):
-    """Which tokens a rank has."""
+    """The range of tokens of a rank."""
 
     first: int
     vocabulary: int  # of all ranks
@@ -143,7 +144,7 @@ class SplitLogits(NamedTuple):
         return self._replace(local=self.local.to(dtype))
 
     def cross_entropy(self, targets: torch.Tensor, smoothing: float, ignore: int) -> torch.Tensor:
-        """What functional.cross_entropy() with reduction="none" gives for whole logits, of the
+        """Computes functional.cross_entropy() with reduction="none" of the whole logits, in the
         shape of the targets; the same on all ranks.
 
         targets: int64 (...), the same on all ranks; those that are `ignore` have the loss 0
@@ -164,7 +165,7 @@ class SplitLogits(NamedTuple):
 
 
 def whole_logits(outputs: torch.Tensor | SplitLogits) -> torch.Tensor:
-    """A model's logits (..., vocabulary). A collective where they are split."""
+    """Returns a model's logits (..., vocabulary). A collective if they are split."""
     return outputs.whole() if isinstance(outputs, SplitLogits) else outputs
 
 

@@ -108,8 +108,7 @@ class VocabularyHead(ColumnsLinear):
 
 
 def give_whole_logits(model: nn.Module) -> None:
-    """Has the model's VocabularyHead give the logits of all ranks: for a loss that is a script's
-    own."""
+    """Makes the model's VocabularyHead return the logits of all ranks, for user-defined losses."""
     for module in model.modules():
         if isinstance(module, VocabularyHead):
             module.gives_whole = True
@@ -202,8 +201,8 @@ class _LinearOfAllPositions(torch.autograd.Function):
     def backward(
         ctx: Any, dy: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None]:
-        """A product of matrices while x is gathered, the other one while the gradient of x is
-        summed, with an asynchronous engine."""
+        """With an asynchronous engine, one matrix product overlaps the gather of x, and the other
+        the sum of its gradient."""
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
         rows = dy.movedim(-2, 0)  # (m, ..., outputs)

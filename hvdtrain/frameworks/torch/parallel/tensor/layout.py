@@ -1,4 +1,4 @@
-"""The layers that the ranks of a tensor group have in parts, for a picture."""
+"""The layers that a tensor group divides, for the figure."""
 
 from __future__ import annotations
 

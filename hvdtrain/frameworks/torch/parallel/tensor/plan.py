@@ -1,5 +1,4 @@
-"""Which layers of a model are cut for tensor parallelism, and how; and the model with its layers
-cut."""
+"""The division of a model's layers for tensor parallelism, and the divided model."""
 
 from __future__ import annotations
 
@@ -89,12 +88,13 @@ def _features(layer: nn.Module) -> int:
 
 
 def plan_of(model: nn.Module, where: str) -> dict[str, str]:
-    """What the model's tensor_plan() gives: a way for each pattern of module names. Raises
-    UserError where it has none."""
+    """Returns the model's tensor_plan(): a way for each pattern of module names. Raises UserError
+    if it has none."""
     if not hasattr(model, "tensor_plan"):
         fix = 'def tensor_plan(self): return {"blocks.*.fc1": "columns", "blocks.*.fc2": "rows"}'
         raise UserError(
-            f"{type(model).__name__} has no tensor_plan(), which says how its layers are cut",
+            f"{type(model).__name__} has no tensor_plan(), which defines how its layers are "
+            "divided",
             where,
             f"{fix}; or leave it out",
         )
@@ -105,12 +105,12 @@ def plan_of(model: nn.Module, where: str) -> dict[str, str]:
 def resolve(
     model: nn.Module, plan: Mapping[str, str], parts: int, where: str, sequence: bool = False
 ) -> dict[str, Way]:
-    """The way of each layer that is cut into so many parts, by its name; with `sequence` of those
-    too that see a part of the positions.
+    """Returns the way of each divided layer, by its name; with `sequence`, also of layers that see
+    a part of the positions.
 
-    Raises UserError for a way that is none, a pattern that names no layer, a layer that cannot be
-    cut so, sizes that the number of parts does not divide, and a parameter of several layers that
-    are cut in different ways; with `sequence` for one that no way is given for.
+    Raises UserError for an unknown way, a pattern without a layer, a layer that cannot be divided
+    so, sizes that do not divide evenly, and a shared parameter that would be divided in different
+    ways; with `sequence` also for a parameter without a way.
     """
     layers = {name: module for name, module in model.named_modules() if name}
     ways: dict[str, Way] = {}
@@ -118,7 +118,9 @@ def resolve(
         found = _WAY.fullmatch(text)
         if not found:
             raise UserError(
-                f"{pattern}: {text!r} is not a way to cut a layer", f"{where}, tensor_plan()", _WAYS
+                f"{pattern}: {text!r} is not a way to divide a layer",
+                f"{where}, tensor_plan()",
+                _WAYS,
             )
         way = Way(found[1] or "sequence", int(found[2] or 1), int(found[3] or 1))
         names = [name for name in layers if fnmatchcase(name, pattern)]
@@ -133,7 +135,7 @@ def resolve(
             ways[name] = way
     if not any(way.kind != "sequence" for way in ways.values()):
         raise UserError(
-            f"tensor_plan() of {type(model).__name__} names no layer to cut",
+            f"tensor_plan() of {type(model).__name__} names no layer to divide",
             where,
             f"{_some(layers)}; or leave it out",
         )
@@ -219,7 +221,7 @@ def cut_model(
     sequence: bool = False,
     order: SameOrder | None = None,
 ) -> dict[nn.Parameter, Cut]:
-    """TensorParallelLayers of the whole model: its `cuts`."""
+    """Divides the whole model; returns the `cuts` of its TensorParallelLayers."""
     layers = TensorParallelLayers(model, plan, communicator, where, sequence, order)
     layers.cut(model)
     return layers.cuts
@@ -257,27 +259,27 @@ def outputs_of(model: nn.Module, x: torch.Tensor) -> Any:
 def check_cut(
     model: nn.Module, x: torch.Tensor, expected: Any, task: Task | None, where: str
 ) -> None:
-    """A collective. Raises UserError if the cut model does not give what the whole one gave for
-    x, or its task has no loss for that.
+    """Raises UserError if the divided model does not return what the whole one returned for x, or
+    its task has no loss for its outputs. A collective.
 
-    task: None of a script's own loss.
+    task: None for a user-defined loss.
     """
-    fix = "a tensor_plan() in which what follows columns are rows (docs/parallel.md)"
+    fix = 'a tensor_plan() in which "rows" follow "columns" (docs/parallel.md)'
     try:
         found = outputs_of(model, x)
     except UserError:
         raise
     except Exception as error:
         what = (
-            f"{type(model).__name__}, cut as its tensor_plan() says, fails: "
+            f"{type(model).__name__}, divided by its tensor_plan(), fails: "
             f"{type(error).__name__}: {error}"
         )
         raise UserError(what, f"{where}, tensor_plan()", fix) from error
     if isinstance(found, SplitLogits) and not (task and task.takes_split_logits):
         whose = f"task.name={task.name} has" if task else "a loss of your own has"
         what = (
-            f"the outputs of {type(model).__name__} are cut by vocabulary, and {whose} no loss "
-            "for that"
+            f"the outputs of {type(model).__name__} are divided by vocabulary, but {whose} no "
+            "loss for that"
         )
         raise UserError(
             what, f"{where}, tensor_plan()", "leave the last layer out of it, or task.name=language"
@@ -288,8 +290,8 @@ def check_cut(
             found, expected, rtol=1e-2, atol=1e-4, equal_nan=True
         ):
             what = (
-                f"{type(model).__name__}, cut as its tensor_plan() says, gives other outputs than "
-                "the whole model"
+                f"{type(model).__name__}, divided by its tensor_plan(), returns other outputs "
+                "than the whole model"
             )
             raise UserError(what, f"{where}, tensor_plan()", fix)
 
@@ -306,7 +308,7 @@ def _check(name: str, layer: nn.Module, way: Way, parts: int, where: str) -> Non
             f"nn.Linear{' and nn.Embedding' if way.kind == 'vocabulary' else ''}"
         )
         raise UserError(
-            what, f"{where}, tensor_plan()", "name layers of that class, and no subclass"
+            what, f"{where}, tensor_plan()", "name layers of that class, not of a subclass"
         )
     if isinstance(layer, nn.Embedding):
         _check_embedding(name, layer, way.kind, where)
@@ -341,11 +343,13 @@ def _check(name: str, layer: nn.Module, way: Way, parts: int, where: str) -> Non
 def _check_own_positions(name: str, layer: nn.Module, where: str) -> None:
     if isinstance(layer, BatchNorm):
         what = (
-            f"{name} is a {type(layer).__name__}, whose statistics would be those of a part of "
+            f"{name} is a {type(layer).__name__}, whose statistics would only include a part of "
             "the positions"
         )
         raise UserError(
-            what, f"{where}, tensor_plan()", "a norm of each position by itself, as nn.LayerNorm"
+            what,
+            f"{where}, tensor_plan()",
+            "a norm of each position by itself, such as nn.LayerNorm",
         )
     if isinstance(layer, nn.Embedding):
         _check_embedding(name, layer, "sequence", where)
@@ -373,19 +377,19 @@ def _check_sequence(model: nn.Module, ways: Mapping[str, Way], where: str) -> No
     kind = type(model).__name__
     if not any(way.kind == "sequence" for way in ways.values()):
         what = (
-            f'tensor_plan() of {kind} names no layer as "sequence": a part of the positions is '
-            "all that such a layer would see"
+            f'tensor_plan() of {kind} marks no layer as "sequence": without it, each layer only '
+            "sees a part of the positions"
         )
         raise UserError(
             what,
             where,
-            "parallel.sequence=false; or a plan as that of model.name=gpt (docs/parallel.md)",
+            "parallel.sequence=false; or a plan like the one of model.name=gpt (docs/parallel.md)",
         )
     for name, key, _ in _parameters(model):
         if not any(name == named or name.startswith(f"{named}.") for named in ways):
             what = (
-                f"tensor_plan() of {kind} says nothing of {f'{name}.{key}' if name else key}, "
-                "which would see a part of the positions"
+                f"tensor_plan() of {kind} does not mention {f'{name}.{key}' if name else key}, "
+                "which would only see a part of the positions"
             )
             fix = (
                 f'"{name}": "sequence", where it works on each position by itself'
@@ -403,12 +407,12 @@ def _check_shared(model: nn.Module, ways: Mapping[str, Way], where: str) -> None
         cut = ways[name].cuts(model.get_submodule(name), 1, 0).get(key) if name in ways else None
         other, theirs = seen.setdefault(p, (name, cut))
         if cut != theirs:
-            what = f"{other} and {name} have one {key}, which tensor_plan() cuts in different ways"
+            what = f"{other} and {name} share one {key}, but tensor_plan() divides it in two ways"
             raise UserError(
                 what,
                 where,
-                "the same way for both: vocabulary for an embedding and the head that is tied to "
-                "it",
+                'the same way for both: "vocabulary" for an embedding and the head that is '
+                "tied to it",
             )
 
 

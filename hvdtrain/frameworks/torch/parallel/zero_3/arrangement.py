@@ -43,8 +43,8 @@ class ShardedRows(Arrangement):
         return self._sharded.model
 
     def _made(self) -> ShardedModel:
-        """With the weights that rank 0's has: unit by unit, so that no rank has all of them at a
-        time.
+        """Creates the model with rank 0's weights, unit by unit, so that no rank ever has all of
+        them.
 
         Raises UserError for a parameter that is a single number, which has no rows, and for tensor
         groups on an engine without torch's own process groups before torch 2.13.
@@ -98,8 +98,8 @@ class ShardedRows(Arrangement):
         )
 
     def cut(self) -> None:
-        """Weights travel in 16 bits from now on where layers compute so: behind the passes that
-        have checked the model."""
+        """Gathers weights in 16 bits from now on if layers compute so; called after the checks of
+        the model."""
         if self.making.precision.layers is not None:
             with copied_buffers(self.model):
                 inputs = self.making.example()

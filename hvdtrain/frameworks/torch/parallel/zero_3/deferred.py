@@ -61,7 +61,7 @@ class Deferred(TorchDispatchMode):
         if operation is torch.ops.aten._local_scalar_dense.default:
             return self.value(tensors[0]).item()  # of a loop that draws until all numbers fit
         if operation._schema.is_mutable and not tensors[0].is_meta:
-            raise NotImplementedError(f"{operation} writes numbers of a tensor without memory")
+            raise NotImplementedError(f"{operation} writes to a tensor without memory")
         generator = None
         if torch.Tag.nondeterministic_seeded in operation.tags and kwargs.get("generator") is None:
             generator = torch.get_rng_state()
@@ -101,13 +101,13 @@ class Deferred(TorchDispatchMode):
         operation(*tree_map(memory, args), **tree_map(memory, kwargs))
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether value() has its numbers."""
+        """Whether value() can compute the tensor."""
         return _memory(tensor) <= self._made
 
     @torch.no_grad()
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The numbers of a tensor that was made inside, on the host. Takes its memory, and that of
-        tensors that it was computed from."""
+        """Computes a tensor that was created inside, on the host. Needs its memory, and that of the
+        tensors that it depends on."""
         if not tensor.is_meta:
             return tensor.detach()
         memory: dict[int, torch.UntypedStorage] = {}
@@ -136,7 +136,7 @@ class Deferred(TorchDispatchMode):
 
 
 def make_deferred(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Deferred | None]:
-    """What make() returns, and what has the numbers of its large tensors.
+    """Returns the result of make(), and the object that can compute its large tensors.
 
     None if its constructor reads numbers of large tensors: then the model is made with all of
     its memory.
@@ -158,8 +158,7 @@ def make_deferred(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module,
 
 
 class _LooksReal(TorchFunctionMode):
-    """Inside no tensor says that it is a meta tensor: torch.nn.init does nothing with those that
-    do."""
+    """Inside, tensors do not report that they are meta tensors, which torch.nn.init would skip."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -1,5 +1,5 @@
-"""The number types in which FSDP2 gathers weights: 16 bits for what a pass under autocast casts and
-reads in no other way.
+"""The dtypes in which FSDP2 gathers weights: 16 bits for weights that a pass under autocast only
+reads after a cast.
 
 Gathered in float32, each of them would be cast again in every pass, and autograd would keep the
 copies of all blocks until backward. All others stay as they are (norms, embeddings, what a model
@@ -44,8 +44,8 @@ def gather_in_16_bits(
     dtype: torch.dtype,
     world: Communicator,
 ) -> float:
-    """From now on, for passes under autocast of this dtype; returns the share of the weights that
-    it is for. A collective.
+    """Gathers weights in 16 bits from now on, for passes under autocast of this dtype; returns
+    their share of all weights. A collective.
 
     make_pass: of the model, called in training, which may change buffers, and in evaluation. Rank 0
     decides for all.
@@ -74,14 +74,13 @@ def gather_in_16_bits(
 
 
 def group_of(module: Any) -> Any:
-    """What FSDP2 gathers and reduces for this module; None if it has no parameters of its
-    own."""
+    """Returns FSDP2's parameter group of this module; None if it has no parameters of its own."""
     return module._get_fsdp_state()._fsdp_param_group
 
 
 def reduce_all_of(group: Any) -> None:
-    """The group's gradients are reduced in the type of its weights, and are zeros where this rank's
-    samples do not reach a parameter."""
+    """Makes the group reduce gradients in the dtype of its weights, with zeros for parameters that
+    this rank's samples do not reach."""
     group.post_backward = functools.partial(_post_backward_of_all, group, group.post_backward)
 
 
@@ -106,7 +105,7 @@ def _cast_alone(
     device: torch.device,
     dtype: torch.dtype,
 ) -> list[list[bool]]:
-    """For each parameter of each group, whether passes cast it and do not read it otherwise. The
+    """Returns, for each parameter of each group, whether passes only read it after a cast. The
     model is in evaluation mode then."""
     on_device = [device] if device.type == "cuda" else []
     autocast = torch.autocast(device.type, dtype, cache_enabled=False)

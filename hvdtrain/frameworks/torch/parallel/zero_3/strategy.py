@@ -86,7 +86,7 @@ def shard_model(
     dtype: torch.dtype,
     communicating: Communicating = nullcontext,
 ) -> ShardedModel:
-    """A model that is there, whose parameters become others; `deferred` has the numbers of its meta
+    """Shards an existing model, whose parameters are replaced; `deferred` computes its meta
     tensors.
 
     Weights and gradients travel in their own `dtype` until for_autocast() is called. Every rank
@@ -201,7 +201,7 @@ def _all_parameters(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Paramet
 
 
 def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
-    """For torch, the ranks of mesh.data. A collective of all ranks."""
+    """Returns torch's device mesh of the ranks of mesh.data. A collective of all ranks."""
     if mesh.tensor.size > 1:
         # as comm/mesh.py's coordinates()
         grid = torch.arange(mesh.world.size, device="cpu").view(-1, mesh.tensor.size)
@@ -329,12 +329,12 @@ class _Unit:
             output.register_hook(self._go_back)
 
     def _go_back(self, gradient: torch.Tensor) -> None:
-        """Called behind FSDP2's, which gathers this unit, and another one for later."""
+        """Runs after FSDP2's hook, which gathers this unit and prefetches another one."""
         self._order.at = self._pass()
 
 
 class _AllGather(DefaultAllGather):
-    """torch's own, once all ranks are at the same unit."""
+    """torch's implementation, called once all ranks are at the same unit."""
 
     def __init__(self, unit: _Unit, communicating: Communicating) -> None:
         self._unit = unit
@@ -347,7 +347,7 @@ class _AllGather(DefaultAllGather):
 
 
 class _ReduceScatter(DefaultReduceScatter):
-    """torch's own, once all ranks are at the same unit."""
+    """torch's implementation, called once all ranks are at the same unit."""
 
     def __init__(self, unit: _Unit, communicating: Communicating) -> None:
         self._unit = unit
@@ -466,7 +466,7 @@ class Fsdp(Strategy):
     def _copy(
         self, source: dict[torch.nn.Parameter, Shard], target: dict[torch.nn.Parameter, Shard]
     ) -> None:
-        """Weights, where the optimizer updates copies."""
+        """Copies weights if the optimizer updates copies of them."""
         for p in self._shards:
             if source[p] is not target[p]:
                 target[p].parameter.copy_(source[p].parameter)

@@ -151,7 +151,7 @@ def build(
     """
     if min(widths, default=0) < 1:
         raise UserError(
-            f"widths {widths} make no convolutions",
+            f"widths {widths} are not valid",
             "model.widths",
             "one width of 1 or more for each block",
         )
