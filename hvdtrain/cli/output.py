@@ -111,7 +111,7 @@ class StandardOutput(io.FileIO):
                 what = f"cannot write to the standard output: {os.strerror(error.errno or 0)}"
                 raise UserError(
                     what,
-                    os.path.realpath(f"/proc/self/fd/{self.fileno()}"),
+                    os.path.realpath(f"/dev/fd/{self.fileno()}"),
                     "another file, or room on its disk",
                 ) from None
         return len(data)
