@@ -16,7 +16,7 @@ from hvdtrain.errors import UserError
 
 Wish = Literal["auto", "host", "device"]  # of comm.device_memory
 Way = Literal["host", "device"]
-GpuKind = Literal["cuda", "rocm"]
+Driver = Literal["cuda", "rocm", "ze"]  # ze: Intel's Level Zero
 
 
 class _Switch(NamedTuple):
@@ -27,18 +27,21 @@ class _Switch(NamedTuple):
     is_enough: bool  # the library exits at startup if it cannot do what the variable asks
 
 
-_SWITCHES: dict[tuple[str, GpuKind], _Switch] = {
+_SWITCHES: dict[tuple[str, Driver], _Switch] = {
     ("CRAY MPICH", "cuda"): _Switch(("MPICH_GPU_SUPPORT_ENABLED",), True),
     ("CRAY MPICH", "rocm"): _Switch(("MPICH_GPU_SUPPORT_ENABLED",), True),
+    ("INTEL", "ze"): _Switch(("I_MPI_OFFLOAD",), False),
     ("MVAPICH", "cuda"): _Switch(("MV2_USE_CUDA", "MVP_USE_CUDA"), False),
 }
-_QUERIES: dict[GpuKind, tuple[str, ...]] = {
+_QUERIES: dict[Driver, tuple[str, ...]] = {
     "cuda": ("MPIX_Query_cuda_support",),  # Open MPI, MPICH
     "rocm": ("MPIX_Query_rocm_support", "MPIX_Query_hip_support"),  # Open MPI; MPICH
+    "ze": ("MPIX_Query_ze_support",),  # MPICH, Intel MPI
 }
-# MPIX_GPU_SUPPORT_CUDA and _HIP of MPICH's mpi.h
-_MPICH_TYPES: dict[GpuKind, int] = {
+# MPIX_GPU_SUPPORT_CUDA, _ZE and _HIP of MPICH's mpi.h
+_MPICH_TYPES: dict[Driver, int] = {
     "cuda": 0,
+    "ze": 1,
     "rocm": 2,
 }
 _NO, _UNKNOWN, _YES = range(3)
@@ -51,7 +54,7 @@ class Answer(NamedTuple):
     how: str  # "MPIX_Query_cuda_support() of Open MPI v5.0.11 says no"
 
 
-def ask(library: ctypes.CDLL, version: str, environ: Mapping[str, str], kind: GpuKind) -> Answer:
+def ask(library: ctypes.CDLL, version: str, environ: Mapping[str, str], kind: Driver) -> Answer:
     """Asks an MPI library that has started. library: the library that has its functions; version:
     what MPI_Get_library_version() returns."""
     name = library_name(version)
@@ -227,6 +230,8 @@ class DeviceArray:
         return [buffer, self.size, types[self.type_name]]
 
 
-def gpu_kind() -> GpuKind:
-    """The kind of GPU of the torch that is imported."""
+def driver_of(kind: str) -> Driver:
+    """The driver of GPUs that the imported torch calls cuda or xpu."""
+    if kind == "xpu":
+        return "ze"
     return "rocm" if sys.modules["torch"].version.hip else "cuda"

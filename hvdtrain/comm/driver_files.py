@@ -23,12 +23,13 @@ class DriverFiles(NamedTuple):
     sys: Path = Path("/sys")
 
     def nvidia(self) -> int:
-        """A container may have nvidia4 and nvidia5 alone, which CUDA numbers from 0."""
+        """The number of NVIDIA's GPUs. A container may have nvidia4 and nvidia5 only; CUDA numbers
+        them from 0."""
         return len(list(self.dev.glob("nvidia[0-9]*")))
 
     def amd(self) -> int:
-        """Nodes of the driver kfd with compute units, which a processor does not have. A node that
-        a container may not use cannot be read."""
+        """The number of AMD's GPUs: nodes of the driver kfd that have compute units, unlike a
+        processor. A node that a container may not use cannot be read."""
         count = 0
         for properties in self.sys.glob("class/kfd/kfd/topology/nodes/*/properties"):
             with contextlib.suppress(OSError):

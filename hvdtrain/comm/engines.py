@@ -21,7 +21,8 @@ MEANINGS: dict[Feature, str] = {
     "device_memory": "takes tensors in GPU memory; without it they are copied to host memory for "
     "each collective. mpi has it where a rank "
     "computes on a GPU",
-    "nccl": "reduces tensors in GPU memory by NCCL, which does not support two ranks on one GPU",
+    "nccl": "reduces tensors in GPU memory by NCCL, which does not support two ranks on one GPU; "
+    "on GPUs of Intel by oneCCL",
     "asynchronous": "start_allreduce() returns at once, and the sum is computed while the caller "
     "continues; without it the caller waits",
     "bfloat16_sums": "allreduce and start_reduce_scatter sum bfloat16",

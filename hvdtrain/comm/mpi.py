@@ -23,7 +23,7 @@ from hvdtrain.comm.communicator import (
     part_of,
     writable,
 )
-from hvdtrain.comm.device_memory import Way, Wish, ask, choose, gpu_kind
+from hvdtrain.comm.device_memory import Way, Wish, ask, choose, driver_of
 from hvdtrain.comm.engines import Feature
 from hvdtrain.comm.launcher_variables import (
     NO_LAUNCHER,
@@ -42,7 +42,7 @@ from hvdtrain.core.process import exit_now, flush_output
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:  # torch
-    from hvdtrain.comm.staging import Cuda, Ways
+    from hvdtrain.comm.staging import Accelerator, Ways
 
 # A literal: features_of() reads it without importing this file.
 FEATURES: set[Feature] = {"several_ranks", "bfloat16_sums", "plain_mpi", "p2p", "shrink"}
@@ -181,7 +181,7 @@ Collective = Callable[[MpiCalls, Buffer], Buffer]
 class Device(NamedTuple):
     """How collectives take tensors on GPUs."""
 
-    gpus: Cuda | None  # None: this rank computes on a CPU
+    gpus: Accelerator | None  # None: this rank computes on a CPU
     way: Way
 
 
@@ -469,7 +469,7 @@ class MpiCommunicator:
             )
         return x
 
-    def use_gpus(self, gpus: Cuda | None, wish: Wish, where: str) -> None:
+    def use_gpus(self, gpus: Accelerator | None, wish: Wish, where: str) -> None:
         """Lets collectives (but not messages) take tensors on GPUs from now on, on ranks that have
         one. A collective.
 
@@ -482,7 +482,7 @@ class MpiCommunicator:
                 ctypes.CDLL(self._mpi.__file__),
                 self._mpi.Get_library_version(),
                 os.environ,
-                gpu_kind(),
+                driver_of(gpus.kind),
             )
         choice = choose(self, answer, wish, where)
         self.notes = (choice.note,) if choice.note else ()

@@ -19,7 +19,7 @@ from hvdtrain.comm.communicator import Communicator, Handle, Op, part_of, point_
 from hvdtrain.errors import UserError
 
 BACKEND = "hvdtrain"
-DEVICES = ["cpu", "cuda"]
+DEVICES = ["cpu", "cuda", "xpu"]
 Tensors = list[torch.Tensor]
 
 

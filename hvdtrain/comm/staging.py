@@ -9,31 +9,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 
 from hvdtrain.comm.communicator import Buffer
 from hvdtrain.comm.device_memory import DeviceArray, Way
 
-Stream = Any  # torch.cuda.Stream
-Event = Any  # torch.cuda.Event
+Stream = Any  # torch.cuda.Stream, torch.xpu.Stream
+Event = Any
+Kind = Literal["cuda", "xpu"]  # of torch.device; ROCm's GPUs are cuda too
+KINDS: tuple[Kind, ...] = get_args(Kind)
 ALL = slice(None)
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class Cuda:
+def kind_of_build() -> Kind:
+    """The kind of GPUs that this torch is built for; cuda if it is built for CPUs."""
+    device = torch.accelerator.current_accelerator()
+    return next((kind for kind in KINDS if device is not None and device.type == kind), "cuda")
+
+
+class Accelerator:
     """Streams, the queues of a GPU's work, and page-locked host memory, which a GPU copies to and
     from by itself."""
 
-    kind = "cuda"  # of torch.device; ROCm's too
+    def __init__(self, kind: Kind) -> None:
+        self.kind: str = kind
+        self._torch = torch.get_device_module(kind)  # torch.cuda, torch.xpu
 
     def present(self, device: torch.device) -> Stream:
         """The current stream of this thread."""
-        return torch.cuda.current_stream(device)
+        return self._torch.current_stream(device)
 
     def new(self, device: torch.device) -> Stream:
-        return torch.cuda.Stream(device)
+        return self._torch.Stream(device)
 
     def set_device(self, device: torch.device) -> None:
         """Makes the GPU the current one of this thread, for good.
@@ -41,19 +51,20 @@ class Cuda:
         A new thread begins with GPU 0. Leaving a stream of another GPU would select GPU 0 again,
         which opens a context there, some 500 MB for every rank of the host.
         """
-        torch.cuda.set_device(device)
+        self._torch.set_device(device)
 
     @contextmanager
     def use(self, stream: Stream) -> Iterator[None]:
         """Inside, makes the stream and its device the current ones of this thread; opens no
         context on the device that was current before."""
-        with torch.accelerator.device_index(stream.device.index), torch.cuda.stream(stream):
+        with torch.accelerator.device_index(stream.device.index), self._torch.stream(stream):
             yield
 
     def mark(self, stream: Stream) -> Event:
-        """Records an event behind the stream's present work; a thread waits for it asleep, not in a
-        loop."""
-        return stream.record_event(torch.cuda.Event(blocking=True))
+        """Records an event behind the stream's present work; with CUDA a thread waits for it
+        asleep, not in a loop."""
+        options = {"blocking": True} if self.kind == "cuda" else {}
+        return stream.record_event(self._torch.Event(**options))
 
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Keeps the tensor's memory from being reused before the stream has finished its present
@@ -69,7 +80,7 @@ class Cuda:
 class Ways:
     """Lets the collectives of one communicator take tensors on GPUs."""
 
-    def __init__(self, gpus: Cuda, way: Way) -> None:
+    def __init__(self, gpus: Accelerator, way: Way) -> None:
         self._gpus = gpus
         self._way = way
         self._streams: dict[tuple[torch.device, str], Stream] = {}
@@ -117,7 +128,7 @@ class Moving(Protocol):
 class Direct:
     """MPI gets the address of the tensor."""
 
-    def __init__(self, gpus: Cuda, x: torch.Tensor, stream: Stream) -> None:
+    def __init__(self, gpus: Accelerator, x: torch.Tensor, stream: Stream) -> None:
         """stream: for memory allocated for the collective, and nothing else."""
         self._gpus = gpus
         self._x = x
@@ -144,7 +155,7 @@ class Staged:
     """MPI gets a copy in page-locked host memory, which the GPU copies on a separate stream."""
 
     def __init__(
-        self, gpus: Cuda, x: torch.Tensor, needed: slice, down: Stream, up: Stream
+        self, gpus: Accelerator, x: torch.Tensor, needed: slice, down: Stream, up: Stream
     ) -> None:
         self._gpus = gpus
         self._x = x

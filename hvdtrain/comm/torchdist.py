@@ -63,6 +63,7 @@ FEATURES: set[Feature] = {
     "shrink",
 }
 BACKENDS = "cpu:gloo,cuda:nccl"  # of torch.distributed, where there is NCCL
+BACKENDS_OF_INTEL = "cpu:gloo,xpu:xccl"  # by oneCCL
 CLOSE_S = 10.0  # for all ranks to close
 CONNECT_S = 10.0  # for an answer of a store after a loss
 # for the survivors to form a group after a loss, doubled each time: another rank may die meanwhile
@@ -70,8 +71,13 @@ FORM_S = 1.0
 
 
 def has_nccl() -> bool:
-    """Whether this torch can use a GPU and has NCCL."""
-    return torch.cuda.is_available() and dist.is_nccl_available()
+    """Whether this torch can use a GPU and has NCCL, or oneCCL for a GPU of Intel."""
+    return has_oneccl() or (torch.cuda.is_available() and dist.is_nccl_available())
+
+
+def has_oneccl() -> bool:
+    """Whether this torch can use a GPU of Intel and has oneCCL."""
+    return torch.xpu.is_available() and dist.distributed_c10d.is_xccl_available()
 
 
 def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
@@ -123,7 +129,8 @@ def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
 def _start_process_group(store: Any, place: Placement, timeout: timedelta) -> GlooConnections:
     """Creates the default process group of torch.distributed. Raises UserError if
     GLOO_SOCKET_IFNAME does not name an interface."""
-    backend = BACKENDS if has_nccl() else "gloo"
+    backends = BACKENDS_OF_INTEL if has_oneccl() else BACKENDS
+    backend = backends if has_nccl() else "gloo"
     gloo = GlooConnections()
     try:
         with gloo.recorded():
@@ -199,7 +206,7 @@ class TorchDistCommunicator(StartedCollectives):
         self.secret = secret
         self._group: Any = None  # torch.distributed's default group
         # devices on which parts of all ranks are reduced and gathered in one call
-        self.in_one_call = ("cuda",) if "cuda:nccl" in BACKENDS else ()
+        self.in_one_call = ("cuda", "xpu") if "cuda:nccl" in BACKENDS else ()
         self._ops = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
     def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:

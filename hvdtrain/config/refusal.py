@@ -28,6 +28,7 @@ from hvdtrain.config.words_of_other_tools import (
     right_key,
     right_value,
     without_a_key,
+    without_a_value,
 )
 from hvdtrain.core.lengths import LengthValue
 from hvdtrain.errors import UserError, closest, nearest, short
@@ -131,6 +132,8 @@ def expected(key: str, info: FieldInfo, value: Any) -> str:
     default = None if info.is_required() else info.get_default(call_default_factory=True)
     if typing.get_origin(kind) is typing.Literal:
         choices = typing.get_args(kind)
+        if instead := without_a_value(key, value):
+            return f"{key} takes {type_name(kind)}; {instead}"
         meant = right_value(key, value) or closest(f"{value}", [*map(str, choices)])
         return f"{key} takes {type_name(kind)}" + (f"; did you mean {meant}?" if meant else "")
     most = next((limit.max_length for limit in info.metadata if hasattr(limit, "max_length")), None)

@@ -363,9 +363,24 @@ VALUES: dict[str, dict[str, str]] = {
         **dict.fromkeys(("float16", "half", "16", "16-mixed"), "fp16"),
         **dict.fromkeys(("bfloat16", "bf16-mixed", "amp", "mixed"), "bf16"),
     },
-    "speed.device": {"gpu": "cuda"},
+    "speed.device": {
+        **dict.fromkeys(("gpu", "nvidia", "rocm", "hip", "amd"), "cuda"),
+        **dict.fromkeys(("intel", "sycl", "level_zero"), "xpu"),
+    },
     "guard.nonfinite": {"ignore": "skip", **dict.fromkeys(("raise", "abort", "error"), "stop")},
     "log.trackers": {"tb": "tensorboard", "wb": "wandb", "weights_and_biases": "wandb"},
+}
+
+# Values of other tools that hvdtrain does not have, and what to do instead.
+NO_VALUES: dict[str, dict[str, str]] = {
+    "speed.device": {
+        **dict.fromkeys(
+            ("tpu", "xla"),
+            "TPUs are not supported: they are connected by XLA alone, not by MPI, Horovod or "
+            "torch.distributed; train on GPUs or CPUs, or write the job in JAX for TPUs",
+        ),
+        "mps": "GPUs of Apple are not supported: they have no float64; speed.device=cpu",
+    },
 }
 
 
@@ -411,6 +426,11 @@ def right_value(key: str, value: Any) -> str | None:
     """The value of a key that another tool's word for it means: squared_error for
     model.loss=mse."""
     return VALUES.get(key, {}).get(str(value).lower())
+
+
+def without_a_value(key: str, value: Any) -> str | None:
+    """Returns what to do instead of a value that other tools have and hvdtrain does not."""
+    return NO_VALUES.get(key, {}).get(str(value).lower().partition(":")[0])
 
 
 def without_a_key(word: str) -> str | None:

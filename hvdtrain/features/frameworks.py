@@ -43,7 +43,9 @@ NOT_TORCH: dict[str, Supported] = {
     "model.lora": Supported(([],), ["fc*"]),
     "model.thaw": Supported(([],), '[{"at":1,"names":["*.bias"]}]'),
 }
-IN_JAX = {key: row for key, row in NOT_TORCH.items() if key != "shard.stage"}
+IN_JAX = {key: row for key, row in NOT_TORCH.items() if key != "shard.stage"} | {
+    "speed.device": Supported(("auto", "cpu", "cuda"), "xpu")
+}
 IN_NUMPY = NOT_TORCH | {
     "shard.group": Supported(("all",), "node"),  # it has no shard.stage
     "shard.offload": Supported(("none",), "optimizer"),

@@ -81,9 +81,9 @@ def _use_gpu(backend: str, config: Config, communicator: Communicator) -> None:
     """This rank takes one of the host's GPUs, where the backend sees any. Every rank calls it."""
     local_rank = communicator.local_rank
     if backend == "torch":
-        cuda = importlib.import_module("torch").cuda
-        if cuda.is_available():
-            cuda.set_device(local_rank % cuda.device_count())
+        accelerator = importlib.import_module("torch").accelerator
+        if count := accelerator.device_count():
+            accelerator.set_device_index(local_rank % count)
     elif backend == "tensorflow":
         devices = importlib.import_module("tensorflow").config
         if gpus := devices.list_physical_devices("GPU"):

@@ -23,6 +23,7 @@ OPEN_MPI = "Open MPI v5.0.11, package: x, ident: 5.0.11\0"
 MPICH = "MPICH Version:      4.2.3\nMPICH Release date: x"
 CRAY = "MPI VERSION    : CRAY MPICH version 8.1.28.2 (ANL base 3.4a2)"
 MVAPICH = "MVAPICH2 Version      :\t2.3.7\n"
+INTEL = "Intel(R) MPI Library 2021.18 for Linux* OS\n"
 NOTHING = "int MPI_Init(void) { return 0; }"
 QUERY = "int MPIX_Query_{}_support(void) {{ return {}; }}"
 BY_KIND = "int MPIX_GPU_query_support(int kind, int *found) { *found = kind == %d; return %d; }"
@@ -167,6 +168,30 @@ def library(folder: Path, code: str) -> ctypes.CDLL:
             "cuda",
             False,
             "MPIX_Query_cuda_support() of MVAPICH2",
+        ),
+        (
+            BY_KIND % (1, 0),
+            MPICH,
+            {},
+            "ze",
+            True,
+            "MPIX_GPU_query_support() of MPICH Version: 4.2.3 says yes",
+        ),
+        (
+            QUERY.format("ze", 1),
+            INTEL,
+            {"I_MPI_OFFLOAD": "1"},
+            "ze",
+            True,
+            "MPIX_Query_ze_support() of Intel(R) MPI Library 2021.18",
+        ),
+        (
+            NOT_CALLED,
+            INTEL,
+            {},
+            "ze",
+            False,
+            "Intel(R) MPI Library 2021.18 for Linux* OS without I_MPI_OFFLOAD=1",
         ),
         (
             NOTHING,

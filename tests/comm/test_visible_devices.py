@@ -22,7 +22,7 @@ from hvdtrain.comm.launcher_variables import (
 from hvdtrain.config.read import configure
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.jax.build import pick_device as pick_device_of_jax
-from hvdtrain.frameworks.torch.device import describe_device, gpu, pick_device
+from hvdtrain.frameworks.torch.device import describe_device, fork_rng, gpu, pick_device
 from hvdtrain.training.build import connect
 from hvdtrain.training.telemetry.energy import Unmeasured, gpu_counter
 
@@ -194,7 +194,7 @@ def test_a_job_takes_its_part_before_cuda_starts(monkeypatch: pytest.MonkeyPatch
 
 
 class Gpus:
-    """torch.cuda of a process that sees so many GPUs."""
+    """torch.cuda or torch.xpu of a process that sees so many GPUs."""
 
     def __init__(
         self,
@@ -203,12 +203,13 @@ class Gpus:
         name: str,
         uuid: str,
         hip: str | None = None,
+        kind: str = "cuda",
     ) -> None:
         self.chosen: list[torch.device] = []
-        monkeypatch.setattr("torch.cuda.device_count", lambda: count)
-        monkeypatch.setattr("torch.cuda.set_device", self.chosen.append)
+        monkeypatch.setattr(f"torch.{kind}.device_count", lambda: count)
+        monkeypatch.setattr(f"torch.{kind}.set_device", self.chosen.append)
         monkeypatch.setattr(
-            "torch.cuda.get_device_properties",
+            f"torch.{kind}.get_device_properties",
             lambda device: SimpleNamespace(name=name, uuid=uuid, total_memory=1),
         )
         monkeypatch.setattr("torch.version.hip", hip)
@@ -264,3 +265,41 @@ def test_a_gpu_of_amd_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
         "cuda:0",
         "AMD Instinct MI300X (ROCm 6.4.43484)",
     )
+
+
+@pytest.mark.parametrize("words", [[], ["speed.device=xpu"]])
+def test_a_gpu_of_intel_is_taken_and_called_so(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = Gpus(monkeypatch, 6, "Intel(R) Data Center GPU Max 1550", "34aa", kind="xpu")
+    communicator = SingleProcessCommunicator()
+    communicator.local_rank = 7
+    device = pick_device(configure(None, words), communicator)
+    assert device == torch.device("xpu", 1) == gpus.chosen[0]
+    assert describe_device(device) == "xpu:1 (Intel)"
+    found = gpu(device)
+    assert found and found.uuid == "" and "Intel's" in found.why
+    of_check = dry_run.pick_device(configure(None, words), communicator)
+    assert (of_check["name"], of_check["model"], of_check["visible"]) == (
+        "xpu:1",
+        "Intel(R) Data Center GPU Max 1550 (Intel)",
+        6,
+    )
+
+
+@pytest.mark.parametrize(("kind", "name"), [("cuda", "CUDA"), ("xpu", "XPU")])
+def test_a_gpu_that_is_asked_for_and_not_there(
+    kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the other one there."""
+    Gpus(monkeypatch, 2, "a GPU", "1", kind="xpu" if kind == "cuda" else "cuda")
+    monkeypatch.setattr(f"torch.{kind}.device_count", lambda: 0)
+    with pytest.raises(UserError, match=f"no {name} device is visible"):
+        pick_device(configure(None, [f"speed.device={kind}"]), SingleProcessCommunicator())
+
+
+def test_generators_of_the_cpu_are_as_before_a_fork() -> None:
+    before = torch.get_rng_state()
+    with fork_rng([torch.device("cpu"), torch.device("meta")]):
+        torch.rand(3)
+    assert torch.equal(torch.get_rng_state(), before)

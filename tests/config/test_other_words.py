@@ -13,7 +13,7 @@ from hvdtrain.__main__ import run_command
 from hvdtrain.config import plugins
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import SECTIONS, known_keys
-from hvdtrain.config.words_of_other_tools import KEYS, NO_KEYS, VALUES
+from hvdtrain.config.words_of_other_tools import KEYS, NO_KEYS, NO_VALUES, VALUES
 from hvdtrain.errors import UserError
 
 
@@ -173,6 +173,15 @@ def test_each_value_of_other_tools_means_one_that_is_known(key: str, word: str) 
     )
     assert is_right("model.name=linear", right_one)  # linear is a model of every framework
     assert word == word.lower() and f"did you mean {right}?" in fix_of(wrong_one)
+
+
+@pytest.mark.parametrize(
+    ("key", "word"), [(key, word) for key, words in NO_VALUES.items() for word in words]
+)
+def test_a_value_that_is_not_supported_is_answered_with_what_is(key: str, word: str) -> None:
+    fix = fix_of(f"{key}={word}")
+    assert fix == fix_of(f"{key}={word.upper()}") and fix.endswith(f"; {NO_VALUES[key][word]}")
+    assert fix.startswith(f"{key} takes one of 'auto', 'cpu', 'cuda', 'xpu'; ")
 
 
 def test_an_option_of_an_own_class_is_answered_with_its_parameter() -> None:

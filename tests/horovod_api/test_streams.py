@@ -15,7 +15,7 @@ from ranks import needs_mpirun
 from waiting import wait_until
 
 from hvdtrain.comm.communicator import Buffer, SingleProcessCommunicator
-from hvdtrain.comm.staging import Cuda, Stream
+from hvdtrain.comm.staging import Accelerator, Stream
 from hvdtrain.horovod.engine.own import OwnEngine
 from hvdtrain.horovod.engine.perform import Streams
 from hvdtrain.horovod.engine.requests import GLOBAL, Request, Signature
@@ -41,7 +41,7 @@ class Written:
         self._gpus.log.append(f"{self.name} waits for {event.name}")
 
 
-class Gpus(Cuda):
+class Gpus(Accelerator):
     """Of tensors in host memory, each thread has a present stream, as on a GPU."""
 
     kind = "cpu"

@@ -16,7 +16,7 @@ from strategies_on_ranks import learner, train, weights
 from hvdtrain.comm.communicator import part_of
 from hvdtrain.comm.device_memory import Way
 from hvdtrain.comm.mpi import Device, MpiCommunicator
-from hvdtrain.comm.staging import Cuda
+from hvdtrain.comm.staging import Accelerator
 from hvdtrain.errors import UserError
 
 CYCLES = 400_000_000  # about 200 ms, in which what is reduced is not there
@@ -157,7 +157,7 @@ def on_gpu(ranks: MpiCommunicator) -> tuple[list[str], bool, str]:
     torch.cuda.set_device(0)
     group = ranks.split(0)
     assert isinstance(group, MpiCommunicator)
-    group.use_gpus(Cuda(), "auto", "a test")
+    group.use_gpus(Accelerator("cuda"), "auto", "a test")
     size = ranks.size
     wrong = ""
     went_on = []

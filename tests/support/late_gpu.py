@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from hvdtrain.comm.staging import Cuda, Stream
+from hvdtrain.comm.staging import Accelerator, Stream
 
 HOST = torch.device("cpu")
 COMM_THREAD = "hvdtrain-comm"
@@ -57,7 +57,7 @@ class LateEvent:
             work()
 
 
-class LateGpu(Cuda):
+class LateGpu(Accelerator):
     """Each thread has a present stream of its own. What each stream waits for, and which tensors it
     keeps, is in `log`."""
 

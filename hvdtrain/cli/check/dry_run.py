@@ -69,24 +69,26 @@ def pick_device(config: Config, communicator: Communicator) -> DeviceFacts:
     device = plugins.load("frameworks", "torch", config.where("framework")).pick_device(
         config, communicator
     )
+    from hvdtrain.frameworks.torch.device import suffix_of_maker  # torch is there
+
     torch: Any = sys.modules["torch"]
-    cuda = torch.cuda
-    if device.type != "cuda":
+    gpus = torch.get_device_module(device if device.type != "cpu" else "cuda")
+    if device.type == "cpu":
         return {
             "name": str(device),
             "model": "",
             "id": "",
             "bytes": 0,
-            "visible": cuda.device_count(),
+            "visible": gpus.device_count(),
         }
-    properties = cuda.get_device_properties(device)
+    properties = gpus.get_device_properties(device)
     identity = str(getattr(properties, "uuid", "")) or str(device)  # older torch has no uuid
     return {
         "name": str(device),
-        "model": properties.name + (f" (ROCm {torch.version.hip})" if torch.version.hip else ""),
+        "model": properties.name + suffix_of_maker(device),
         "id": identity,
         "bytes": properties.total_memory,
-        "visible": cuda.device_count(),
+        "visible": gpus.device_count(),
     }
 
 
@@ -278,7 +280,7 @@ def _common_device(communicator: Communicator, facts: RankFacts) -> str:
     devices = [_RankDevice(*one) for one in everyone]
     # NCCL refuses two ranks on one GPU
     distinct = len({(other.machine, other.id) for other in devices}) == len(devices)
-    on_gpus = all(other.name.startswith("cuda") for other in devices)
+    on_gpus = all(other.name.startswith(("cuda", "xpu")) for other in devices)
     return name if distinct and on_gpus and "device_memory" in communicator.features else "cpu"
 
 
@@ -310,7 +312,7 @@ def _median_s(communicator: Communicator, device: str, size_bytes: int, repeats:
 
 def _ones(device: str, count: int) -> Any:
     """float32, in the memory of the device."""
-    if not device.startswith("cuda"):
+    if device == "cpu":
         return np.ones(count, np.float32)
     torch: Any = sys.modules["torch"]  # imported by pick_device()
     return torch.ones(count, device=device)

@@ -155,7 +155,7 @@ def _gpus(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 def _gpu_identity(facts: RankFacts, device: DeviceFacts) -> str:
     """The UUID; without one, the device's name and host."""
     identity = device["id"]
-    return f"{identity} of {facts['host']}" if identity.startswith("cuda") else identity
+    return f"{identity} of {facts['host']}" if identity.startswith(("cuda", "xpu")) else identity
 
 
 def _nccl(ranks: Sequence[RankFacts]) -> Iterator[Finding]:

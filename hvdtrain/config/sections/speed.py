@@ -20,10 +20,10 @@ class SpeedConfig(Section):
         description="number type: fp32 or fp64; bf16, fp16: weights stay in fp32, layers "
         "compute in 16 bits; auto: bf16 if the device supports it in hardware",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
+    device: Literal["auto", "cpu", "cuda", "xpu"] = Field(
         default="auto",
-        description="cpu; cuda: the GPU with this rank's local rank; auto: that GPU if there "
-        "is one, otherwise the CPU",
+        description="cpu; cuda: the GPU of NVIDIA or AMD with this rank's local rank; xpu: the GPU "
+        "of Intel; auto: such a GPU if there is one, otherwise the CPU",
     )
     devices: int = Field(
         default=1,

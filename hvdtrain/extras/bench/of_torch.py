@@ -20,7 +20,7 @@ def synchronizing_stopwatch(device: torch.device) -> HostStopwatch:
     """A stopwatch that waits for the device at the end of each phase, so that no two phases
     overlap."""
     return HostStopwatch(
-        (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None
+        (lambda: torch.accelerator.synchronize(device)) if device.type != "cpu" else None
     )
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.mesh import Mesh
+from hvdtrain.comm.staging import KINDS
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError
@@ -370,7 +371,7 @@ class Hybrid(Around):
         self._shards = {
             p: self.part(p) if p in self._cuts else self._within.shard(p) for _, p in named
         }
-        self.waits_in_passes = any(p.is_cuda for _, p in named)  # communicators.py
+        self.waits_in_passes = any(p.device.type in KINDS for _, p in named)  # communicators.py
         often = f"; updated {updates} times a step" * (updates > 1)
         self.summary = f"{model.summary(batch)}{often}; of the others {self._within.summary}"
 

@@ -10,7 +10,7 @@ import torch
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.engines import Feature
 from hvdtrain.comm.mesh import make_mesh
-from hvdtrain.comm.staging import Cuda
+from hvdtrain.comm.staging import KINDS, Accelerator
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import fold
@@ -93,7 +93,7 @@ def device_of_rank(config: Config, communicator: Communicator) -> torch.device:
     device = pick_device(config, communicator)
     check_shared(device, communicator, config.where("speed.device"))
     if "plain_mpi" in communicator.features:
-        gpus = Cuda() if device.type == "cuda" else None
+        gpus = next((Accelerator(kind) for kind in KINDS if kind == device.type), None)
         cast(Any, communicator).use_gpus(
             gpus, config.comm.device_memory, config.where("comm.device_memory")
         )
@@ -163,8 +163,9 @@ def free_device_bytes(config: Config, communicator: Communicator) -> int | None:
     device = pick_device(config, communicator)
     if device.type == "cpu":
         return None
-    sharers = -(-communicator.local_size // torch.cuda.device_count())
-    return int(torch.cuda.mem_get_info(device)[0]) // sharers
+    gpus = torch.get_device_module(device)
+    sharers = -(-communicator.local_size // gpus.device_count())
+    return int(gpus.mem_get_info(device)[0]) // sharers
 
 
 def has_dense_part(config: Config, task: Task) -> bool:

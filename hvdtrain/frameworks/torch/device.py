@@ -14,7 +14,8 @@ import importlib.util
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ import torch
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.driver_files import HERE, DriverFiles
 from hvdtrain.comm.mesh import Mesh
+from hvdtrain.comm.staging import KINDS
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import fold
 from hvdtrain.errors import UserError
@@ -33,23 +35,25 @@ def pick_device(
 ) -> torch.device:
     """The GPU of this rank's local rank, or the CPU.
 
-    Raises UserError if speed.device=cuda and there is none, and if speed.device=auto would train on
-    the CPU because this torch does not see the GPUs of the host.
+    Raises UserError if speed.device=cuda or xpu and there is none, and if speed.device=auto would
+    train on the CPU because this torch does not see the GPUs of the host.
     """
-    count = torch.cuda.device_count()
-    if config.speed.device == "cuda" and not count:
+    wanted = config.speed.device
+    for kind in KINDS if wanted == "auto" else (wanted,) * (wanted in KINDS):
+        gpus = torch.get_device_module(kind)
+        if count := gpus.device_count():
+            device = torch.device(kind, communicator.local_rank % count)
+            gpus.set_device(device)
+            if config.speed.deterministic:
+                give_same_bits()
+            return device
+    if wanted in KINDS:
         raise UserError(
-            "no CUDA device is visible",
+            f"no {'CUDA' if wanted == 'cuda' else 'XPU'} device is visible",
             config.where("speed.device"),
             "speed.device=cpu, or a torch built for this GPU",
         )
-    if config.speed.device != "cpu" and count:
-        device = torch.device("cuda", communicator.local_rank % count)
-        torch.cuda.set_device(device)
-        if config.speed.deterministic:
-            give_same_bits()
-        return device
-    if config.speed.device == "auto":
+    if wanted == "auto":
         check_no_gpu_is_hidden(config, files)
     return torch.device("cpu")
 
@@ -67,8 +71,9 @@ def check_no_gpu_is_hidden(config: Config, files: DriverFiles = HERE) -> None:
         return
     what = f"this host has GPUs ({hidden}), but torch {torch.__version__} sees none"
     fix = "speed.device=cpu to train on the CPU; "
-    if torch.version.cuda or hip:
-        build = f"ROCm {hip}" if hip else f"CUDA {torch.version.cuda}"
+    builds = {"ROCm": hip, "CUDA": torch.version.cuda, "XPU": getattr(torch.version, "xpu", None)}
+    build = next((f"{name} {version}" for name, version in builds.items() if version), "")
+    if build:
         what += f", although it is built for {build}"
         fix += (
             "to use them: a driver that supports this build, and GPUs that the job was given "
@@ -81,7 +86,7 @@ def check_no_gpu_is_hidden(config: Config, files: DriverFiles = HERE) -> None:
 
 
 def give_same_bits() -> None:
-    """From here on this process computes with CUDA's deterministic kernels alone; see
+    """From here on this process computes with deterministic kernels of the GPU alone; see
     no_such_kernel()."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
     torch.backends.cudnn.benchmark = False
@@ -107,34 +112,38 @@ def no_such_kernel(config: Config) -> Iterator[None]:
 
 def gpu(device: torch.device) -> Gpu | None:
     """The device as NVML and the trainer know it; None for the CPU."""
-    if device.type != "cuda":
+    if device.type not in KINDS:
         return None
-    name = torch.cuda.get_device_properties(device).name
+    gpus = torch.get_device_module(device)
+    name = gpus.get_device_properties(device).name
     uuid = _uuid(device)
     why = "" if uuid else "this torch does not report the identity of the GPU"
-    if torch.version.hip:
+    if torch.version.hip or device.type == "xpu":
         uuid = ""
-        why = "NVML counts GPUs of NVIDIA, and this one is AMD's"
+        maker = "Intel" if device.type == "xpu" else "AMD"
+        why = f"NVML counts GPUs of NVIDIA, and this one is {maker}'s"
     # of a part of a GPU: NVIDIA A100-SXM4-40GB MIG 1g.5gb
     kind = "MIG" if " MIG " in name else "GPU"
-    return Gpu(
-        f"{kind}-{uuid}" * bool(uuid), why, name, lambda: torch.cuda.max_memory_allocated(device)
-    )
+    return Gpu(f"{kind}-{uuid}" * bool(uuid), why, name, lambda: gpus.max_memory_allocated(device))
 
 
 def _uuid(device: torch.device) -> str:
     """UUID of a GPU, or of the part of one that this process sees; "" where torch does not know
     it."""
-    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return str(getattr(properties, "uuid", ""))
 
 
 def describe_device(device: torch.device) -> str:
-    """cpu; cuda:0; cuda:0 (ROCm 6.4), as torch calls a GPU of AMD."""
-    return (
-        f"{device} (ROCm {torch.version.hip})"
-        if device.type == "cuda" and torch.version.hip
-        else str(device)
-    )
+    """cpu; cuda:0; cuda:0 (ROCm 6.4), as torch calls a GPU of AMD; xpu:0 (Intel)."""
+    return str(device) + suffix_of_maker(device)
+
+
+def suffix_of_maker(device: torch.device) -> str:
+    """ " (ROCm 6.4)" for a GPU of AMD, " (Intel)"; empty for the CPU and a GPU of NVIDIA."""
+    if device.type == "xpu":
+        return " (Intel)"
+    return f" (ROCm {torch.version.hip})" if device.type == "cuda" and torch.version.hip else ""
 
 
 def dropout_stream(mesh: Mesh, readers: Communicator, config: Config) -> int:
@@ -156,8 +165,15 @@ def seed_dropout(seed: int, device: torch.device) -> None:
     """Seeds the generators that layers draw from. A hundredth of the time of torch.manual_seed(),
     which looks for devices of every kind."""
     torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
+    if device.type in KINDS:
+        torch.get_device_module(device).manual_seed(seed)
+
+
+def fork_rng(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
+    """Inside, the generators of the CPU and of these GPUs may draw; then they are as before."""
+    gpus = sorted({device for device in devices if device.type in KINDS}, key=str)
+    kind = gpus[0].type if gpus else KINDS[0]
+    return torch.random.fork_rng(devices=gpus, device_type=kind)
 
 
 class RankGpu(NamedTuple):
@@ -261,7 +277,7 @@ def check_compiler(config: Config, device: torch.device) -> None:
     and on a GPU triton."""
     if (
         config.speed.compile != "none"
-        and device.type == "cuda"
+        and device.type != "cpu"
         and not importlib.util.find_spec("triton")
     ):
         raise UserError(

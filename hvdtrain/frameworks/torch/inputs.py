@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvdtrain.comm.staging import KINDS
 from hvdtrain.core.arrays import Batch
 from hvdtrain.data.source import Source, arrays_in_memory
 from hvdtrain.errors import UserError
@@ -31,7 +32,7 @@ class DeviceBatch:
     # and "mixup_weight" in the model's number type, and the fields of the partners in a mixture, as
     # "partner_y"
     arrays: dict[str, torch.Tensor]
-    copied: torch.cuda.Event | None = None  # the copy to a GPU is over
+    copied: torch.Event | None = None  # the copy to a GPU is over
 
     def __len__(self) -> int:
         return self.samples
@@ -71,7 +72,8 @@ class Inputs:
         self._cached: dict[
             str, torch.Tensor
         ] = {}  # by field, the whole training set; images are (n, H, W, C)
-        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._gpus = torch.get_device_module(device) if device.type in KINDS else None
+        self._copy_stream = self._gpus.Stream(device) if self._gpus else None
 
     def cache_on_device(self, source: Source, wanted: bool | None) -> bool:
         """Copies the set to the device if data.resident asks for it, or if it takes at most SHARE
@@ -110,11 +112,11 @@ class Inputs:
         If the batch has "indices" instead of the fields, the samples come from the cached set;
         with "partner_indices", so do their partners in a mixture.
         """
-        if self._copy_stream is None:
+        if self._gpus is None or self._copy_stream is None:
             return self._device_batch(batch)
         # of a thread of its own it is GPU 0, where leaving the stream would open a context
-        torch.cuda.set_device(self.device)
-        with torch.cuda.stream(self._copy_stream):
+        self._gpus.set_device(self.device)
+        with self._gpus.stream(self._copy_stream):
             return dataclasses.replace(
                 self._device_batch(batch), copied=self._copy_stream.record_event()
             )
@@ -122,8 +124,8 @@ class Inputs:
     def arrays(self, batch: DeviceBatch) -> dict[str, torch.Tensor]:
         """The batch's arrays, on the stream that trains: it waits for the copy, not the host; their
         memory stays until it has read it."""
-        if batch.copied is not None:
-            stream = torch.cuda.current_stream(self.device)
+        if batch.copied is not None and self._gpus is not None:
+            stream = self._gpus.current_stream(self.device)
             stream.wait_event(batch.copied)
             for tensor in batch.arrays.values():
                 tensor.record_stream(stream)
@@ -202,15 +204,13 @@ class Inputs:
         """A tensor of the array's numbers, which the caller does not use any more."""
         tensor = torch.from_numpy(array)
         return (
-            tensor
-            if self._copy_stream is None
-            else tensor.pin_memory().to(self.device, non_blocking=True)
+            tensor if self._gpus is None else tensor.pin_memory().to(self.device, non_blocking=True)
         )
 
     def _has_room(self, size: int) -> bool:
-        return (
-            self.device.type == "cuda" and size <= SHARE * torch.cuda.mem_get_info(self.device)[0]
-        )
+        if self._gpus is None:
+            return False
+        return size <= SHARE * int(self._gpus.mem_get_info(self.device)[0])
 
 
 def use_channels_last(
@@ -227,7 +227,7 @@ def use_channels_last(
     in an order of its own, and the rows that a rank has of a `sharded` model stay as they travel.
     """
     wanted = not is_users_class if asked is None else asked
-    if wanted and device.type == "cuda" and not sharded:
+    if wanted and device.type in KINDS and not sharded:
         untyped: Any = model  # torch's overloads of to() lack memory_format alone
         untyped.to(memory_format=torch.channels_last)
     return wanted

@@ -15,6 +15,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.frameworks.by_name import Activation, twice_activated
 from hvdtrain.frameworks.torch.buffers import copied_buffers
 from hvdtrain.frameworks.torch.call import call
+from hvdtrain.frameworks.torch.device import fork_rng
 from hvdtrain.frameworks.torch.forward import AddsLoss, first_of
 from hvdtrain.frameworks.torch.model import zeros
 from hvdtrain.optim.rule import is_excluded
@@ -92,8 +93,7 @@ def _outputs(
     before = [(module, _plain_values(module)) for module in model.modules()]
     try:
         _train(model)
-        devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
-        with torch.random.fork_rng(devices), copied_buffers(model):
+        with fork_rng(p.device for p in model.parameters()), copied_buffers(model):
             return _described(model, part, batch, activation)
     except Exception:  # a model that takes no samples of zeros: training has its own message
         return []

@@ -75,9 +75,11 @@ def pick_precision(config: Config, device: torch.device, communicator: Communica
 
 def is_built_for_bf16(device: torch.device) -> bool:
     """Whether the device multiplies bfloat16 faster than float32: AVX512-BF16 or AMX, or tensor
-    cores of 2020 and later."""
+    cores of 2020 and later, or a GPU of Intel that says so."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type == "xpu":
+        return torch.xpu.is_bf16_supported(including_emulation=False)
     return cpu_multiplies_bf16()
 
 

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
+from hvdtrain.comm.staging import KINDS
 from hvdtrain.core.arrays import Arrays, ArrayStream, Piece, as_stream
 from hvdtrain.frameworks.learner import Shapes, check_fit
 from hvdtrain.frameworks.torch.optim import rule_optimizer
@@ -242,7 +243,7 @@ class StagingBuffer:
         if self._buffer is None or self._buffer.nbytes < nbytes:
             self._buffer = None  # before there is a larger one
             self._buffer = torch.empty(
-                nbytes, dtype=torch.uint8, device="cpu", pin_memory=tensor.is_cuda
+                nbytes, dtype=torch.uint8, device="cpu", pin_memory=tensor.device.type in KINDS
             )
         numbers = self._buffer[: tensor.nbytes].view(tensor.dtype)
         strides = torch.empty_like(tensor, device="meta").stride()  # as tensor.cpu() would have

@@ -14,6 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from hvdtrain.comm.staging import KINDS
 from hvdtrain.frameworks.stopwatch import (
     HostStopwatch,
     PhaseTimes,
@@ -24,7 +25,7 @@ from hvdtrain.frameworks.stopwatch import (
 from hvdtrain.frameworks.torch.private_api import TorchDispatchMode, tree_leaves
 
 
-class CudaStopwatch:
+class GpuStopwatch:
     """A phase is the GPU's time between two events: "data" is then the time for which it had
     nothing to do between two steps.
 
@@ -33,13 +34,14 @@ class CudaStopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._torch = torch.get_device_module(device)  # torch.cuda, torch.xpu
         self._stamps: list[tuple[str, Any]] = []
 
     def enter(self, phase: str) -> None:
         if not self._stamps and phase != "data":
             return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event = self._torch.Event(enable_timing=True)
+        event.record(self._torch.current_stream(self._device))
         self._stamps.append((phase, event))
 
     def read(self) -> list[PhaseTimes]:
@@ -55,7 +57,7 @@ class CudaStopwatch:
 
 def stopwatch_for(device: torch.device) -> Stopwatch:
     """The stopwatch for steps on a device."""
-    return CudaStopwatch(device) if device.type == "cuda" else HostStopwatch()
+    return GpuStopwatch(device) if device.type in KINDS else HostStopwatch()
 
 
 class TracingStopwatch:
@@ -90,8 +92,8 @@ def profile(stopwatch: ReplaceableStopwatch, device: torch.device, path: Path) -
     two.
     """
     activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
+    if device.type in KINDS:
+        activities.append(getattr(ProfilerActivity, device.type.upper()))  # CUDA, XPU
     trace = torch.profiler.profile(activities=activities, record_shapes=True)
     with trace, stopwatch.replaced_by(TracingStopwatch(stopwatch.current)):
         try:

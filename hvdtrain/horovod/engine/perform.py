@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hvdtrain.comm.communicator import Communicator, part_of
-from hvdtrain.comm.staging import Cuda, Stream
+from hvdtrain.comm.staging import Accelerator, Stream, kind_of_build
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.engine.fusion import Batch, RequestTensor, batches, runs
 from hvdtrain.horovod.engine.reduce import (
@@ -360,8 +360,8 @@ class Streams:
     GPU, so the host waits for neither; only later work in the waiting stream waits.
     """
 
-    def __init__(self, gpus: Cuda | None = None) -> None:
-        self._gpus = gpus or Cuda()
+    def __init__(self, gpus: Accelerator | None = None) -> None:
+        self._gpus = gpus or Accelerator(kind_of_build())
         self._own: dict[torch.device, Stream] = {}
         self._latest: torch.device | None = None  # GPU of a request
 

@@ -315,8 +315,8 @@ def fastest_bucket_bytes(
                 for j, flat in enumerate(buffers)
             ]:
                 handle.wait()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
             if turn >= 0:
                 times[i, turn] = time.perf_counter() - began
     seconds = np.median(communicator.allreduce(times, "tune.times", "max"), axis=1)

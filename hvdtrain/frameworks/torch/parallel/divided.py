@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 
 from hvdtrain.comm.mesh import Mesh
+from hvdtrain.comm.staging import KINDS
 from hvdtrain.core.arrays import WHOLE, Cut
 from hvdtrain.core.metrics import Sums
 from hvdtrain.frameworks.torch.parallel.zero_1_and_2 import of_shards, total_over
@@ -84,7 +85,7 @@ class Divided(Around):
         )
         # communicators.py
         self.waits_in_passes = within.waits_in_passes or (
-            mesh.tensor.size > 1 and any(p.is_cuda for p in parameters)
+            mesh.tensor.size > 1 and any(p.device.type in KINDS for p in parameters)
         )
         stages = f"{pipelined.summary}, " if pipelined else ""
         self.summary = (

@@ -154,6 +154,6 @@ def _one_pass(unit: Unit, x: torch.Tensor) -> tuple[Seconds, Any]:
 
 def _now(x: torch.Tensor) -> float:
     """Seconds, when the device has done what it was given."""
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)
+    if x.device.type != "cpu":
+        torch.accelerator.synchronize(x.device)
     return time.perf_counter()

@@ -13,6 +13,7 @@ from torch import nn
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.buffers import copied_buffers
+from hvdtrain.frameworks.torch.device import fork_rng
 from hvdtrain.frameworks.torch.parallel.pipeline.executor import DTYPES, MOST_AXES
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Seconds
 from hvdtrain.frameworks.torch.parallel.pipeline.stages import Unit, units_of
@@ -153,8 +154,7 @@ def _changed_buffer(model: nn.Module, x: torch.Tensor) -> str:
     if not any(True for _ in model.buffers()):
         return ""
     before = {name: b.detach().clone() for name, b in model.named_buffers()}
-    devices = [x.device] if x.device.type == "cuda" else []
-    with copied_buffers(model), torch.random.fork_rng(devices=devices), torch.no_grad():
+    with copied_buffers(model), fork_rng([x.device]), torch.no_grad():
         model.train()(x)
         after = dict(model.named_buffers())
         return next((name for name, b in before.items() if not torch.equal(b, after[name])), "")

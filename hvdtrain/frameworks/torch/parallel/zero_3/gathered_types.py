@@ -17,6 +17,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from hvdtrain.comm.communicator import Communicator
+from hvdtrain.frameworks.torch.device import fork_rng
 from hvdtrain.frameworks.torch.private_api import TorchDispatchMode, storage_of, tree_leaves
 
 # Since torch 2.13. An older one reduces the parameters that this rank's samples reach, and would
@@ -107,9 +108,8 @@ def _cast_alone(
 ) -> list[list[bool]]:
     """Returns, for each parameter of each group, whether passes only read it after a cast. The
     model is in evaluation mode then."""
-    on_device = [device] if device.type == "cuda" else []
     autocast = torch.autocast(device.type, dtype, cache_enabled=False)
-    with torch.random.fork_rng(devices=on_device), autocast, _Reads(groups, dtype) as reads:
+    with fork_rng([device]), autocast, _Reads(groups, dtype) as reads:
         # a model that draws which blocks it calls draws the same ones on all ranks
         torch.manual_seed(0)
         for training in (True, False):

@@ -103,7 +103,7 @@ def shard_model(
                 what, config.where("shard.stage"), "make it of shape (1,), or shard.stage=2"
             )
     if (
-        device.type == "cuda"
+        device.type != "cpu"
     ):  # the host waits for no collective of FSDP2's, which are in streams of their own
         communicating = nullcontext
     layers = None
@@ -214,7 +214,7 @@ def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
 def _options(config: Config, device_mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
     """Options of fully_shard(), for every unit."""
     on_host = config.shard.offload == "parameters"
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if on_host else OffloadPolicy()
     return {
         "mesh": device_mesh,
         "reshard_after_forward": config.shard.reshard,
