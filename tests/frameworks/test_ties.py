@@ -258,7 +258,7 @@ def test_a_merge_keeps_ties() -> None:
     assert np.array_equal(found["x.weight"], np.eye(2) + 0.5)
     with pytest.raises(UserError, match="x.weight has an adapter and is tied to y.weight"):
         merged({name: array for name, array in both.items() if not name.startswith("y.lora")}, 0.5)
-    with pytest.raises(UserError, match="x.lora_A has no x.weight"):
+    with pytest.raises(UserError, match="x.lora_A lacks its x.weight"):
         merged({"x.lora_A": a, "x.lora_B": b}, 1.0)
 
 
