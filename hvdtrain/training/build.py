@@ -60,9 +60,10 @@ def connect(config: Config, place: Placement) -> tuple[Communicator, str]:
     ):
         # without it Horovod makes no groups of ranks
         os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
-    communicator: Communicator = plugins.load("comm", name, config.where("comm.engine")).connect(
-        place, config.comm
-    )
+    engine: Any = plugins.load("comm", name, config.where("comm.engine"))
+    communicator: Communicator = engine.connect(place, config.comm)
+    if hasattr(engine, "note_on_speed") and (note := engine.note_on_speed(communicator)):
+        reason += f"; {note}"
     return communicator, reason
 
 

@@ -116,10 +116,9 @@ def test_auto_takes_horovod_under_mpirun() -> None:
         "print(engine.name, engine.size, why)"
     )
     found = mpirun(2, ["-c", code])
-    assert (
-        found.stdout.splitlines()
-        == ["horovod 2 started by Open MPI's mpirun, Horovod is installed"] * 2
-    )
+    note = "comm.engine=mpi took 0.8 of the time for small models"
+    line = f"horovod 2 started by Open MPI's mpirun, Horovod is installed; {note}"
+    assert found.stdout.splitlines() == [line] * 2
 
 
 def test_single_is_refused_under_mpirun() -> None:
