@@ -1,20 +1,23 @@
 """The order of collectives: a thread runs a rank's collectives in the order they were started, and
-ranks compare what they are about to do."""
+ranks compare what they are about to do, or have done."""
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import hashlib
 import threading
 from collections.abc import Callable, Iterable
 from queue import SimpleQueue
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NoReturn, Protocol, get_args
 
 import numpy as np
 
-from hvdtrain.comm.communicator import Buffer, Communicator, Handle
+from hvdtrain.comm.communicator import Buffer, Communicator
 from hvdtrain.comm.mesh import ranks_summary
 from hvdtrain.errors import UserError
+
+ENDED = -1  # in place of a hash, of a rank that has done no more
 
 
 class SameOrder:
@@ -22,21 +25,30 @@ class SameOrder:
     layer, and end() at the end of a pass or a step.
 
     A rank with different or fewer collectives then meets a question of the other ranks that differs
-    from its own. A question is an allreduce of 16 bytes. With `lags` its answer is read before the
-    next collective, for engines whose collectives the host does not wait for.
+    from its own. A question is an allreduce of 16 bytes, before the collective: of an engine whose
+    host waits for its collectives, those of other sizes would fail, or hang. Where the host waits
+    for none (NCCL), ranks ask once, at the end of the step before its update: each collective
+    enters a hash, and the first one that differs is searched for only if the hashes differ.
     """
 
     def __init__(
-        self, ranks: Communicator, rank: int, where: str, fix: str, *, lags: bool = False
+        self,
+        ranks: Communicator,
+        rank: int,
+        where: str,
+        fix: str,
+        *,
+        lags: bool = False,
     ) -> None:
-        """rank: in the job; where, fix: for the error."""
+        """rank: in the job; where, fix: for the error; lags: the host does not wait for the
+        collectives."""
         self._ranks = ranks
         self._rank = rank
         self._where = where
         self._fix = fix
         self.lags = lags
-        self._asked: Question | None = None
-        self._waiting = ""  # in ask()
+        self._history = History()
+        self._waiting = ""  # for the answer to a question
         self.at = (
             ""  # what this rank does between questions, for people: "forward pass of blocks.3"
         )
@@ -47,36 +59,50 @@ class SameOrder:
         return self._waiting or self.at
 
     def ask(self, doing: str) -> None:
-        """Raises UserError on every rank if another rank is not `doing` the same."""
+        """Raises UserError on every rank if another rank is not `doing` the same; where the host
+        does not wait, in the next end()."""
         if self._ranks.size == 1:
             return
-        self._answer()
-        self._waiting = doing
-        code = _code(doing)
         if self.lags:
-            self._asked = Question(
-                doing, self._ranks.start_allreduce(np.array([code, -code]), "order", "max")
-            )
-        else:
-            self._compare(doing, self._ranks.allreduce(np.array([code, -code]), "order", "max"))
+            self._history.add(doing)
+            self.at = doing
+            return
+        self._waiting = doing
+        if not self._is_same(_code(doing)):
+            self._raise(doing)
         self._waiting = ""
 
-    def end(self, doing: str) -> None:
-        """Asks as ask() does when no collective follows, and waits for the answer."""
+    def end(self, doing: str, *, backward_follows: bool = False) -> None:
+        """Asks as ask() does when no collective follows; where the host does not wait, about all
+        since the last end(), unless backward_follows: the end of the step then asks."""
         self.ask(doing)
-        self._answer()
+        if self._history.hashes and not backward_follows:
+            self._waiting = doing
+            if not self._is_same(self._history.hashes[-1]):
+                self._raise(self._first_difference())
+            self._history = History()
+            self._waiting = ""
         self.at = ""
 
-    def _answer(self) -> None:
-        """Reads the answer to the last question."""
-        if self._asked is not None:
-            asked = self._asked
-            self._asked = None
-            self._compare(asked.doing, asked.handle.wait())
+    def _is_same(self, code: int) -> bool:
+        """Whether every rank has this number."""
+        largest = self._ranks.allreduce(np.array([code, -code]), "order", "max")
+        return bool(largest[0] == -largest[1])
 
-    def _compare(self, doing: str, largest: np.ndarray) -> None:
-        if largest[0] == -largest[1]:
-            return
+    def _first_difference(self) -> str:
+        """What this rank did where the histories of ranks first differ: by bisection, since a hash
+        stands for all that was done before."""
+        hashes = self._history.hashes
+        last = self._ranks.allreduce(np.array([len(hashes) - 1]), "order", "max")
+        # the ranks are the same before `first`, and differ at `last`
+        differs = range(int(last[0]) + 1)
+        first = bisect.bisect_left(
+            differs, True, key=lambda i: not self._is_same(hashes[i] if i < len(hashes) else ENDED)
+        )
+        done = self._history.done
+        return done[first] if first < len(done) else f"nothing after the {done[-1]}"
+
+    def _raise(self, doing: str) -> NoReturn:
         ranks_of: dict[str, list[int]] = {}
         for rank, theirs in self._ranks.allgather_object((self._rank, doing)):
             ranks_of.setdefault(theirs, []).append(rank)
@@ -84,11 +110,17 @@ class SameOrder:
         raise UserError(f"ranks use different layers ({each})", self._where, self._fix)
 
 
-class Question(NamedTuple):
-    """A comparison that is under way."""
+class History:
+    """What a rank has done since ranks last compared it."""
 
-    doing: str
-    handle: Handle
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.hashes: list[int] = []  # of all up to and including each
+
+    def add(self, doing: str) -> None:
+        before = self.hashes[-1] if self.hashes else 0
+        self.done.append(doing)
+        self.hashes.append(_code(f"{before} {doing}"))
 
 
 def end_step(orders: Iterable[SameOrder]) -> None:

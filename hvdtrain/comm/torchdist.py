@@ -44,8 +44,11 @@ from hvdtrain.comm.torch_groups import (
     EvenParts,
     GlooConnections,
     GroupExchange,
+    GroupRanks,
     as_bytes,
+    extremes,
     gather_rows,
+    is_for_extremes,
     set_gloo_interface,
     wait_until_idle,
 )
@@ -208,6 +211,14 @@ class TorchDistCommunicator(StartedCollectives):
         # devices on which parts of all ranks are reduced and gathered in one call
         self.in_one_call = ("cuda", "xpu") if "cuda:nccl" in BACKENDS else ()
         self._ops = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+    def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
+        if op in ("min", "max"):
+            x, tensor = self._checked(x, "allreduce", name)
+            if is_for_extremes(tensor, self.size):
+                extremes(tensor, op, GroupRanks(self._group, self.rank, self.size))
+                return x
+        return super().allreduce(x, name, op)
 
     def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
         x, tensor = self._checked(x, "allreduce", name)

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from pool import on_ranks
 from ports import free_port
+from rank_threads import ThreadRank, in_threads
 from ranks import FULL, HANG_S, Job, environment, mpirun, needs_mpirun, python
 from waiting import wait_until
 
@@ -51,6 +52,7 @@ from hvdtrain.comm.rendezvous import (
     parse_address,
 )
 from hvdtrain.comm.signed import SignedStore, unpack
+from hvdtrain.comm.torch_groups import extremes
 from hvdtrain.config.read import configure
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.device import check_shared, shared_gpu
@@ -767,3 +769,43 @@ def test_parts_go_in_one_call_as_on_nccl(size: int) -> None:
     assert min(on_ranks("torchdist", size, "one_call_on_ranks:conforms")) > 40
     for stage in (1, 2):
         assert max(on_ranks("torchdist", size, "one_call_on_ranks:farthest_weight", stage)) < 1e-15
+
+
+class CountedRanks:
+    """A group whose ranks are threads, or one whose other ranks send what they got."""
+
+    def __init__(self, size: int, rank: ThreadRank | None = None) -> None:
+        self.size = size
+        self.exchanges = 0
+        self._rank = rank
+
+    def exchange(self, mine: torch.Tensor, distance: int, theirs: torch.Tensor) -> None:
+        self.exchanges += 1
+        if self._rank is None:
+            theirs.copy_(mine)
+            return
+        sent = self._rank.start_send(mine, (self._rank.rank + distance) % self.size, "", distance)
+        source = (self._rank.rank - distance) % self.size
+        self._rank.start_recv(theirs, source, "", distance).wait()
+        sent.wait()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 13])
+def test_the_extremes_of_ranks(size: int) -> None:
+    def of_rank(rank: ThreadRank) -> tuple[list[int], list[int]]:
+        # the largest of each number is another rank's
+        mine = torch.tensor([(rank.rank + i) % size for i in range(size)] + [-rank.rank])
+        least = mine.clone()
+        extremes(mine, "max", CountedRanks(size, rank))
+        extremes(least, "min", CountedRanks(size, rank))
+        return mine.tolist(), least.tolist()
+
+    assert in_threads(size, of_rank) == [([size - 1] * size + [0], [0] * size + [1 - size])] * size
+
+
+@pytest.mark.parametrize(("size", "messages"), [(1, 0), (2, 1), (64, 6), (65, 7), (8192, 13)])
+def test_extremes_take_few_messages_one_after_the_other(size: int, messages: int) -> None:
+    """An allreduce of Gloo's takes 2 (size - 1), a ring."""
+    ranks = CountedRanks(size)
+    extremes(torch.tensor([1, -1]), "max", ranks)
+    assert ranks.exchanges == messages

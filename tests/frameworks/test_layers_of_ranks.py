@@ -29,6 +29,7 @@ EXACT = [
         for more in ("", " shard.reshard=false", " model.recompute=all")
     ),
     ("Again", "shard.stage=3", ""),
+    ("Alike", "shard.stage=3 batch.micro=2 model.recompute=all", "not waiting"),
     *((model, "parallel.tensor=2", "alike") for model in ("Experts", "Alike")),
     *((model, "parallel.tensor=2 shard.stage=3", "alike") for model in ("Experts", "Alike")),
     ("HiddenExperts", "parallel.pipeline=2", "alike"),
@@ -50,6 +51,16 @@ REFUSED = {
         "shard.stage=3",
         "lagging",
     ): "rank 0: forward pass of blocks.0; rank 1: forward pass of blocks.1",
+    (
+        "EvaluatedExperts",
+        "shard.stage=3",
+        "not waiting",
+    ): "rank 0: forward pass of blocks.1; rank 1: forward pass of blocks.0",
+    (
+        "NormExperts",
+        "norm.kind=sync",
+        "not waiting",
+    ): "rank 0: forward pass of norms.0; rank 1: forward pass of norms.1",
     ("Drop", "shard.stage=3", ""): "rank 0: forward pass of blocks.",
     ("Depth", "shard.stage=3", ""): "; rank 1: end of the forward pass",
     (
@@ -148,9 +159,20 @@ def test_waiting_for_units_is_communication(engine: str) -> None:
         assert entered[backward:-3] == ["backward", *["communication", "backward"] * 7]
 
 
+class CountsQuestions(ThreadRank):
+    """As torchdist on a host with GPUs: NCCL reduces tensors on them, but not those of the CPU."""
+
+    questions = 0
+    features = ThreadRank.features | {"nccl", "ddp"}
+
+    def allreduce(self, x: Buffer, name: str, op: str = "sum") -> Buffer:
+        self.questions += name == "order"
+        return super().allreduce(x, name, op)
+
+
 def asked(of_ranks: list[list[str]], lags: bool = False) -> list[tuple[int, str]]:
     """How many questions each rank had an answer to, and its error; the last one is the end of its
-    pass."""
+    pass. lags: where the host does not wait for collectives."""
 
     def of_rank(communicator: ThreadRank) -> tuple[int, str]:
         order = SameOrder(communicator, 10 + communicator.rank, "the test", "the fix", lags=lags)
@@ -174,12 +196,57 @@ def test_what_ranks_are_about_to_do_is_compared() -> None:
     assert (
         asked([["a", "b", "end"], ["a", "c", "end"], ["a", "b", "end"]], lags=True)
         == [(2, other)] * 3
-    ), "with the next question"
+    ), "at the end"
     fewer = "ranks use different layers (rank 10: b; rank 11: end)"
     assert asked([["a", "b", "end"], ["a", "end"]]) == [(1, fewer)] * 2
     assert asked([["a", "b", "end"], ["a", "end"]], lags=True) == [(2, fewer), (1, fewer)], (
         "the end waits for its answer"
     )
+    late = "ranks use different layers (ranks 10-11: b; rank 12: c)"
+    many = [str(i) for i in range(100)]
+    assert asked([[*many, "b", "d", "end"]] * 2 + [[*many, "c", "end"]], lags=True) == [
+        (102, late),
+        (102, late),
+        (101, late),
+    ], "the first that differs is found among many, of ranks that did more or fewer"
+
+
+def test_a_rank_that_evaluates_while_another_one_trains_is_named() -> None:
+    def of_rank(communicator: ThreadRank) -> str:
+        order = SameOrder(communicator, communicator.rank, "the test", "the fix", lags=True)
+        order.ask("a")
+        try:
+            order.end("end of the forward pass", backward_follows=communicator.rank == 0)
+            order.ask("b")
+            order.end("end of the step")
+        except UserError as error:
+            return error.what
+        return ""
+
+    nothing = "nothing after the end of the forward pass"
+    text = f"ranks use different layers (rank 0: b; rank 1: {nothing})"
+    assert in_threads(2, of_rank) == [text] * 2
+
+
+def test_where_the_host_does_not_wait_a_step_of_any_depth_asks_once() -> None:
+    """Each question costs messages one after the other, more with more ranks."""
+    for depth in (1, 100):
+
+        def of_rank(communicator: ThreadRank, depth: int = depth) -> int:
+            ranks = CountsQuestions(communicator._ranks, communicator.rank)
+            order = SameOrder(ranks, ranks.rank, "the test", "the fix", lags=True)
+            for _ in range(3):  # passes of a step
+                for layer in range(depth):
+                    order.ask(f"forward pass of {layer}")
+                order.end("end of the forward pass", backward_follows=True)
+                assert not order.doing
+                for layer in range(depth):
+                    order.ask(f"backward pass of {layer}")
+                    assert order.doing == f"backward pass of {layer}", "for the report of a stall"
+            order.end("end of the step")
+            return ranks.questions
+
+        assert in_threads(2, of_rank) == [1, 1]
 
 
 class Norms(nn.Module):
@@ -196,17 +263,6 @@ class Norms(nn.Module):
         h = self.first(x)
         parts = {i: self.norms[i](h) for i in self.called}
         return torch.stack([parts[i].square() for i in self.used]).sum()
-
-
-class CountsQuestions(ThreadRank):
-    """As torchdist on a host with GPUs: NCCL reduces tensors on them, but not those of the CPU."""
-
-    questions = 0
-    features = ThreadRank.features | {"nccl"}
-
-    def allreduce(self, x: Buffer, name: str, op: str = "sum") -> Buffer:
-        self.questions += name == "order"
-        return super().allreduce(x, name, op)
 
 
 def asked_by_norms(called: list[list[int]], used: list[list[int]]) -> list[int | str]:

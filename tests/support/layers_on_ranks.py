@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -20,6 +21,8 @@ from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.parallel.pipeline.stages import Unit
+from hvdtrain.frameworks.torch.parallel.zero_3.gathered_types import group_of
+from hvdtrain.frameworks.torch.parallel.zero_3.strategy import _AllGather, _ReduceScatter
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 
@@ -307,10 +310,35 @@ def seeded(learner: Any) -> None:
         learner.model.generator.seed(learner.mesh.world.rank)
 
 
-def lagging(learner: Any) -> None:
+def not_waiting(learner: Any) -> None:
     """As where the host waits for no collective."""
     for order in learner.orders:
         order.lags = True
+
+
+class _Gathering(_AllGather):
+    """A collective that is still under way when the step ends."""
+
+    def __call__(self, *tensors: Any, **options: Any) -> None:
+        self._unit.gathers()
+
+
+class _Reducing(_ReduceScatter):
+    def __call__(self, *tensors: Any, **options: Any) -> None:
+        self._unit.reduces()
+
+
+def lagging(learner: Any) -> None:
+    """As on NCCL: the host comes to the end of the step though ranks make other collectives, which
+    no engine here does. Numbers are anything."""
+    not_waiting(learner)
+    for module in learner.model.modules():
+        if isinstance(module, FSDPModule) and (group := group_of(module)):
+            group._all_gather_comm.__class__ = _Gathering
+            group._reduce_scatter_comm.__class__ = _Reducing
+
+
+CHANGES = {"lagging": lagging, "not waiting": not_waiting}
 
 
 def outcomes(
@@ -320,7 +348,7 @@ def outcomes(
     of the learner."""
     found = {}
     for model, words, how in cases:
-        own = outcome(communicator, model, words, how, lagging if how == "lagging" else seeded)
+        own = outcome(communicator, model, words, how, CHANGES.get(how, seeded))
         found[" ".join([model, words, how]).strip()] = communicator.allgather_object(own)
     return found
 

@@ -87,7 +87,7 @@ class Making(NamedTuple):
     def new_model(self) -> torch.nn.Module:
         """Creates the model of model.name."""
         assert self.task is not None, "the script has given its model"
-        return normed_model(self.config, self.task, self.mesh.world)
+        return normed_model(self.config, self.task, self.mesh.world, self.device)
 
     @property
     def like(self) -> torch.Tensor:

@@ -32,15 +32,17 @@ from hvdtrain.frameworks.torch.forward import first_of, whole_outputs
 from hvdtrain.frameworks.torch.frozen import check_overlaps, freeze
 from hvdtrain.frameworks.torch.keras_module import as_module, set_number_type
 from hvdtrain.frameworks.torch.libraries.transformers import without_past
-from hvdtrain.frameworks.torch.norm import use_norm
+from hvdtrain.frameworks.torch.norm import CPU, use_norm
 from hvdtrain.frameworks.torch.private_api import FakeTensor, TorchDispatchMode
 from hvdtrain.tasks.task import DeviceAndDtype, Task, TaskPart, part_of, wrong_shapes
 from hvdtrain.tasks.torch_functions import check_alone
 
 
-def normed_model(config: Config, task: Task, communicator: Communicator) -> torch.nn.Module:
+def normed_model(
+    config: Config, task: Task, communicator: Communicator, device: torch.device = CPU
+) -> torch.nn.Module:
     """The model, with the norms of norm.kind, the classifier of model.classifier_std, and the
-    blocks of model.recompute."""
+    blocks of model.recompute. device: on which it will be."""
     model = build_model(config, task)
     if config.model.classifier_std is not None:
         outputs = task.sizes.get("outputs", task.sizes.get("vocabulary", 0))
@@ -48,7 +50,7 @@ def normed_model(config: Config, task: Task, communicator: Communicator) -> torc
             model, outputs, config.model.classifier_std, config.where("model.classifier_std")
         )
     norm = config.norm
-    model = use_norm(model, norm.kind, norm.ghost, norm.statistics, communicator)
+    model = use_norm(model, norm.kind, norm.ghost, norm.statistics, communicator, device)
     recompute_blocks(model, config.model.recompute, config.where("model.recompute"))
     check_overlaps(model, config.where("model.name"))
     if config.model.lora:

@@ -19,15 +19,21 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.private_api import BatchNorm
 from hvdtrain.frameworks.torch.strategy import reduction_device, runs_ahead
 
+CPU = torch.device("cpu")
 Kind = Literal["batch", "ghost", "sync"]
 Statistics = Literal["averaged", "sequential"]
 
 
 def use_norm(
-    model: nn.Module, kind: Kind, ghost: int, statistics: Statistics, communicator: Communicator
+    model: nn.Module,
+    kind: Kind,
+    ghost: int,
+    statistics: Statistics,
+    communicator: Communicator,
+    device: torch.device = CPU,
 ) -> nn.Module:
     """Replaces BatchNorm1d, 2d, 3d and SyncBatchNorm layers, at any depth, by ghost or sync norms;
-    with kind=batch by nothing.
+    with kind=batch by nothing. device: on which the model will be.
 
     In place, except for a model that is itself a norm. The new layers have the weights, buffers,
     settings and state_dict names of the old, not their hooks. With ghost, call the model as
@@ -40,7 +46,7 @@ def use_norm(
     if kind == "batch":
         return model
     ghosts = Ghosts(ghost)
-    order = order_of_norms(communicator)
+    order = order_of_norms(communicator, device)
     replacements: dict[nn.Module, nn.Module] = {}
     for name, norm in model.named_modules():  # a layer in two places appears once
         if isinstance(norm, BatchNorm):
@@ -261,7 +267,6 @@ class SyncBatchNorm(BatchNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or self.communicator.size == 1:
             return super().forward(x)
-        self.order.lags = runs_ahead(x.device, self.communicator)
         self.order.ask(f"forward pass of {self.layer}")
         total, mean, var = self._gather_statistics(x.detach())
         update_running(
@@ -385,13 +390,18 @@ class _Normalise(torch.autograd.Function):
         )
 
 
-def order_of_norms(communicator: Communicator) -> SameOrder:
-    """What compares the order of norms on all ranks. The first norm of a pass knows the device."""
+def order_of_norms(communicator: Communicator, device: torch.device) -> SameOrder:
     fix = (
         "the same norms on every rank: with a weight of 0, or chosen by what all ranks have; or "
         "norm.kind=batch or ghost"
     )
-    return SameOrder(communicator, communicator.rank, "norm.kind=sync", fix)
+    return SameOrder(
+        communicator,
+        communicator.rank,
+        "norm.kind=sync",
+        fix,
+        lags=runs_ahead(device, communicator),
+    )
 
 
 def orders_of_norms(model: torch.nn.Module) -> list[SameOrder]:
@@ -406,7 +416,7 @@ def end_forward(order: SameOrder, model: torch.nn.Module, inputs: Any, outputs: 
     """Ends the order of norms, as a forward hook of the model: from here on, a rank with fewer
     norms issues collectives of another kind."""
     if model.training:
-        order.end("end of the forward pass")
+        order.end("end of the forward pass", backward_follows=torch.is_grad_enabled())
 
 
 def take_over(new: BatchNorm, old: BatchNorm) -> None:

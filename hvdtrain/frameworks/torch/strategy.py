@@ -272,6 +272,7 @@ def reduction_device(device: torch.device, communicator: Communicator) -> torch.
 
 
 def runs_ahead(device: torch.device, communicator: Communicator) -> bool:
-    """Whether the host does not wait for collectives of the device's tensors: on a GPU with NCCL.
-    Tensors of the CPU are reduced by Gloo, for which it waits, on a host with GPUs too."""
-    return device.type != "cpu" and "nccl" in communicator.features
+    """Whether the host does not wait for collectives of the device's tensors: on a GPU with
+    torch.distributed's NCCL. Tensors of the CPU are reduced by Gloo, for which it waits, on a host
+    with GPUs too; Horovod's threads agree on each collective first."""
+    return device.type != "cpu" and communicator.features >= {"nccl", "ddp"}

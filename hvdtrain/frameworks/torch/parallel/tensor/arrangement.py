@@ -64,7 +64,11 @@ class TensorParts(WholeModel):
         self._cuts = cut_model(
             model, plan, making.mesh.tensor, where, making.config.parallel.sequence, order
         )
-        model.register_forward_hook(lambda *_: order.end("end of the forward pass"))
+        model.register_forward_hook(
+            lambda *_: order.end(
+                "end of the forward pass", backward_follows=torch.is_grad_enabled()
+            )
+        )
         self.orders = [order]
         if making.user_model is not None:
             give_whole_logits(model)

@@ -228,8 +228,7 @@ def cut_model(
 
 
 def order_of_layers(config: Config, mesh: Mesh, device: torch.device) -> SameOrder:
-    """What compares the order of layers on the ranks of a tensor group. On a GPU the host does not
-    wait for NCCL, and so for no answer."""
+    """What compares the order of layers on the ranks of a tensor group."""
     fix = (
         "the same layers on every rank of a tensor group: chosen by its samples, or by torch.rand()"
     )
@@ -237,8 +236,13 @@ def order_of_layers(config: Config, mesh: Mesh, device: torch.device) -> SameOrd
         ", which gives them the same numbers"
         + "; parallel.sequence=false" * config.parallel.sequence
     )
-    lags = runs_ahead(device, mesh.tensor)
-    return SameOrder(mesh.tensor, mesh.world.rank, config.where("parallel.tensor"), fix, lags=lags)
+    return SameOrder(
+        mesh.tensor,
+        mesh.world.rank,
+        config.where("parallel.tensor"),
+        fix,
+        lags=runs_ahead(device, mesh.tensor),
+    )
 
 
 def not_zeros(x: torch.Tensor) -> torch.Tensor:

@@ -269,8 +269,7 @@ def _fill(
 
 
 def _order(config: Config, mesh: Mesh, device: torch.device) -> SameOrder:
-    """What compares the order of the units on all ranks. On a GPU the host does not wait for NCCL,
-    and so for no answer."""
+    """What compares the order of the units on all ranks."""
     fix = (
         "the same blocks on every rank: with a weight of 0, or chosen by what all ranks have; or "
         "shard.stage=2, where each rank may choose"
@@ -371,7 +370,7 @@ def _after_forward(
     in evaluation."""
     with communicating():
         for order in orders:
-            order.end("end of the forward pass")
+            order.end("end of the forward pass", backward_follows=torch.is_grad_enabled())
     if not torch.is_grad_enabled():
         for module in sharded:
             module.reshard()
