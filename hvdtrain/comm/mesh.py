@@ -203,10 +203,11 @@ class Groups(NamedTuple):
 def split_groups(communicator: Communicator, color: int | None) -> Groups:
     """The groups of equal colors. A collective."""
     table = communicator.allgather_object((color, socket.gethostname(), communicator.local_rank))
-    colors = sorted({color for color, _, _ in table if color is not None})
-    members = [
-        [rank for rank, (theirs, _, _) in enumerate(table) if theirs == color] for color in colors
-    ]
+    ranks_of: dict[int, list[int]] = {}
+    for rank, (theirs, _, _) in enumerate(table):
+        if theirs is not None:
+            ranks_of.setdefault(theirs, []).append(rank)
+    members = [ranks_of[each] for each in sorted(ranks_of)]
     return Groups(members, number_hosts([(name, local_rank) for _, name, local_rank in table]))
 
 

@@ -19,10 +19,53 @@ from hvdtrain.core.arrays import digest
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.optim.rule_optimizer import (
     fill_optimizer_state,
+    group_of,
     load_optimizer_state,
     make_optimizer,
     optimizer_state,
 )
+
+
+class CountedList(list[Parameter]):
+    """Counts what is read of it."""
+
+    read = 0
+
+    def __iter__(self) -> Any:
+        for each in super().__iter__():
+            CountedList.read += 1
+            yield each
+
+    def __getitem__(self, index: Any) -> Any:
+        CountedList.read += 1
+        return super().__getitem__(index)
+
+
+def test_the_groups_of_many_parameters_are_found_in_few_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A checkpoint asks for each: 8 million looks at 4,000 parameters."""
+    monkeypatch.setattr(CountedList, "read", 0)
+    parameters = [Parameter(torch.zeros(1)) for _ in range(400)]
+    optimizer = torch.optim.SGD([{"params": parameters[:300]}, {"params": parameters[300:]}], 0.1)
+    for group in optimizer.param_groups:
+        group["params"] = CountedList(group["params"])
+    for _ in range(2):
+        groups = [group_of(optimizer, p) for p in parameters]
+        assert all(group is optimizer.param_groups[0] for group in groups[:300])
+        assert all(group is optimizer.param_groups[1] for group in groups[300:])
+    assert CountedList.read < 4 * 400
+    # groups may change at any time
+    moved = optimizer.param_groups[0]["params"].pop(0)
+    optimizer.param_groups[1]["params"].append(moved)
+    assert group_of(optimizer, moved) is optimizer.param_groups[1]
+    assert group_of(optimizer, parameters[1]) is optimizer.param_groups[0]
+    added = Parameter(torch.zeros(1))
+    optimizer.add_param_group({"params": [added]})
+    assert group_of(optimizer, added) is optimizer.param_groups[2]
+    del optimizer.param_groups[2]
+    with pytest.raises(KeyError):
+        group_of(optimizer, added)
 
 
 class CountsInGroups(torch.optim.Optimizer):

@@ -202,9 +202,12 @@ def check_shared(device: torch.device, communicator: Communicator, where: str) -
 def shared_gpu(owners: Sequence[tuple[str, str | None]]) -> str:
     """A text, "ranks 0, 2 on HOST train on one GPU", for the first GPU of two ranks, or "";
     `owners` has each rank's host and GPU."""
-    for host, gpu in dict.fromkeys(owners):
-        ranks = [rank for rank, owner in enumerate(owners) if owner == (host, gpu)]
-        if gpu is not None and len(ranks) > 1:
+    ranks_of: dict[tuple[str, str], list[int]] = {}
+    for rank, (host, gpu) in enumerate(owners):
+        if gpu is not None:
+            ranks_of.setdefault((host, gpu), []).append(rank)
+    for (host, _), ranks in ranks_of.items():
+        if len(ranks) > 1:
             return f"ranks {', '.join(map(str, ranks))} on {host} train on one GPU"
     return ""
 

@@ -7,7 +7,8 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -379,8 +380,34 @@ def average(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> torch.Te
 
 
 def group_of(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> dict[str, Any]:
-    """The parameter group that p is in."""
-    return next(group for group in optimizer.param_groups if any(q is p for q in group["params"]))
+    """The parameter group that p is in. A checkpoint asks for that of each parameter."""
+    place = _places.get(optimizer, {}).get(id(p))
+    if place is None or not _is_at(optimizer, p, place):
+        _places[optimizer] = {
+            id(q): Place(i, j)
+            for i, group in enumerate(optimizer.param_groups)
+            for j, q in enumerate(group["params"])
+        }
+        place = _places[optimizer][id(p)]
+    return optimizer.param_groups[place.group]
+
+
+class Place(NamedTuple):
+    """Where a parameter is in an optimizer."""
+
+    group: int
+    position: int  # in it
+
+
+# of parameters by id(), as group_of() last saw them: whoever changes groups need not know of it
+_places: WeakKeyDictionary[torch.optim.Optimizer, dict[int, Place]] = WeakKeyDictionary()
+
+
+def _is_at(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter, place: Place) -> bool:
+    if place.group >= len(optimizer.param_groups):
+        return False
+    parameters = optimizer.param_groups[place.group]["params"]
+    return place.position < len(parameters) and parameters[place.position] is p
 
 
 def load_optimizer_state(
