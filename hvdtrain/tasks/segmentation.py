@@ -164,7 +164,9 @@ class Segmentation(Task):
         from hvdtrain.tasks.torch import TorchInputs, TorchSegmentation
 
         inputs = TorchInputs(self.transform, place, is_users_model(model))
-        return TorchSegmentation(inputs, self.classes, self.ignored, self.dice, self.class_weights)
+        return TorchSegmentation(
+            inputs, self.classes, self.ignored, self.dice, self.class_weights, place
+        )
 
     def jax(self, model: ModelConfig, place: DeviceAndDtype) -> TaskPart:
         from hvdtrain.tasks.jax import JaxInputs, JaxSegmentation

@@ -228,12 +228,17 @@ class TorchSegmentation:
         ignored: int | None,
         dice: float,
         weights: Sequence[float] | None,
+        place: DeviceAndDtype,
     ) -> None:
         self._inputs = inputs
         self._classes = classes
         self._ignored = ignored
         self._dice = dice
-        self._weights = None if weights is None else torch.tensor(weights, dtype=torch.float64)
+        self._weights = (
+            None
+            if weights is None
+            else torch.tensor(weights, dtype=torch.float64, device=place.device)
+        )
 
     def inputs(self, batch: Tensors) -> torch.Tensor:
         return self._inputs(batch["x"])
@@ -244,7 +249,7 @@ class TorchSegmentation:
         y = y if self._ignored is None else y.masked_fill(y == self._ignored, _NONE)
         counts = y != _NONE  # (n, H, W)
         pixels = counts.flatten(1).sum(1)
-        weights = None if self._weights is None else self._weights.to(outputs.device, outputs.dtype)
+        weights = None if self._weights is None else self._weights.to(outputs.dtype)
         loss = (
             functional.cross_entropy(outputs, y, weights, reduction="none", ignore_index=_NONE)
             .flatten(1)
@@ -262,22 +267,25 @@ class TorchSegmentation:
         """Returns (n,): 2 sum(p g) / (sum(p) + sum(g)) over pixels, averaged over the classes that
         occur in a sample."""
         shares = (outputs.softmax(1) * counts[:, None]).flatten(2)  # (n, classes, H W)
-        is_there = (
-            functional.one_hot(y.clamp(min=0), self._classes).movedim(3, 1).flatten(2)
-            * counts.flatten(1)[:, None]
-        )
+        numbers = torch.arange(self._classes, device=y.device)[None, :, None, None]
+        # (n, classes, H W): one_hot() looks for the largest number on a CPU
+        is_there = ((y[:, None] == numbers) & counts[:, None]).flatten(2)
         area = is_there.sum(2)  # (n, classes)
         each = 2.0 * (shares * is_there).sum(2) / (shares.sum(2) + area).clamp(min=1e-30)
-        return torch.where(area > 0, each, 0.0).sum(1) / (area > 0).sum(1).clamp(min=1)
+        # torch.where(..., 0.0) would copy the number to the device, and wait
+        return each.masked_fill(area == 0, 0.0).sum(1) / (area > 0).sum(1).clamp(min=1)
 
     def _confusion(
         self, outputs: torch.Tensor, y: torch.Tensor, counts: torch.Tensor
     ) -> torch.Tensor:
-        """int64 (n, classes ** 2): pixels by [label, said]."""
+        """int64 (n, classes ** 2): pixels by [label, said]. A cell of their own has those that do
+        not count: the host would wait for how many do, and for the largest cell of bincount()."""
         cells = self._classes**2
-        of_sample = cells * torch.arange(len(y), device=y.device)[:, None, None]
-        cell = of_sample + self._classes * y + outputs.detach().argmax(1)
-        return torch.bincount(cell[counts], minlength=len(y) * cells).view(len(y), cells)
+        cell = (self._classes * y + outputs.detach().argmax(1)).masked_fill(~counts, cells)
+        found = torch.zeros((len(y), cells + 1), dtype=torch.int64, device=y.device)
+        one = torch.ones((), dtype=torch.int64, device=y.device)
+        cell = cell.flatten(1)
+        return found.scatter_add_(1, cell, one.expand_as(cell))[:, :cells]
 
 
 _NONE = -100  # a target that is not predicted

@@ -7,16 +7,16 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import norms_on_ranks
 import pytest
 import ranks
 import torch
+from host_reads import NoReading
 from pool import on_ranks
 from ranks import needs_horovod, needs_mpirun
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle, SingleProcessCommunicator
 from hvdtrain.errors import UserError
@@ -116,20 +116,6 @@ def test_the_host_waits_for_no_device(device: str, momentum: float | None) -> No
         model(x).sum().backward()
         own._update(torch.ones_like(norm.bias), torch.ones_like(norm.bias))
     assert x.grad is not None and x.grad.device.type == own.running_mean.device.type == device
-
-
-class NoReading(TorchDispatchMode):
-    """Of no tensor a number becomes one of Python inside, and none a tensor: on a GPU the host
-    would wait."""
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: Any = (), options: Any = None
-    ) -> Any:
-        assert function not in (
-            torch.ops.aten._local_scalar_dense.default,
-            torch.ops.aten.lift_fresh.default,
-        ), function
-        return function(*arguments, **options or {})
 
 
 def looped(

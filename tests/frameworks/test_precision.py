@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from host_reads import HostReads, NoReading
 
 from hvdtrain.comm.communicator import (
     Buffer,
@@ -178,6 +179,16 @@ def test_a_scale_that_overflows_is_halved_and_the_step_left_out() -> None:
     ), "later ones are not"
 
 
+@pytest.mark.parametrize(("words", "reads"), [("", 1), ("guard.nonfinite=skip", 1)])
+def test_the_host_waits_once_in_a_step(words: str, reads: int) -> None:
+    """Whether the optimizer makes its step."""
+    one = learner("speed.precision=fp16", "model.name=mlp", *words.split())
+    samples = one.to_device(batch(16, 0))
+    with HostReads() as found:
+        one.step([samples], hyper(), 0)
+    assert found.found == ["aten._local_scalar_dense.default"] * reads
+
+
 def test_without_room_to_halve_a_bad_step_counts() -> None:
     one = learner("speed.precision=fp16", "model.name=mlp")
     one.scale._scale.fill_(1.0)
@@ -186,13 +197,13 @@ def test_without_room_to_halve_a_bad_step_counts() -> None:
 
 
 def test_the_scale_doubles_after_many_good_steps() -> None:
+    """The host reads nothing meanwhile: on a GPU it would wait, in each step."""
     scale = LossScale(CPU)
     good = torch.tensor(False)
     bad = torch.tensor(True)
-    assert (
-        not any(scale.update(good) for _ in range(GROW_AFTER - 1))
-        and float(scale._scale) == FIRST_SCALE
-    )
+    with NoReading():
+        overflowed = [scale.update(good) for _ in range(GROW_AFTER - 1)]
+    assert not any(overflowed) and float(scale._scale) == FIRST_SCALE
     scale.update(good)
     assert float(scale._scale) == 2 * FIRST_SCALE
     assert scale.update(bad) and float(scale._scale) == FIRST_SCALE

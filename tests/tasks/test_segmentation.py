@@ -10,9 +10,10 @@ import numpy as np
 import own_data
 import pytest
 import torch
+from host_reads import NoReading
 from PIL import Image
 from rank_threads import in_threads
-from sklearn.metrics import accuracy_score, jaccard_score
+from sklearn.metrics import accuracy_score, confusion_matrix, jaccard_score
 from torch.nn import functional
 
 import hvdtrain
@@ -32,6 +33,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.models import unet
 from hvdtrain.tasks import segmentation
 from hvdtrain.tasks.segmentation import Segmentation
+from hvdtrain.tasks.task import DeviceAndDtype
 from hvdtrain.training.build import build_learner
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.datasets import open_datasets
@@ -92,6 +94,26 @@ def loss_by_hand(
             of_classes.append(2 * (p * g).sum() / (p.sum() + g.sum()))
         total = total + dice * known.sum().double() * (1 - torch.stack(of_classes).mean())
     return total / (y != 255).sum()
+
+
+def test_the_host_reads_no_number_in_a_pass() -> None:
+    """On a GPU it would wait for each: how many pixels count, the largest cell, a zero."""
+    source, task = declared(dice=0.4, class_weights=(0.25, 0.5, 3.0))
+    part: Any = task.torch(
+        configure(None, WORDS[1:]).model, DeviceAndDtype(torch.float64, torch.device("cpu"))
+    )
+    y = torch.tensor(source.read(np.arange(len(source)))["y"])
+    logits = torch.randn((len(y), task.classes, *task.pixels), dtype=torch.float64)
+    logits.requires_grad_()
+    with NoReading():
+        each = part.each(logits, {"y": y}, training=True)
+        each.loss.sum().backward()
+    said = logits.argmax(1)
+    for labels, guesses, cells in zip(y, said, each.terms["confusion"], strict=True):
+        expected = confusion_matrix(
+            labels[labels != 255], guesses[labels != 255], labels=range(task.classes)
+        )
+        assert cells.tolist() == expected.flatten().tolist()
 
 
 @pytest.mark.in_turn

@@ -175,9 +175,9 @@ class Scale:
     def unscale_(self, parameters: list[torch.nn.Parameter]) -> None:
         """Divides every p.grad by the scale."""
 
-    def update(self, bad: torch.Tensor) -> bool:
-        """Whether the step is to be left out because the scale was too large; `bad`: () bool,
-        whether a gradient was not finite."""
+    def update(self, bad: torch.Tensor) -> torch.Tensor | bool:
+        """Whether the step is to be left out because the scale was too large, () bool where only
+        the device knows; `bad`: () bool, whether a gradient was not finite."""
         return False
 
 
@@ -208,19 +208,17 @@ class LossScale(Scale):
             factor = (1.0 / self._scale).to(gradients[0].device)
             torch._foreach_mul_(gradients, factor)
 
-    def update(self, bad: torch.Tensor) -> bool:
-        """Scale.update(), for which the host waits for the device here, in each step: bf16 needs
-        none of this."""
-        if bad:
-            cannot_shrink = bool(self._scale <= 1.0)
-            self._scale.mul_(0.5).clamp_(min=1.0)
-            self._good.zero_()
-            return not cannot_shrink
+    def update(self, bad: torch.Tensor) -> torch.Tensor:
+        """Scale.update(), for which the host waits for no device."""
+        bad = bad.to(self._scale.device)  # of offloaded gradients it is in host memory
+        overflowed = bad & (self._scale > 1.0)
         self._good += 1
-        if self._good >= GROW_AFTER:
-            self._scale.mul_(2.0).clamp_(max=2.0**24)
-            self._good.zero_()
-        return False
+        grows = ~bad & (self._good >= GROW_AFTER)
+        larger = (2.0 * self._scale).clamp(max=2.0**24)
+        smaller = (0.5 * self._scale).clamp(min=1.0)
+        self._scale.copy_(torch.where(bad, smaller, torch.where(grows, larger, self._scale)))
+        self._good.masked_fill_(bad | grows, 0)
+        return overflowed
 
 
 def loss_scale(precision: Precision, device: torch.device) -> Scale:

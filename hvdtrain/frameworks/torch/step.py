@@ -109,9 +109,13 @@ class OptimizerStep:
         """
         bad = self.anywhere(bad)
         overflowed = self._scale.update(bad)
-        sums: Sums = {"nonfinite": bad.double() * (not overflowed) / self._strategy.equal_ranks}
+        if isinstance(overflowed, torch.Tensor):
+            overflowed = overflowed.to(bad.device)
+        counts = bad & (bad ^ overflowed)  # bad, and no overflow
+        sums: Sums = {"nonfinite": counts.double() / self._strategy.equal_ranks}
         sums |= measure(bad)
-        if overflowed or (self._skips_nonfinite and bad):  # the host waits for the device here
+        left_out = bad | overflowed if self._skips_nonfinite else overflowed
+        if left_out:  # the host waits for the device here, once, unless it knows
             self._restore()
         else:
             self.apply(hyper.noise if hyper else 0.0, seed)
