@@ -68,7 +68,7 @@ DDP = JobFeature(
         *not_on_horovod(),
         Exclusion(
             "comm.bucket_mb",
-            Values(lambda size: size < FIRST_BUCKET_MB, 0.5),
+            Values(lambda size: size is not None and size < FIRST_BUCKET_MB, 0.5),
             what="{chosen} with speed.compile={config.speed.compile} needs buckets of at least "
             "1 MiB, but the job has {set}",
             fix="comm.bucket_mb=1, or speed.compile=none",

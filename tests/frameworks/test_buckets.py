@@ -15,11 +15,13 @@ from hvdtrain.comm.communicator import (
     Op,
     SingleProcessCommunicator,
 )
+from hvdtrain.comm.engines import Feature
+from hvdtrain.config.read import configure
 from hvdtrain.core.metrics import Sums
 from hvdtrain.frameworks.stopwatch import HostStopwatch
 from hvdtrain.frameworks.torch.parallel.buckets import Buckets
 from hvdtrain.frameworks.torch.parallel.by_library import fits_horovod
-from hvdtrain.frameworks.torch.strategy import NamedParameters
+from hvdtrain.frameworks.torch.strategy import NamedParameters, nccl_ranks, runs_ahead
 
 
 class Twice(SingleProcessCommunicator):
@@ -191,3 +193,26 @@ def test_buckets_are_called_overlapped_only_where_the_engine_sums_while_the_call
     assert buckets(layers(3, 4), communicator, 2**20).summary == "gradients in 1 bucket"
     communicator.features |= {"asynchronous"}
     assert buckets(layers(3, 4), communicator, 2**20).summary == "gradients in 1 overlapped bucket"
+
+
+def test_buckets_grow_with_the_ranks_of_nccl() -> None:
+    """4 MiB of a ring of 8,192 ranks are messages of 512 bytes."""
+    default = configure(None, []).comm
+    assert default.bucket_bytes() == 4 * 2**20
+    sizes_mb = {1: 25, 64: 25, 100: 25, 400: 100, 1024: 256, 8192: 256}
+    found = {ranks: default.bucket_bytes(ranks) / 2**20 for ranks in sizes_mb}
+    assert found == sizes_mb
+    chosen = configure(None, ["comm.bucket_mb=0.5"]).comm
+    assert chosen.bucket_bytes() == chosen.bucket_bytes(8192) == 2**19
+
+
+def test_nccl_reduces_tensors_on_a_gpu_alone() -> None:
+    ranks = Twice()
+    gpu = torch.device("cuda", 0)
+    assert nccl_ranks(gpu, ranks) == 0 and not runs_ahead(gpu, ranks)
+    ranks.features = frozenset[Feature](("nccl", "ddp"))
+    assert nccl_ranks(gpu, ranks) == 2 and runs_ahead(gpu, ranks)
+    cpu = torch.device("cpu")  # of a host with GPUs
+    assert nccl_ranks(cpu, ranks) == 0 and not runs_ahead(cpu, ranks)
+    ranks.features = frozenset[Feature](("nccl",))  # Horovod's
+    assert nccl_ranks(gpu, ranks) == 2 and not runs_ahead(gpu, ranks)

@@ -10,6 +10,13 @@ from hvdtrain.config.sections.extra_keys import with_keys_of_extras
 from hvdtrain.config.sections.section import Section
 from hvdtrain.core.lengths import LengthValue
 
+BUCKET_MB = 4.0
+# With NCCL each collective is a kernel, and a ring moves a bucket in parts of 1 / ranks: below a
+# quarter of a MiB latency outweighs the bandwidth. DDP has 25, Megatron-LM 4 for each rank.
+NCCL_BUCKET_MB = 25.0
+NCCL_RANK_MB = 0.25
+NCCL_MOST_MB = 256.0  # a step of ZeRO has two of them, beside the weights
+
 
 @with_keys_of_extras
 class CommConfig(Section):
@@ -48,8 +55,12 @@ class CommConfig(Section):
         "GPU computes; auto: device if MPI reports support for it on every rank, "
         "otherwise host. The header says which and why",
     )
-    bucket_mb: float = Field(
-        default=4.0, ge=2**-10, le=2**14, description="size of a gradient bucket in MiB"
+    bucket_mb: float | None = Field(
+        default=None,
+        ge=2**-10,
+        le=2**14,
+        description="size of a gradient bucket in MiB; default: 4; with NCCL 25 up to 100 ranks, "
+        "then a quarter for each rank, 256 at most",
     )
     compression: Literal["none", "fp16", "bf16"] = Field(
         default="none",
@@ -97,3 +108,11 @@ class CommConfig(Section):
         description="Horovod fuses small tensors into buffers of up to this size in MiB "
         "(HOROVOD_FUSION_THRESHOLD); default: 4, or Horovod's own 128 with NCCL",
     )
+
+    def bucket_bytes(self, nccl_ranks: int = 0) -> int:
+        """nccl_ranks: that reduce by NCCL; 0 without it."""
+        if self.bucket_mb is not None:
+            return int(self.bucket_mb * 2**20)
+        if not nccl_ranks:
+            return int(BUCKET_MB * 2**20)
+        return int(min(max(NCCL_BUCKET_MB, NCCL_RANK_MB * nccl_ranks), NCCL_MOST_MB) * 2**20)

@@ -69,7 +69,7 @@ def bench_allreduce(arguments: Sequence[str]) -> int:
     config = configure(options.config, overrides)
 
     def work(communicator: Communicator, engine_reason: str) -> None:
-        bucket_bytes = max(4, int(config.comm.bucket_mb * 2**20))
+        bucket_bytes = max(4, config.comm.bucket_bytes())
         ranks = AllreduceRanks(
             communicator, _connect_mpi(communicator, placement(os.environ)), bucket_bytes
         )

@@ -37,6 +37,7 @@ from hvdtrain.frameworks.torch.strategy import (
     Shard,
     Wrapped,
     fill_missing,
+    nccl_ranks,
 )
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -363,9 +364,10 @@ class Hybrid(Around):
         self._reduced = [p for _, p in named if p in self._cuts and updates == 1]
         stage: Literal[1, 2] = 2 if config.shard.stage == 2 else 1
         others = [(name, p) for name, p in named if p not in self._cuts]
+        of_nccl = nccl_ranks(named[0][1].device, mesh.data)
         super().__init__(
             ZeroStrategy(
-                others, mesh, stage, int(config.comm.bucket_mb * 2**20), stopwatch, on_host=False
+                others, mesh, stage, config.comm.bucket_bytes(of_nccl), stopwatch, on_host=False
             )
         )
         self._shards = {

@@ -105,7 +105,7 @@ def server_or_worker(
     """The strategy of this rank's role."""
     servers = ServersConfig.of(config)
     world = point_to_point(mesh.world, config.where("servers.count"))
-    ranges = Ranges(named, int(config.comm.bucket_mb * 2**20), mesh.first_reader)
+    ranges = Ranges(named, config.comm.bucket_bytes(), mesh.first_reader)
     if world.rank >= mesh.first_reader:
         return Worker(servers, ranges, world, stopwatch)
     workers = range(mesh.first_reader, world.size)

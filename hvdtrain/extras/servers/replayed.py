@@ -152,7 +152,7 @@ class _InOneProcess(Arrangement):
         stopwatch = self.making.stopwatch
         servers = ServersConfig.of(config)
         world = cast(PointToPoint, mesh.world)
-        ranges = Ranges(named, int(config.comm.bucket_mb * 2**20), servers.count)
+        ranges = Ranges(named, config.comm.bucket_bytes(), servers.count)
         if world.rank == servers.count:
             return Worker(servers, ranges, world, stopwatch)
         return Server(servers, ranges, world, mesh.role, Replayed(self._updates, world), stopwatch)

@@ -276,3 +276,8 @@ def runs_ahead(device: torch.device, communicator: Communicator) -> bool:
     torch.distributed's NCCL. Tensors of the CPU are reduced by Gloo, for which it waits, on a host
     with GPUs too; Horovod's threads agree on each collective first."""
     return device.type != "cpu" and communicator.features >= {"nccl", "ddp"}
+
+
+def nccl_ranks(device: torch.device, communicator: Communicator) -> int:
+    """How many ranks reduce tensors on this device by NCCL; 0: they use no NCCL."""
+    return communicator.size if device.type == "cuda" and "nccl" in communicator.features else 0

@@ -140,7 +140,7 @@ def bench_scaling(arguments: Sequence[str]) -> int:
     trials = _run_trials(settings, jobs, options.repeat)
     measured_link = _measure_link(settings, options.ranks)
     inside, between = options.links or (measured_link.link, measured_link.link)
-    buckets = split_buckets(gradient_bytes, config.comm.bucket_mb * 2**20)
+    buckets = split_buckets(gradient_bytes, config.comm.bucket_bytes())
     # a job may be of two kinds
     steps = list(
         dict.fromkeys(_measured_step(trial, buckets, measured_link.link) for trial in trials)

@@ -18,7 +18,7 @@ from hvdtrain.frameworks.torch.parallel.buckets import (
     fastest_bucket_bytes,
 )
 from hvdtrain.frameworks.torch.parallel.by_library import Ddp, HorovodOptimizer, fits_horovod
-from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy
+from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy, nccl_ranks
 from hvdtrain.recipe.clock import epoch_multiplier
 
 
@@ -46,24 +46,23 @@ def select_strategy(
     """
     comm = config.comm
     communicator = mesh.data
+    bucket_bytes = comm.bucket_bytes(nccl_ranks(named[0][1].device, communicator))
     if config.shard.stage in (1, 2):
         from hvdtrain.frameworks.torch.parallel.zero_1_and_2 import ZeroStrategy
 
         on_host = config.shard.offload != "none"
-        return ZeroStrategy(
-            named, mesh, config.shard.stage, int(comm.bucket_mb * 2**20), stopwatch, on_host
-        )
+        return ZeroStrategy(named, mesh, config.shard.stage, bucket_bytes, stopwatch, on_host)
     # Horovod's optimizer has none of these
     needs_buckets = comm.compression != "none" or comm.op == "adasum" or comm.local_steps > 1
     unfit = "" if needs_buckets else fits_horovod(optimizer, named)
     if comm.reduce == "distributed_optimizer" and unfit:
         raise UserError(unfit, config.where("comm.reduce"), "comm.reduce=auto")
     if comm.reduce == "ddp":
-        return Ddp(named, comm.bucket_mb)
+        return Ddp(named, bucket_bytes / 2**20)
     if communicator.size == 1 and comm.reduce == "auto":
         return Strategy(named)
     if comm.local_steps > 1:
-        return _local_steps(config, named, communicator, stopwatch)
+        return _local_steps(config, named, communicator, bucket_bytes, stopwatch)
     if (
         "horovod_api" in communicator.features
         and comm.reduce != "bucket"
@@ -72,18 +71,21 @@ def select_strategy(
         and mesh.tensor.size == 1
     ):
         return HorovodOptimizer(named, communicator)
-    buckets = _buckets(config, named, communicator, stopwatch)
+    buckets = _buckets(config, named, communicator, bucket_bytes, stopwatch)
     if unfit and comm.reduce == "auto" and "horovod_api" in communicator.features:
         buckets.summary += f": {unfit}"
     return buckets
 
 
 def _local_steps(
-    config: Config, named: NamedParameters, communicator: Communicator, stopwatch: Stopwatch
+    config: Config,
+    named: NamedParameters,
+    communicator: Communicator,
+    bucket_bytes: int,
+    stopwatch: Stopwatch,
 ) -> Strategy:
     from hvdtrain.frameworks.torch.parallel.local_sgd import LocalSGD, PostLocalSGD
 
-    bucket_bytes = int(config.comm.bucket_mb * 2**20)
     begin = read_length(config.comm.local_from)
     local = LocalSGD(named, communicator, config.comm.local_steps, bucket_bytes, stopwatch)
     if not begin.amount:
@@ -93,7 +95,11 @@ def _local_steps(
 
 
 def _buckets(
-    config: Config, named: NamedParameters, communicator: Communicator, stopwatch: Stopwatch
+    config: Config,
+    named: NamedParameters,
+    communicator: Communicator,
+    bucket_bytes: int,
+    stopwatch: Stopwatch,
 ) -> Buckets:
     comm = config.comm
     if (
@@ -102,7 +108,7 @@ def _buckets(
         return Buckets(named, communicator, 0, stopwatch, op="adasum")
     compressed = COMPRESSED_TYPES.get(comm.compression)
     if not comm.tune or communicator.size == 1:
-        return Buckets(named, communicator, int(comm.bucket_mb * 2**20), stopwatch, compressed)
+        return Buckets(named, communicator, bucket_bytes, stopwatch, compressed)
     tuned = fastest_bucket_bytes(named, communicator, compressed)
     buckets = Buckets(named, communicator, tuned.bucket_bytes, stopwatch, compressed)
     buckets.summary += (
