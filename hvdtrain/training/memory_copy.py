@@ -198,6 +198,9 @@ def _owners(held: HeldState, number: int) -> list[int]:
 
 
 _ALIGNMENT = 8  # of the copy of an array
+# of all ranks, which a rank has in memory: a run takes about 100 bytes, and mostly an array has one
+# on a rank
+RUNS_AT_ONCE = 2**17
 
 Runs = list[tuple[int, int]]  # positions in the whole array, as Piece.runs()
 
@@ -329,13 +332,19 @@ def wholes(
     """Yields whole arrays, one by one, from this rank's parts and the other ranks'. A
     collective."""
     views = [list(part.views(arrays)) for part in parts]
+    at_once = max(1, RUNS_AT_ONCE // communicator.size)
+    of_ranks: list[list[Runs]] = []
     for i, array in enumerate(arrays):
+        if i % at_once == 0:
+            of_ranks = communicator.allgather_object(
+                [
+                    [run for part in parts for run in part.runs[j]]
+                    for j in range(i, min(i + at_once, len(arrays)))
+                ]
+            )
         own = np.concatenate([np.empty(0, array.dtype), *[of_part[i] for of_part in views]])
-        # of one array at a time
-        of_ranks: list[Runs] = communicator.allgather_object(
-            [run for part in parts for run in part.runs[i]]
-        )
-        yield array.name, gather_one(communicator, array.name, array.shape, own, of_ranks)
+        runs = [of_rank[i % at_once] for of_rank in of_ranks]
+        yield array.name, gather_one(communicator, array.name, array.shape, own, runs)
 
 
 def _nbytes(arrays: Sequence[Array], runs: Sequence[Runs]) -> int:
