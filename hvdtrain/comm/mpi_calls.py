@@ -17,8 +17,8 @@ from hvdtrain.comm.device_memory import DeviceArray
 PIECE_BYTES = (
     4 << 20
 )  # of one message or MPI_Allreduce: 100 MB in pieces take a quarter of the time of one call (docs/performance.md)  # noqa: E501
-# MPI_Reduce_scatter of at most these is the faster way (docs/performance.md)
-ONE_CALL_BYTES = 1 << 17
+# MPI_Reduce_scatter of at most these for each rank is the faster way (docs/performance.md)
+ONE_CALL_BYTES = 1 << 16
 # elements of one call, which MPI counts with C's int; calls for more are made in pieces
 MOST_COUNT = 2**31 - 1
 HALF_TYPES = ("float16", "bfloat16")
@@ -64,12 +64,13 @@ class MpiCalls:
         return _cast_back(reduction.x, reduction.array, reduction.operand)
 
     def reduce_to_owners(self, x: Buffer) -> Buffer:
-        """This rank's part of the sum. A large sum is reduced to one rank after another, in pieces:
-        one call takes up to 6 times as long."""
+        """This rank's part of the sum. Large parts are reduced to one rank after another, in
+        pieces: one call takes up to 6 times as long. Of small parts as many calls as ranks would
+        be latency alone."""
         reduction = self._reduction(x, "sum")
         operand = reduction.operand
         own = part_of(len(reduction.operand), self._rank, self._size)
-        if operand.nbytes <= ONE_CALL_BYTES:
+        if operand.nbytes <= ONE_CALL_BYTES * self._size and operand.size <= MOST_COUNT:
             self._comm.Reduce_scatter(
                 self._mpi.IN_PLACE,
                 self._message(operand.reshape(-1)),

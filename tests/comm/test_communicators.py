@@ -237,8 +237,8 @@ def test_small_parts_go_in_one_call_of_mpi_and_weights_in_any_size() -> None:
     """The ways that took less time on 2 to 4 ranks (docs/performance.md)."""
     for numbers, reduction in (
         (7, ["Reduce_scatter"]),
-        (2**14, ["Reduce_scatter"]),
-        (2**14 + 1, ["Reduce"] * 3),
+        (3 * 2**13, ["Reduce_scatter"]),  # 64 KiB for each rank
+        (3 * 2**13 + 1, ["Reduce"] * 3),
     ):
         for calls, error in on_ranks("mpi", 3, "one_call_on_ranks:calls_of_mpi", numbers):
             assert calls == [*reduction, "Allgatherv"] and error < 1e-15
