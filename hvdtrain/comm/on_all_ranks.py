@@ -3,14 +3,16 @@ that only rank 0 does."""
 
 from __future__ import annotations
 
+import functools
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar, cast
 
 import numpy as np
 
-from hvdtrain.comm.communicator import Communicator
-from hvdtrain.core.metrics import Concatenated, Sums, host_value
+from hvdtrain.comm.communicator import Communicator, PointToPoint
+from hvdtrain.core.metrics import Concatenated, Part, Sums, host_value
 from hvdtrain.errors import UserError
 
 T = TypeVar("T")
@@ -22,25 +24,32 @@ def allreduce_sums(
     sums: Sums,
     name: str,
     lengths: Mapping[str, int] | None = None,
-    gathered: Sequence[str] = (),
+    gathered: Mapping[str, Callable[[Concatenated], float]] | None = None,
 ) -> Sums:
     """Sums each value over all ranks, which have the same keys. Returns floats, and float64 arrays
     (n,) for vectors. The host waits for the device.
 
     lengths: of vectors, by name; a rank without samples, which has one 0 instead, then sends as
     many numbers as the others. 0: not a vector. gathered: names of Concatenated, which a rank
-    without samples lacks.
+    without samples lacks, with what rank 0 computes of those of all ranks; the result is in its
+    place.
     """
-    parts = {
-        key: gather_parts(communicator, sums.get(key, Concatenated()), f"{name}.{key}")
-        for key in gathered
-    }
-    sums = {key: value for key, value in sums.items() if key not in parts}
-    return _added_up(communicator, sums, name, lengths) | parts
+    values: Sums = {}
+    for key, of in (gathered or {}).items():
+        everywhere = gather_parts(communicator, sums.get(key, Concatenated()), f"{name}.{key}")
+        values[key] = on_rank_0(communicator, functools.partial(_value_of, of, everywhere))
+    sums = {key: value for key, value in sums.items() if key not in values}
+    return _added_up(communicator, sums, name, lengths) | values
 
 
-def gather_parts(communicator: Communicator, own: Concatenated, name: str) -> Concatenated:
-    """The parts of all ranks, in the order of the ranks. A collective."""
+def _value_of(of: Callable[[Concatenated], float], parts: Concatenated | None) -> float:
+    assert parts is not None, "of rank 0 alone"
+    return float(of(parts))
+
+
+def gather_parts(communicator: Communicator, own: Concatenated, name: str) -> Concatenated | None:
+    """The parts of all ranks, in the order of the ranks, on rank 0; None on the others, which would
+    need memory for the samples of all. A collective."""
     forms = [
         [[(str(array.dtype), list(array.shape)) for array in group] for group in part]
         for part in own
@@ -52,24 +61,59 @@ def gather_parts(communicator: Communicator, own: Concatenated, name: str) -> Co
         for array in group
     ]
     forms_of_ranks = communicator.allgather_object(forms)
-    content = communicator.allgather(
-        np.concatenate(arrays) if arrays else np.zeros(0, np.uint8), name
-    )
+    content = np.concatenate(arrays) if arrays else np.zeros(0, np.uint8)
+    sizes = [
+        sum(_nbytes(*form) for part in forms for group in part for form in group)
+        for forms in forms_of_ranks
+    ]
+    found: list[Part] = []  # on rank 0
+    for forms, theirs in zip(
+        forms_of_ranks, _on_rank_0_in_turn(communicator, content, sizes, name), strict=False
+    ):
+        found += _parts_in(theirs, forms)
+    return None if communicator.rank else Concatenated(found)
+
+
+Form = tuple[str, list[int]]  # dtype and shape of an array
+
+
+def _nbytes(dtype: str, shape: list[int]) -> int:
+    return math.prod(shape) * np.dtype(dtype).itemsize
+
+
+def _parts_in(content: np.ndarray, forms: Sequence[Sequence[Sequence[Form]]]) -> Iterator[Part]:
+    """The arrays of a rank's parts, one behind the other in uint8 (n,)."""
     start = 0
 
     def array(dtype: str, shape: list[int]) -> np.ndarray:
         nonlocal start
-        stop = start + int(np.prod(shape)) * np.dtype(dtype).itemsize
-        start, found = stop, content[start:stop]
-        return found.copy().view(dtype).reshape(shape)
+        begin = start
+        start += _nbytes(dtype, shape)
+        return content[begin:start].copy().view(dtype).reshape(shape)
 
-    return Concatenated(
-        [
-            tuple(tuple(array(*form) for form in group) for group in part)
-            for forms in forms_of_ranks
-            for part in forms
-        ]
-    )
+    for part in forms:
+        yield tuple(tuple(array(*form) for form in group) for group in part)
+
+
+TAG_OF_PARTS = 321
+
+
+def _on_rank_0_in_turn(
+    communicator: Communicator, own: np.ndarray, sizes: Sequence[int], name: str
+) -> Iterator[np.ndarray]:
+    """The bytes of each rank, of these sizes, one after the other on rank 0; nothing on the others.
+    A collective, once all are taken."""
+    if "p2p" not in communicator.features:
+        content = communicator.allgather(own, name)
+        yield from [] if communicator.rank else np.split(content, np.cumsum(sizes)[:-1])
+        return
+    peers = cast(PointToPoint, communicator)
+    if communicator.rank:
+        peers.start_send(own, 0, name, TAG_OF_PARTS).wait()
+        return
+    yield own
+    for rank, size in enumerate(sizes[1:], start=1):
+        yield peers.start_recv(np.empty(size, np.uint8), rank, name, TAG_OF_PARTS).wait()
 
 
 def _added_up(

@@ -3,12 +3,12 @@ user."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.core.arrays import Batch
-from hvdtrain.core.metrics import Metric
+from hvdtrain.core.metrics import Concatenated, Metric
 from hvdtrain.data.field import Field
 from hvdtrain.data.source import Source
 from hvdtrain.tasks.rows import Rows
@@ -114,7 +114,7 @@ class AroundTask(DelegatingTask):
         return self.task.examples
 
     @property
-    def gathered(self) -> tuple[str, ...]:
+    def gathered(self) -> dict[str, Callable[[Concatenated], float]]:
         return self.task.gathered
 
     @property

@@ -163,9 +163,10 @@ class Task(ABC):
         return None
 
     @property
-    def gathered(self) -> tuple[str, ...]:
-        """The names of values that an evaluation gathers from all ranks besides the sums."""
-        return ()
+    def gathered(self) -> dict[str, Callable[[Concatenated], float]]:
+        """The names of values that an evaluation gathers from all ranks besides the sums, and what
+        it computes of them."""
+        return {}
 
     @property
     def counted(self) -> str:

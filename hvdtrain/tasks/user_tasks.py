@@ -4,7 +4,7 @@ Measured, any task with additional metrics."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -284,13 +284,14 @@ class Measured(AroundTask):
         return {**self.task.sums, **dict(own), **dict(counts)}
 
     @property
-    def gathered(self) -> tuple[str, ...]:
-        return (*self.task.gathered, *(f"{name}_parts" for name in of_parts(self.own)))
+    def gathered(self) -> dict[str, Callable[[Concatenated], float]]:
+        own = {f"{name}_parts": metric.of for name, metric in of_parts(self.own).items()}
+        return {**self.task.gathered, **own}
 
     @property
     def notes(self) -> list[str]:
         names = list(of_parts(self.own))
-        what = "of evaluations alone, which gather what they keep of every sample on every rank"
+        what = "of evaluations alone, which gather what they keep of every sample on rank 0"
         line = f"metric{'s' if len(names) > 1 else ''} {', '.join(names)}: {what}"
         return [*self.task.notes, *([line] if names else [])]
 
@@ -351,9 +352,13 @@ def _refuse_padded_targets(task: Task, metrics: UserMetrics) -> None:
 def _metric(name: str, own: OwnMetric | GatheredMetric) -> Metric:
     if isinstance(own, GatheredMetric):
         of_all = own.of
-        return Metric(
-            name, lambda sums: of_all(sums.get(f"{name}_parts", Concatenated())), own.better
-        )
+
+        def of_parts_or_value(sums: Sums) -> float:
+            found = sums.get(f"{name}_parts", Concatenated())
+            # allreduce_sums() has computed it
+            return of_all(found) if isinstance(found, Concatenated) else float(found)
+
+        return Metric(name, of_parts_or_value, own.better)
     if not own.length:
         return Metric(name, ratio(f"{name}_sum", f"{name}_count"), own.better, percent=own.percent)
     of = own.of

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 from hvdtrain.comm.on_all_ranks import allreduce_sums
-from hvdtrain.core.metrics import Sums, add_sums, zero_sums
+from hvdtrain.core.metrics import Concatenated, Sums, add_sums, zero_sums
 from hvdtrain.core.progress import Hyper, Progress, fold
 from hvdtrain.data.sampler import evaluation_batches
 from hvdtrain.training.job import Job, StepsSinceSync
@@ -102,10 +102,15 @@ def synchronize(job: Job, window: StepWindow) -> Sums:
     return add_up(job, sums, "train.sums")  # the host waits for the device here
 
 
-def add_up(job: Job, sums: Sums, name: str, parts: Sequence[str] = ()) -> Sums:
-    """All-reduces the sums. With guard.lost=shrink it also confirms that no rank was lost. parts:
-    names that are gathered, not summed."""
-    total = allreduce_sums(job.communicator, sums, name, job.task.sums, parts)
+def add_up(
+    job: Job,
+    sums: Sums,
+    name: str,
+    gathered: Mapping[str, Callable[[Concatenated], float]] | None = None,
+) -> Sums:
+    """All-reduces the sums. With guard.lost=shrink it also confirms that no rank was lost.
+    gathered: as of allreduce_sums()."""
+    total = allreduce_sums(job.communicator, sums, name, job.task.sums, gathered)
     if job.memory_copy:
         job.memory_copy.confirm()
     return total

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from rank_threads import ThreadRank, in_threads
 
 from hvdtrain.comm import on_all_ranks
-from hvdtrain.comm.on_all_ranks import long_on_rank_0, on_rank_0, on_rank_0_only
+from hvdtrain.comm.communicator import Buffer, Handle
+from hvdtrain.comm.engines import Feature
+from hvdtrain.comm.on_all_ranks import allreduce_sums, long_on_rank_0, on_rank_0, on_rank_0_only
+from hvdtrain.core.metrics import Concatenated
 from hvdtrain.errors import UserError
 
 
@@ -99,3 +103,60 @@ def test_an_error_of_long_work_reaches_every_rank(monkeypatch: pytest.MonkeyPatc
         return caught.value.what
 
     assert in_threads(2, of_rank) == ["no checkpoint is good"] * 2
+
+
+class CountsBytes(ThreadRank):
+    """Counts the bytes of arrays that come from other ranks."""
+
+    taken = 0
+
+    def start_recv(self, x: Buffer, source: int, name: str, tag: int = 0) -> Handle:
+        self.taken += x.nbytes
+        return super().start_recv(x, source, name, tag)
+
+    def allgather(self, x: Buffer, name: str) -> Buffer:
+        found = super().allgather(x, name)
+        self.taken += found.nbytes - x.nbytes
+        return found
+
+
+@pytest.mark.parametrize("features", [("p2p",), ()])
+def test_rank_0_alone_takes_what_passes_keep(features: tuple[Feature, ...]) -> None:
+    """Of uneven numbers of passes, of which rank 1 has none; every rank gets the metric. Without
+    messages from rank to rank (Horovod) all take everything, for a moment."""
+    counts = [2, 0, 3]
+
+    def of_rank(rank: ThreadRank) -> tuple[float, float, int, int]:
+        communicator = CountsBytes(rank._ranks, rank.rank)
+        communicator.features = frozenset[Feature](features)
+        called = list[int]()
+
+        def largest_first(parts: Concatenated) -> float:
+            called.append(len(parts))
+            numbers = [float(array[0]) for ((array,), _) in parts]
+            shapes = {pair.shape for (_, (pair, _)) in parts}
+            assert numbers == [0.0, 1.0, 20.0, 21.0, 22.0] and shapes == {(2, 3)}
+            return max(numbers)
+
+        kept = Concatenated(
+            [
+                (
+                    (np.array([10.0 * rank.rank + i]),),
+                    (np.zeros((2, 3), np.float32), np.zeros(0, np.int8)),
+                )
+                for i in range(counts[rank.rank])
+            ]
+        )
+        own: dict[str, Any] = {"parts": kept} if len(kept) else {}
+        found = allreduce_sums(
+            communicator, own | {"count": 1.0}, "test", gathered={"parts": largest_first}
+        )
+        return found["parts"], found["count"], communicator.taken, sum(called)
+
+    each = 8 + 2 * 3 * 4
+    others = [0, 0] if features else [5 * each, 2 * each]
+    assert in_threads(3, of_rank) == [
+        (22.0, 3.0, 3 * each, 5),
+        (22.0, 3.0, others[0], 0),
+        (22.0, 3.0, others[1], 0),
+    ]
