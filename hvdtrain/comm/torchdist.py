@@ -46,6 +46,7 @@ from hvdtrain.comm.torch_groups import (
     GroupExchange,
     GroupRanks,
     as_bytes,
+    connect_gloo_lazily,
     extremes,
     gather_rows,
     is_for_extremes,
@@ -134,6 +135,8 @@ def _start_process_group(store: Any, place: Placement, timeout: timedelta) -> Gl
     GLOO_SOCKET_IFNAME does not name an interface."""
     backends = BACKENDS_OF_INTEL if has_oneccl() else BACKENDS
     backend = backends if has_nccl() else "gloo"
+    if has_nccl():
+        connect_gloo_lazily(os.environ)
     gloo = GlooConnections()
     try:
         with gloo.recorded():

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -52,7 +53,7 @@ from hvdtrain.comm.rendezvous import (
     parse_address,
 )
 from hvdtrain.comm.signed import SignedStore, unpack
-from hvdtrain.comm.torch_groups import extremes
+from hvdtrain.comm.torch_groups import _connected, connect_gloo_lazily, extremes
 from hvdtrain.config.read import configure
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.device import check_shared, shared_gpu
@@ -809,3 +810,42 @@ def test_extremes_take_few_messages_one_after_the_other(size: int, messages: int
     ranks = CountedRanks(size)
     extremes(torch.tensor([1, -1]), "max", ranks)
     assert ranks.exchanges == messages
+
+
+def connections_of_gloo(size: int) -> tuple[int, int]:
+    """How many ends of connections this process has more once threads of it have made a group, and
+    after their first allreduce."""
+    store = dist.HashStore()
+    before = len(list(_connected()))
+    barrier = threading.Barrier(size, timeout=HANG_S)
+
+    def of_rank(rank: int) -> tuple[int, int]:
+        group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=HANG_S))
+        barrier.wait()
+        made = len(list(_connected())) - before
+        barrier.wait()
+        x = torch.ones(2)
+        group.allreduce([x]).wait()
+        assert x.tolist() == [size] * 2
+        barrier.wait()
+        used = len(list(_connected())) - before
+        barrier.wait()
+        return made, used
+
+    with ThreadPoolExecutor(size) as pool:
+        return set(pool.map(of_rank, range(size))).pop()
+
+
+def test_beside_nccl_gloo_connects_ranks_when_they_first_communicate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both neighbours of a ring instead of all ranks, in each group."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")  # so that it is as before, afterwards
+    assert connections_of_gloo(6) == (6 * 5, 6 * 5)
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
+    connect_gloo_lazily(os.environ)
+    assert connections_of_gloo(6) == (0, 6 * 2)
+    environ = {"TORCH_GLOO_LAZY_INIT": "0"}
+    connect_gloo_lazily(environ)
+    assert environ == {"TORCH_GLOO_LAZY_INIT": "0"}, "the user decided"

@@ -280,4 +280,4 @@ def runs_ahead(device: torch.device, communicator: Communicator) -> bool:
 
 def nccl_ranks(device: torch.device, communicator: Communicator) -> int:
     """How many ranks reduce tensors on this device by NCCL; 0: they use no NCCL."""
-    return communicator.size if device.type == "cuda" and "nccl" in communicator.features else 0
+    return communicator.size if device.type != "cpu" and "nccl" in communicator.features else 0
