@@ -1,4 +1,4 @@
-# make train | horovod | wheelhouse | check | test | test-keras | test-slow | test-faults | test-cluster | test-all | test-extras | test-torch | test-gpu | test-4 | test-debian-13 | mutants | dist | lock | clean.
+# make train | horovod | wheelhouse | check | test | test-keras | test-slow | test-faults | test-cluster | test-all | test-extras | test-torch | test-gpu | test-simulated-gpu | test-4 | test-debian-13 | mutants | dist | lock | clean.
 # Each installs what it needs.
 #   make train RANKS=4 ARGS="epochs=3" LIMIT_S=3600      make test ARGS="-k sampler"      make PYTHON=python3.12 train
 #   make train ACCEPT="torch torchvision 'nvidia-*'"     packages of another index, whose files constraints.txt does not list
@@ -63,7 +63,7 @@ export OMPI_ALLOW_RUN_AS_ROOT ?= 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 endif
 
-.PHONY: train horovod wheelhouse test test-keras test-torch test-slow test-faults test-cluster test-all test-extras dist mutants test-gpu check test-4 test-debian-13 lock clean no-compiler
+.PHONY: train horovod wheelhouse test test-keras test-torch test-slow test-faults test-cluster test-all test-extras dist mutants test-gpu test-simulated-gpu check test-4 test-debian-13 lock clean no-compiler
 .DELETE_ON_ERROR:
 
 train: $(READY) $(HOROVOD)  ## RANKS ranks train on the embedded digits
@@ -79,7 +79,7 @@ wheelhouse: $(READY) $(HOROVOD)  ## wheels for a machine without a network: DIR=
 	$(INSTALL) --extras horovod mpi notebook torchvision --wheelhouse $(DIR) $(ARGS)
 
 test: $(VENV)/.test $(HOROVOD)  ## the fast tests, but for those of `make check`; a third of the largest tables: HVDTRAIN_TEST_DAY=2026-11-28
-	$(call tests,4,not slow and not faults and not cluster and not gpu,--ignore=tests/test_floors.py)
+	$(call tests,4,not slow and not faults and not cluster and not gpu and not simulated_gpu,--ignore=tests/test_floors.py)
 
 test-torch:  ## check and the fast tests with another torch, in an environment of its own: make test-torch TORCH=2.9.1
 	$(if $(TORCH),,$(error which torch? make test-torch TORCH=2.9.1))
@@ -102,13 +102,17 @@ test-all:  ## every row of the largest tables too, and how long each part takes;
 	HVDTRAIN_TEST_ROUNDS=full .ci/run
 
 test-extras: $(VENV)/.test $(HOROVOD)  ## the fast tests in a copy without an extra: EXTRA=NAME; another one each day where it is not given
-	$(PY) tests/support/without_extra.py $(EXTRA) -- -m "not slow and not faults and not cluster and not gpu" $(ARGS)
+	$(PY) tests/support/without_extra.py $(EXTRA) -- -m "not slow and not faults and not cluster and not gpu and not simulated_gpu" $(ARGS)
 
 mutants: $(VENV)/.test $(HOROVOD)  ## changes that break hvdtrain, one at a time in a copy: which tests find each; ARGS are their names
 	$(PY) tests/support/mutants.py $(ARGS)
 
 test-gpu: $(VENV)/.test  ## on a machine with an NVIDIA GPU; all other tests compute on the CPU
 	$(PY) -m pytest -m gpu $(ARGS)
+
+# In one process: two starts, alone and on two ranks, run every job once.
+test-simulated-gpu: $(VENV)/.test  ## jobs on simulated GPUs, which g++ builds once for each version of torch: results, waits, streams, collectives
+	$(PY) -m pytest -m simulated_gpu tests/simulated_gpu $(ARGS)
 
 test-debian-13: $(VENV)/.test  ## make train with Python 3.13, in a root folder of Debian 13: needs root, and fetches 3 GB
 	$(PY) -m pytest -m "cluster and slow" $(ARGS)

@@ -28,6 +28,7 @@ PARTS = (
     "faults",
     "cluster",
     "gpu",
+    "simulated_gpu",
     "clock",
 )
 # A worker takes file after file (--dist loadfile), so the ones that take longest come first: at the
