@@ -144,6 +144,9 @@ KEYS = {
     **dict.fromkeys(("horovod", "hvd"), "comm.engine=horovod"),
     **dict.fromkeys(("dist_url", "master_addr", "init_method"), "comm.address"),
     **dict.fromkeys(("ddp", "distributed"), "comm.reduce=ddp"),
+    **dict.fromkeys(
+        ("bind", "bind_to", "cpu_bind", "cpu_affinity", "numa_binding", "affinity"), "comm.bind"
+    ),
     "bucket_cap_mb": "comm.bucket_mb",
     "fp16_allreduce": "comm.compression=fp16",
     **dict.fromkeys(("adasum", "use_adasum"), "comm.op=adasum"),

@@ -58,6 +58,7 @@ class ScriptLoop:
         self.heartbeat = rank.heartbeat
         self._signals = rank.signals
         self._reason = rank.engine_reason
+        self._rank_notes = rank.notes
         self.mesh = make_mesh(rank.communicator, rank.config)
         self.hosts: list[str] = rank.communicator.allgather_object(socket.gethostname())
         self.run = OpenRun(rank, closing, former, shares_lock=ranks is not None)
@@ -195,7 +196,7 @@ class ScriptLoop:
         fields = loop_events.start_fields(
             self.communicator, self.hosts, self.learner.describe(), stream
         )
-        notes = [*self.run.notes, *getattr(self.communicator, "notes", ())]
+        notes = [*self._rank_notes, *self.run.notes, *getattr(self.communicator, "notes", ())]
         lines = loop_events.header(
             fields, self._reason, stream, self.run.path, self.points.now, notes
         )

@@ -21,6 +21,7 @@ KEYS = (
             "engine",
             "address",
             "timeout_s",
+            "bind",
             "reduce",
             "bucket_mb",
             "compression",

@@ -18,7 +18,7 @@ from hvdtrain.data.source import LabelledImages, Source
 from hvdtrain.frameworks.learner import Learner, Predictions
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.health.heartbeat import Heartbeat
-from hvdtrain.training.input import device_batches, read_ahead_of
+from hvdtrain.training.input import device_batches, read_ahead_of, sharers_of_cores
 
 MOST_CONFUSED = 1000  # classes of a confusion matrix: 8 MB that are reduced over ranks
 
@@ -122,7 +122,7 @@ def predict(
     A collective if the learner is sharded: the model is then also called for empty batches, which
     are not yielded.
     """
-    ahead, readers = read_ahead_of(config.data, source, communicator.local_size)
+    ahead, readers = read_ahead_of(config.data, source, sharers_of_cores(config, communicator))
     batches = evaluation_batches(
         len(source), config.batch.evaluate, communicator.rank, communicator.size
     )

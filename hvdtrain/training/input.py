@@ -265,7 +265,10 @@ class Prefetcher:
         self.cached_on_device = learner.cache_on_device(source)
         self.samples = len(source)
         self.ahead, self.readers = read_ahead_of(
-            config.data, source, communicator.local_size, cached=self.cached_on_device
+            config.data,
+            source,
+            sharers_of_cores(config, communicator),
+            cached=self.cached_on_device,
         )
         if config.is_asynchronous:  # the next ticket is not known
             self.ahead, self.readers = ReadAhead(0, 1)
@@ -457,6 +460,11 @@ def read_ahead_of(
     if source.reads_in_process:
         return ReadAhead(0, 1)
     return choose_read_ahead(config, cached or is_read_at_once(source), ranks_on_host)
+
+
+def sharers_of_cores(config: Config, communicator: Communicator) -> int:
+    """The ranks that divide the cores of this rank among them; with comm.bind each has its own."""
+    return communicator.local_size if config.comm.bind == "none" else 1
 
 
 def choose_read_ahead(config: DataConfig, is_fast: bool, ranks_on_host: int = 1) -> ReadAhead:

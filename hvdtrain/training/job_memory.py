@@ -23,7 +23,7 @@ from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.training.checkpoint.resume import former_run
 from hvdtrain.training.datasets import Datasets, recipe_of
 from hvdtrain.training.failure import limit_reached
-from hvdtrain.training.input import read_ahead_of
+from hvdtrain.training.input import read_ahead_of, sharers_of_cores
 from hvdtrain.training.memory import (
     MARGIN,
     MemoryForecast,
@@ -43,7 +43,7 @@ def forecast_of_job(
     """The forecast of a job whose ranks are connected; recipe: if already computed."""
     ranks = communicator.size
     samples = len(datasets.train)
-    ahead = read_ahead_of(config.data, datasets.train, communicator.local_size).steps
+    ahead = read_ahead_of(config.data, datasets.train, sharers_of_cores(config, communicator)).steps
     recipe = recipe or recipe_of(config, datasets)
     return forecast_memory(
         config,

@@ -6,12 +6,15 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.cores import gpus
+from hvdtrain.comm.cores.bind import bound, lines_of_seats
 from hvdtrain.comm.launcher_variables import Placement, placement
 from hvdtrain.comm.mesh import place_of
 from hvdtrain.comm.on_all_ranks import on_rank_0
+from hvdtrain.config import plugins
 from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import Assignment, assignments, read_resumed
 from hvdtrain.config.schema import Config
@@ -53,6 +56,7 @@ class ConnectedRank(NamedTuple):
     warnings: RankWarnings
     lock: RunLock  # not acquired
     watchdog: Watchdog
+    notes: Sequence[str] = ()  # lines for the header
 
 
 def run_rank(
@@ -93,6 +97,7 @@ def _train(rank: ConnectedRank, imported: Callable[[], None]) -> JobResult:
             rank.lock,
             rank.warnings,
             rank.watchdog,
+            rank.notes,
         )
 
 
@@ -164,7 +169,10 @@ def connected_rank(
                 for rank in range(communicator.size)
             ]
             heartbeat.place = watchdog.places[communicator.rank]
-            with noted(heartbeat, communicator.rank):
+            with (
+                noted(heartbeat, communicator.rank),
+                bound_cores(config, communicator) as cores,
+            ):
                 yield ConnectedRank(
                     config,
                     communicator,
@@ -174,6 +182,7 @@ def connected_rank(
                     shown_warnings,
                     lock,
                     watchdog,
+                    cores,
                 )
             shown_warnings.exchange(communicator)
             communicator.close()
@@ -186,6 +195,27 @@ def connected_rank(
             raise RankFailed(
                 end_every_rank(error, communicator, what, place_and_pass(heartbeat))
             ) from error
+
+
+@contextlib.contextmanager
+def bound_cores(config: Config, communicator: Communicator) -> Iterator[list[str]]:
+    """Binds this rank's threads inside, as comm.bind asks. Gives lines for the header. Every rank
+    enters it."""
+    with bound(config.comm.bind, communicator, lambda: gpu_address(config, communicator)) as seats:
+        yield lines_of_seats(config.comm.bind, seats)
+
+
+def gpu_address(config: Config, communicator: Communicator) -> str | None:
+    """The PCI address of this rank's GPU; None if it has none, or it is not known which one."""
+    framework: Any = plugins.load("frameworks", config.framework, config.where("framework"))
+    if hasattr(framework, "gpu_address"):
+        with contextlib.suppress(UserError):  # no such device, which build() reports
+            address: str | None = framework.gpu_address(config, communicator)
+            return address
+        return None
+    if config.speed.device == "cpu" or config.framework == "numpy":
+        return None
+    return gpus.address_of(communicator.local_rank, os.environ)
 
 
 def _before_connecting(

@@ -7,7 +7,7 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,9 +72,10 @@ def train_job(
     lock: RunLock,
     warnings: RankWarnings | None = None,
     watchdog: Watchdog | None = None,
+    rank_notes: Sequence[str] = (),
 ) -> JobResult:
     """Runs the job. Every rank calls it; rank 0 locks and writes the run folder and the log.
-    engine_reason: why this engine was chosen.
+    engine_reason: why this engine was chosen; rank_notes: further lines for the header.
 
     Raises UserError, on all ranks or on the rank that failed, and Diverged on all ranks.
     """
@@ -100,6 +101,7 @@ def train_job(
         Probe(config, datasets.task).compare(communicator, learner, hosts, "before the first step")
     memory.begin(learner, start.weights, communicator.rank)
     found = [
+        *rank_notes,
         *notes(config, datasets),
         *getattr(communicator, "notes", ()),
         *getattr(learner, "notes", ()),

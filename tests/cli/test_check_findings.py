@@ -23,10 +23,10 @@ from hvdtrain.cli.check.rank_facts import (
     finding_of_error,
     launcher_mpi,
     most_severe_first,
-    number_ranges,
 )
 from hvdtrain.cli.check.report import network_lines
 from hvdtrain.cli.check.shortages import find_shortages, full_mesh
+from hvdtrain.comm.cores.topology import number_ranges
 from hvdtrain.comm.rendezvous import interfaces
 from hvdtrain.comm.threads import ThreadRanks
 from hvdtrain.errors import UserError
@@ -52,7 +52,7 @@ def rank(number: int, host: str = "n1", **other: Any) -> RankFacts:
     usual: dict[str, Any] = {
         "rank": number, "size": 4, "local_rank": number % 2, "local_size": 2, "launcher": "srun", "launcher_mpi": "Open MPI 5.0.11",  # noqa: E501
         "host": host, "machine": f"boot of {host}", "container": "", "pid": 100 + number, "versions": {"torch": "2.13"}, "code": "c",  # noqa: E501
-        "config": "d", "cores": [number % 2], "host_cores": 2, "omp_num_threads": None, "shared_memory_bytes": [9**9, 9**9],  # noqa: E501
+        "config": "d", "cores": [number % 2], "gpu_cores": [], "host_cores": 2, "omp_num_threads": None, "shared_memory_bytes": [9**9, 9**9],  # noqa: E501
         "locked_memory_bytes": -1, "open_files": -1, "infiniband": [], "networks": {"lo": "127.0.0.1"}, "network_variables": {},  # noqa: E501
         "engine": "horovod", "device": CPU, "data": None,
         "libraries": {"mpi4py": "Open MPI v5.0.11", "horovod": "Open MPI v5.0.11", "nccl": True}, "clock_s": 1e9,  # noqa: E501
@@ -225,8 +225,32 @@ def test_differences_between_ranks(
             ),
         ),
         (
+            [rank(number, cores=[0, 1, 2, 3], host_cores=4) for number in range(2)],
+            "note",
+            "2 ranks share the same 4 cores (0-3)",
+            "ranks 0-1 on n1",
+            "comm.bind=gpu",
+        ),
+        (
+            [rank(0, cores=[0, 1]), rank(1, cores=[1, 2]), rank(2, "n2", cores=[1, 2])],
+            "warning",
+            "ranks are bound to cores that overlap in part: 0-1, 1-2",
+            "ranks 0-1 on n1",
+            "comm.bind=gpu",
+        ),
+        (
             [
-                rank(number, omp_num_threads="4", cores=[0, 1, 2, 3], host_cores=4)
+                rank(0, cores=[0, 1], gpu_cores=[0, 1, 2, 3]),
+                rank(1, cores=[2, 3], gpu_cores=[4, 5]),
+            ],
+            "warning",
+            "cores 2-3 are not next to the rank's GPU, which is at 4-5",
+            "rank 1 on n1",
+            "comm.bind=gpu, with ranks that the launcher does not bind",
+        ),
+        (
+            [
+                rank(number, omp_num_threads="4", cores=[2 * number, 2 * number + 1], host_cores=4)
                 for number in range(2)
             ],
             *(

@@ -766,7 +766,18 @@ def test_arguments_to_container(
             ["srun distributes ranks evenly, not 3 to n1, 1 to n2"],
         ),
         (["--inside"], ["--inside needs --container", "fix: --container IMAGE"]),
-        (["--bind", "/x"], ["--bind needs --container"]),
+        (
+            ["--bind", "/x"],
+            ["--bind needs --container", "for the cores of ranks --bind none or numa or gpu, not"],
+        ),
+        (["--bind", "numa", "--bind", "gpu"], ["--bind numa and --bind gpu", "fix: one of them"]),
+        (
+            [
+                *("-np", "4", "--mpi", "openmpi", "--dry-run", "--bind", "gpu"),
+                *("--", "comm.bind=numa"),
+            ],
+            ["--bind gpu, but the job has comm.bind=numa"],
+        ),
         (
             ["--container", "i.sif", "--inside", "-H", "n1:2"],
             ["the mpirun of the image starts ranks on one host", "without --inside"],
@@ -836,6 +847,16 @@ def test_mistakes_of_the_machine(bare: Path, monkeypatch: pytest.MonkeyPatch) ->
         (
             "-np 8 --mpi srun -- seed=2",
             "srun --mpi=pmix --kill-on-bad-exit=0 --wait=30 -n 8 python -m hvdtrain seed=2",
+        ),
+        (
+            "-np 8 --mpi srun --bind gpu -- check",
+            "srun --mpi=pmix --kill-on-bad-exit=0 --wait=30 -n 8 --cpu-bind=none python -m "
+            "hvdtrain check comm.bind=gpu",
+        ),
+        (
+            "-np 2 --mpi openmpi --bind numa --container i.sif --bind /data -- x.py --bind a",
+            "mpirun -np 2 --bind-to none -x PATH apptainer exec --bind /data i.sif python3 -m "
+            "hvdtrain.cli.launch.rank --port 29500 --bind numa script x.py --bind a",
         ),
         ("-np 8 --mpi flux --", "flux run -n 8 -o cpu-affinity=off python -m hvdtrain"),
         (

@@ -265,10 +265,16 @@ def test_lines_have_the_rank_and_logs_the_bytes(tmp_path: Path) -> None:
     (tmp_path / "inner" / "talks.py").write_text(TALKS)
     (tmp_path / "inner" / "beside.py").write_text("VALUE = 42\n")
     code, out, err = run_launch(
-        ["-np", "3", "--logs", "logs", "--", "inner/talks.py", "a b", "$(touch stolen)", "-np"],
+        [
+            *("-np", "3", "--logs", "logs", "--bind", "numa", "--"),
+            *("inner/talks.py", "a b", "$(touch stolen)", "-np"),
+        ],
         tmp_path,
     )
     assert code == 0, err
+    cores = len(os.sched_getaffinity(0))
+    bound = f"not bound: 3 ranks share {cores} core" if cores < 3 else "rank 0 on cores"
+    assert "hvdtrain launch: comm.bind=numa: " in err and bound in err
     lines = out.split("\n")
     for rank in range(3):
         own = [line.removeprefix(f"[{rank}] ") for line in lines if line.startswith(f"[{rank}] ")]

@@ -4,6 +4,7 @@ and refusals."""
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -49,8 +50,16 @@ def epochs(run: Path) -> list[dict]:
 )
 def test_two_ranks_train_and_one_resumes(tmp_path: Path, engine: str, how: str) -> None:
     run = tmp_path / "run"
-    first = job(2, run, f"comm.engine={engine}", "epochs=2", "data.sampling=partition")
+    words = ["epochs=2", "data.sampling=partition", "comm.bind=numa"]
+    first = job(2, run, f"comm.engine={engine}", *words)
     lines = first.stdout.splitlines()
+    (bound,) = [line for line in lines if "comm.bind=numa: " in line]
+    cores = sorted(os.sched_getaffinity(0))
+    expected = {
+        1: "each rank: not bound: 2 ranks share 1 core",
+        2: f"rank 0 on cores {cores[0]}, rank 1 on cores {cores[-1]}",
+    }
+    assert expected.get(len(cores), ", rank 1 on cores ") in bound
     assert re.match(rf"ranks   2 \(.* x 2\), engine {engine}: comm.engine={engine}", lines[0]), (
         lines
     )

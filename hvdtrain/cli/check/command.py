@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -44,6 +44,7 @@ from hvdtrain.cli.check.shortages import find_shortages, full_mesh
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.output import with_json_value
 from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.cores.bind import usable_cores
 from hvdtrain.comm.launcher_variables import (
     LAUNCHERS,
     SRUN,
@@ -116,11 +117,18 @@ def check(arguments: Sequence[str]) -> int:
     try:
         rank = RankInspection(connected_facts(place, communicator))
         config = _resolve_on_all_ranks(options, rank, communicator) or config
-        time_limit.start_work("reading the data")
-        run_folder = inspect_job(rank, config, communicator)
-        report = compare_ranks(
-            rank, config, run_folder, communicator, engine_reason, place, time_limit
-        )
+        from hvdtrain.training.run_rank import bound_cores
+
+        with bound_cores(config, communicator) as cores:
+            rank.facts["cores"] = list(usable_cores())
+            time_limit.start_work("reading the data")
+            run_folder = inspect_job(rank, config, communicator)
+            report = replace(
+                compare_ranks(
+                    rank, config, run_folder, communicator, engine_reason, place, time_limit
+                ),
+                cores=cores,
+            )
         exit_code = _print(options, report) if communicator.rank == 0 else report.exit_code
         if exit_code and communicator.rank == 0 and communicator.size > 1:
             time.sleep(PASS_ON_S)
@@ -311,6 +319,7 @@ def inspect_job(
     rank.facts["libraries"] = dry_run.load_libraries(communicator)
     rank.facts["data"] = rank.attempt(lambda: dry_run.read_data(config))
     rank.facts["device"] = rank.attempt(lambda: dry_run.pick_device(config, communicator))
+    rank.facts["gpu_cores"] = rank.attempt(lambda: dry_run.gpu_cores(config, communicator)) or []
     if communicator.local_rank == 0:
         rank.findings += rank.attempt(lambda: dry_run.try_cache_folder(rank.facts["host"])) or []
     if communicator.rank != 0:

@@ -18,6 +18,7 @@ import numpy as np
 
 from hvdtrain.cli.check.rank_facts import DeviceFacts, Finding, Level, LibraryFacts, RankFacts
 from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.cores.topology import Topology
 from hvdtrain.comm.launcher_variables import Placement, library_name
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
@@ -90,6 +91,14 @@ def pick_device(config: Config, communicator: Communicator) -> DeviceFacts:
         "bytes": properties.total_memory,
         "visible": gpus.device_count(),
     }
+
+
+def gpu_cores(config: Config, communicator: Communicator) -> list[int]:
+    """The cores next to the GPU of this rank; none on the CPU, and where /sys does not say."""
+    from hvdtrain.training.run_rank import gpu_address
+
+    address = gpu_address(config, communicator)
+    return list(Topology().near(address)) if address else []
 
 
 def load_libraries(communicator: Communicator) -> LibraryFacts:

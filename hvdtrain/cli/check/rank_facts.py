@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
 
+from hvdtrain.comm.cores.bind import usable_cores
+from hvdtrain.comm.cores.topology import number_ranges
 from hvdtrain.comm.launcher_variables import Placement
 from hvdtrain.comm.rendezvous import interfaces
 from hvdtrain.errors import UserError
@@ -74,7 +76,8 @@ class RankFacts(TypedDict):
     config: str  # digest of the configuration; "" until it is known
     modules: dict[str, str]  # digests of the user's modules that the configuration names
     environment: dict[str, str]  # the variables that change results
-    cores: list[int]  # that the process may use
+    cores: list[int]  # that the process may use, with comm.bind
+    gpu_cores: list[int]  # next to its GPU; none on the CPU, and where /sys does not say
     host_cores: int
     omp_num_threads: str | None
     shared_memory_bytes: list[int] | None  # [total, free] of /dev/shm
@@ -109,9 +112,8 @@ def local_facts(place: Placement, environ: Mapping[str, str]) -> RankFacts:
         "config": "",
         "modules": {},
         "environment": variables(environ),
-        "cores": sorted(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else list(range(os.cpu_count() or 1)),
+        "cores": list(usable_cores()),
+        "gpu_cores": [],
         "host_cores": os.cpu_count() or 1,
         "omp_num_threads": environ.get("OMP_NUM_THREADS"),
         "shared_memory_bytes": _file_system_bytes("/dev/shm"),
@@ -275,17 +277,6 @@ def describe_ranks(group: Iterable[RankFacts]) -> str:
     )
     count = sum(len(ranks) for ranks in ranks_of_host.values())
     return f"{'ranks' if count > 1 else 'rank'} {named}{more}"
-
-
-def number_ranges(numbers: Iterable[int]) -> str:
-    """[0, 1, 2, 5] -> "0-2,5" """
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def group_ranks(

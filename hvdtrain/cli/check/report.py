@@ -15,9 +15,9 @@ from hvdtrain.cli.check.rank_facts import (
     RankFacts,
     count_by_level,
     group_ranks,
-    number_ranges,
 )
 from hvdtrain.cli.output import align
+from hvdtrain.comm.cores.topology import number_ranges
 from hvdtrain.errors import DONE, USER
 
 _MOST_ROWS = 128
@@ -34,6 +34,7 @@ class CheckReport:
     run: RunFolderFacts | None
     speed: Speeds
     findings: Sequence[Finding]  # the most severe first
+    cores: Sequence[str] = ()  # how comm.bind has bound the ranks, as in the header of a job
 
     @property
     def exit_code(self) -> int:
@@ -48,6 +49,7 @@ def to_json(report: CheckReport) -> dict[str, Any]:
         "findings": [finding._asdict() for finding in report.findings],
         "speed": report.speed,
         "run": report.run,
+        "cores": list(report.cores),
         "ranks": list(report.ranks),
     }
 
@@ -120,6 +122,7 @@ def _in_common(report: CheckReport) -> Iterator[str]:
         f"versions  {', '.join(f'{name} {version}' for name, version in first['versions'].items())}"
     )
     yield from _mpi_line(report.ranks)
+    yield from (f"cores     {line}" for line in report.cores)
     yield from network_lines(report.ranks)
     yield f"digests   code {first['code']}, configuration {first['config'] or '?'}"
     if first["data"]:

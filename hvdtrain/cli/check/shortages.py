@@ -10,15 +10,22 @@ from hvdtrain.cli.check.rank_facts import (
     RankFacts,
     describe_ranks,
     group_ranks,
-    number_ranges,
 )
+from hvdtrain.comm.cores.topology import number_ranges
 from hvdtrain.comm.rendezvous import files_needed
 
 # of /dev/shm for each rank of a host: MPI's and NCCL's memory between ranks, and data loaders
 SHARED_BYTES = 64 * 2**20
+_MOST_MASKS = 4  # named in one finding
 MANY_RANKS = 1024  # from which on a full mesh is said
 _FIX_BINDING = (
     "mpirun --bind-to none, or --map-by slot:PE=N for N cores each; srun --cpus-per-task=N"
+)
+
+_FIX_SHARED = (
+    "comm.bind=gpu (each rank's share of the cores next to its GPU) or comm.bind=numa, or launch "
+    "--bind gpu; where the launcher binds: mpirun --map-by numa:PE=N --bind-to core, srun "
+    "--cpus-per-task=N --cpu-bind=cores"
 )
 
 
@@ -26,7 +33,13 @@ def find_shortages(ranks: Sequence[RankFacts]) -> list[Finding]:
     """Every finding about what ranks share; `ranks` are all ranks of the job."""
     findings: list[Finding] = []
     for on_machine in group_ranks(ranks, lambda facts: facts["machine"] or facts["host"]).values():
-        findings += [*_cores(on_machine), *_threads(on_machine), *_gpus(on_machine)]
+        findings += [
+            *_cores(on_machine),
+            *_shared_cores(on_machine),
+            *_far_cores(on_machine),
+            *_threads(on_machine),
+            *_gpus(on_machine),
+        ]
     for on_host in group_ranks(
         ranks, lambda facts: facts["host"]
     ).values():  # containers of one machine have limits of their own
@@ -84,6 +97,47 @@ def _cores(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             "reading data together"
         )
         yield Finding("warning", what, describe_ranks(bound), _FIX_BINDING)
+
+
+def _shared_cores(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    """Ranks that share cores although there are enough for all; _cores() reports the others."""
+    masks = group_ranks(ranks, lambda facts: tuple(facts["cores"]))
+    crossed = [
+        mask
+        for mask in masks
+        if any(other != mask and {*other} & {*mask} for other in masks) and len(mask) > 1
+    ]
+    if crossed:
+        sharing = [facts for mask in crossed for facts in masks[mask]]
+        listed = ", ".join(number_ranges(mask) for mask in crossed[:_MOST_MASKS])
+        more = ", ..." if len(crossed) > _MOST_MASKS else ""
+        what = f"ranks are bound to cores that overlap in part: {listed}{more}"
+        yield Finding("warning", what, describe_ranks(sharing), _FIX_SHARED)
+        return
+    for mask, sharing in masks.items():
+        if 1 < len(sharing) <= len(mask):
+            what = (
+                f"{len(sharing)} ranks share the same {_cores_text(len(mask))} "
+                f"({number_ranges(mask)}): threads may move away from their memory and from "
+                "each rank's GPU"
+            )
+            yield Finding("note", what, describe_ranks(sharing), _FIX_SHARED)
+
+
+def _far_cores(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    """Ranks that are bound to cores of which none is next to their GPU."""
+    for facts in ranks:
+        near = facts.get("gpu_cores", [])  # of another version there are none
+        if near and not {*near} & {*facts["cores"]}:
+            what = (
+                f"cores {number_ranges(facts['cores'])} are not next to the rank's GPU, which is "
+                f"at {number_ranges(near)}"
+            )
+            fix = (
+                "comm.bind=gpu, with ranks that the launcher does not bind: mpirun --bind-to none, "
+                "srun --cpu-bind=none"
+            )
+            yield Finding("warning", what, describe_ranks([facts]), fix)
 
 
 def _cores_text(count: int) -> str:

@@ -42,6 +42,7 @@ from hvdtrain.cli.launch.launch_commands import (
 from hvdtrain.cli.launch.program import Program, check_exists, read_program, value_of
 from hvdtrain.cli.launch.run import LauncherRun
 from hvdtrain.cli.options import CommandParser
+from hvdtrain.comm.cores.shares import BINDS
 from hvdtrain.comm.driver_files import HERE
 from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.comm.rendezvous import SECRET, free_port, new_secret
@@ -60,7 +61,8 @@ hvdtrain launch [-np 8] [-H n1:4,n2:4 | --hostfile FILE] [--logs DIR] [--plain] 
   --container IMAGE   run ranks inside an Apptainer or Singularity image, started by the host's launcher; the image needs hvdtrain
                       and an MPI that fits the host's
   --inside            with --container: use the mpirun of the image instead, on one host
-  --bind DIR          a further folder that the container sees; it always sees the current one
+  --bind DIR          with --container: a further folder that the container sees; it always sees the current one
+  --bind numa|gpu     cores of each rank: its own share of its host's, or its share of those next to its GPU (comm.bind); default: none
   --env NAME          a further variable for ranks on other hosts; PATH, OMP_*, HOROVOD_*, NCCL_*, *SEED and such are always sent
   --logs DIR          what each rank of a script or program prints, on its host: DIR/rank-0.log, DIR/rank-1.log, ...
   --plain             the lines of a script or program as they are; without it each begins with its rank: [3] loss 0.1
@@ -174,6 +176,7 @@ def compose(options: argparse.Namespace, program: Program, environ: Mapping[str,
         hosts=hosts,
         forwarded=forwarded_variables(environ, options.env) if may_use_other_hosts else (),
         as_root=os.geteuid() == 0,
+        ranks_bind=options.cores not in (None, "none"),
         oversubscribe=options.oversubscribe or (on_this_machine_only and ranks > available_cores()),
         fault_tolerant=value_of(program.words, "guard.lost")
         in ("shrink", "restart"),  # its launcher must not end the other ranks
@@ -196,7 +199,14 @@ def _command_of(
     """Builds the command line of a rank. shares: the ranks of each host, if hosts are known; port:
     where torch.distributed may meet."""
     hosts = ",".join(f"{host.name}:{host.slots}" for host in shares) if len(shares) > 1 else None
-    return program.command(python, plain=options.plain, logs=options.logs, hosts=hosts, port=port)
+    return program.command(
+        python,
+        plain=options.plain,
+        logs=options.logs,
+        hosts=hosts,
+        port=port,
+        bind=options.cores,
+    )
 
 
 def _for_another_machine(options: argparse.Namespace, program: Program) -> list[str]:
@@ -234,7 +244,15 @@ def _for_another_machine(options: argparse.Namespace, program: Program) -> list[
         python = ["apptainer", "exec", *binds, options.container, "python3"]
     ranks = _ranks(options, hosts, None, {})
     command = _command_of(program, python, options, ranks_per_host(hosts, ranks), _PORT_ELSEWHERE)
-    return command_for(options.mpi, ranks, hosts, command, options.env, options.oversubscribe)
+    return command_for(
+        options.mpi,
+        ranks,
+        hosts,
+        command,
+        options.env,
+        options.oversubscribe,
+        ranks_bind=options.cores not in (None, "none"),
+    )
 
 
 def _with_srun(
@@ -282,7 +300,12 @@ def _container_prefix(options: argparse.Namespace) -> list[str]:
     if options.container is None:
         if options.inside or options.bind:
             option = "--inside" if options.inside else "--bind"
-            raise UserError(f"{option} needs --container", _COMMAND_LINE, "--container IMAGE")
+            fix = "--container IMAGE"
+            if options.bind:
+                fix += (
+                    f"; for the cores of ranks --bind {' or '.join(BINDS)}, not {options.bind[0]}"
+                )
+            raise UserError(f"{option} needs --container", _COMMAND_LINE, fix)
         return []
     if options.inside and (options.hosts or options.hostfile or options.slurm):
         what = (
@@ -432,4 +455,15 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
             else nearest(unknown[0], parser.names())
         )
         raise UserError(f"unknown argument '{short(unknown[0])}'", _COMMAND_LINE, fix)
+    options.cores, options.bind = _read_binds(options.bind)
     return options
+
+
+def _read_binds(values: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Splits the values of --bind: what cores ranks are bound to, None without such a value, and
+    the folders of --container."""
+    cores = list(dict.fromkeys(value for value in values if value in BINDS))
+    if len(cores) > 1:
+        raise UserError(f"--bind {cores[0]} and --bind {cores[1]}", _COMMAND_LINE, "one of them")
+    folders = [value for value in values if value not in BINDS]
+    return (cores[0] if cores else None), folders

@@ -60,6 +60,7 @@ class LaunchRequest:
     as_root: bool = False
     oversubscribe: bool = False  # allow more ranks than slots
     fault_tolerant: bool = False  # Open MPI 5: the other ranks live on where one is lost (ULFM)
+    ranks_bind: bool = False  # themselves, so that srun must not: the other launchers never do
 
 
 def mpirun_command(kind: MpiKind, request: LaunchRequest) -> list[str]:
@@ -157,6 +158,8 @@ def srun_command(request: LaunchRequest, pmi: str, cores_per_rank: int | None) -
         ]
     if cores_per_rank:
         command.append(f"--cpus-per-task={cores_per_rank}")
+    if request.ranks_bind:
+        command.append("--cpu-bind=none")
     if request.oversubscribe:
         command.append("--overcommit")
     return [*command, *request.program]
@@ -274,8 +277,11 @@ def command_for(
     program: Sequence[str],
     variables: Sequence[str],
     oversubscribe: bool,
+    *,
+    ranks_bind: bool = False,
 ) -> list[str]:
     """The command line for `mpi`, one of MPIS; `variables`: further ones for ranks on other hosts.
+    ranks_bind: ranks bind themselves to cores.
 
     Raises UserError if a launcher that gives each host as many ranks cannot distribute them.
     """
@@ -288,6 +294,7 @@ def command_for(
         if mpi == "openmpi"
         else (),  # the other ones send all variables
         oversubscribe=oversubscribe,
+        ranks_bind=ranks_bind,
     )
     return _OTHERS[mpi](request) if mpi in _OTHERS else mpirun_command(_KINDS[mpi], request)
 

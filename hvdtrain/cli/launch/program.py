@@ -49,18 +49,35 @@ class Program(NamedTuple):
         logs: str | None = None,
         hosts: str | None = None,
         port: int | None = None,
+        bind: str | None = None,
     ) -> tuple[str, ...]:
         """The command line of a rank. plain: without the rank before each line; logs: the folder of
         its log file.
 
-        hosts, port: of MASTER_ADDR and MASTER_PORT.
+        hosts, port: of MASTER_ADDR and MASTER_PORT. bind: as comm.bind. Raises UserError if a job
+        has another one.
         """
         if self.is_job:
-            return (*python, "-m", "hvdtrain", *self.words)
+            return (*python, "-m", "hvdtrain", *self._bound_words(bind))
         options = ["--plain"] * plain
-        for option, value in (("--logs", logs), ("--hosts", hosts), ("--port", port)):
+        for option, value in (
+            ("--logs", logs),
+            ("--hosts", hosts),
+            ("--port", port),
+            ("--bind", bind),
+        ):
             options += [] if value is None else [option, str(value)]
         return (*python, "-m", RANK, *options, self.kind, *self.words)
+
+    def _bound_words(self, bind: str | None) -> tuple[str, ...]:
+        """The words of a job with comm.bind."""
+        if bind is None:
+            return self.words
+        of_job = value_of(self.words, "comm.bind", bind)
+        if of_job != bind:
+            what = f"--bind {bind}, but the job has comm.bind={short(str(of_job))}"
+            raise UserError(what, "command line of launch", "one of them")
+        return (*self.words, f"comm.bind={bind}")
 
 
 def read_program(words: Sequence[str], own_options: Sequence[str]) -> Program:

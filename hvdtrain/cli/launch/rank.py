@@ -20,6 +20,8 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 from hvdtrain.cli.launch.allocation import Host, read_hosts
+from hvdtrain.comm.cores.bind import bind_alone
+from hvdtrain.comm.cores.shares import BINDS
 from hvdtrain.comm.launcher_variables import (
     BY_LAUNCH,
     SRUN,
@@ -62,6 +64,7 @@ def main() -> int:
         "--hosts", help="n1:4,n2:4, the ranks of each host, where there are several"
     )
     parser.add_argument("--port", help="of MASTER_PORT, where the environment has none")
+    parser.add_argument("--bind", choices=BINDS, default="none", help="as comm.bind")
     parser.add_argument("kind", choices=("script", "module", "program"))
     parser.add_argument("words", nargs=argparse.REMAINDER)
     options = parser.parse_args()
@@ -70,6 +73,8 @@ def main() -> int:
         rank = place.rank
         set_torch_variables(place, os.environ, options.hosts, options.port)
         log = log_of(options.logs, rank)
+        for line in bind_alone(options.bind, place):
+            print(f"hvdtrain launch: {line}", file=sys.stderr, flush=True)
     except UserError as error:
         print(f"hvdtrain: {error}", file=sys.stderr)
         return error.code

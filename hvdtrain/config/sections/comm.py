@@ -55,6 +55,12 @@ class CommConfig(Section):
         "GPU computes; auto: device if MPI reports support for it on every rank, "
         "otherwise host. The header says which and why",
     )
+    bind: Literal["none", "numa", "gpu"] = Field(
+        default="none",
+        description="cores on which the threads of a rank run; numa: its own share of the host's "
+        "cores, in order of NUMA nodes; gpu: its share of the cores next to its GPU; none: all "
+        "cores that the launcher gave it. Cores that the launcher bound are kept",
+    )
     bucket_mb: float | None = Field(
         default=None,
         ge=2**-10,

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 
 from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.cores.gpus import address_of
 from hvdtrain.comm.engines import Feature
 from hvdtrain.comm.mesh import make_mesh
 from hvdtrain.comm.staging import KINDS, Accelerator
@@ -155,6 +156,22 @@ def planned_work(
     from hvdtrain.frameworks.torch import predict_memory
 
     return predict_memory.planned_work(config, task, step, ranks, features)
+
+
+def gpu_address(config: Config, communicator: Communicator) -> str | None:
+    """The PCI address of this rank's GPU, as in /sys; None if it computes on the CPU, or no one
+    tells."""
+    device = pick_device(config, communicator)
+    if device.type != "cuda":
+        return None
+    properties: Any = torch.cuda.get_device_properties(device)
+    try:
+        domain = properties.pci_domain_id
+        bus = properties.pci_bus_id
+        slot = properties.pci_device_id
+    except AttributeError:  # older torch
+        return address_of(communicator.local_rank, os.environ)
+    return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
 
 
 def free_device_bytes(config: Config, communicator: Communicator) -> int | None:

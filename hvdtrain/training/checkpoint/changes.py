@@ -53,6 +53,7 @@ _SAME_JOB = (
         "comm.address",
         "comm.timeout_s",
         "comm.reduce",
+        "comm.bind",
         "comm.bucket_mb",
         "comm.tune",
         "comm.hierarchical",
