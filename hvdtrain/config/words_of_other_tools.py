@@ -133,6 +133,7 @@ KEYS = {
     **dict.fromkeys(("amp", "bf16", "bfloat16"), "speed.precision=bf16"),
     **dict.fromkeys(("gpu", "cuda", "use_gpu", "use_cuda"), "speed.device=cuda"),
     **dict.fromkeys(("cpu", "no_cuda", "no_gpu"), "speed.device=cpu"),
+    **dict.fromkeys(("peak_flops", "available_flops", "mfu"), "speed.peak_tflops"),
     "torch_compile": "speed.compile",
     "memory_format": "speed.channels_last",
     **dict.fromkeys(

@@ -235,6 +235,14 @@ class ProgressDisplay:
             ),
             ("memory", f"{f['memory_mb'] / 1e3:.2f} GB" if "memory_mb" in f else ""),
             ("GPU memory", f"{f['gpu_memory_mb'] / 1e3:.2f} GB" if "gpu_memory_mb" in f else ""),
+            ("GPU", f"{f['gpu_percent']:.0f} % busy" if "gpu_percent" in f else ""),
+            (
+                "of each device",
+                f"{f['device_tflops']:.3g} TFLOP/s"
+                + (f", {f['mfu']:.1%} MFU" if "mfu" in f else "")
+                if "device_tflops" in f
+                else "",
+            ),
             ("power", f"{f['watts']:,.0f} W" if "watts" in f else ""),
         ]
         return [(name, value) for name, value in metrics if value]

@@ -19,6 +19,8 @@ from hvdtrain.events import redaction
 from hvdtrain.events.log import Event
 
 METRICS: tuple[str, ...] = ("loss", "accuracy")  # if the event "start" does not name them
+# what one device achieves
+_OF_DEVICE = ("device_samples_per_s", "device_tokens_per_s", "device_tflops", "mfu")
 # field -> tag, by kind of event, besides metrics. A field of several numbers becomes a tag
 # for each: "speed/phase_ms/forward".
 _STEP = {
@@ -28,6 +30,8 @@ _STEP = {
     "logged": "train",  # in a custom loop: the logged values, by name
     "samples_per_s": "speed/samples_per_s",
     "tokens_per_s": "speed/tokens_per_s",
+    **{name: f"speed/{name}" for name in _OF_DEVICE},
+    "gpu_percent": "speed/gpu_percent",
     "phase_ms": "speed/phase_ms",
     "work_ms": "speed/work_ms",
     "slowest_rank": "speed/slowest_rank",
@@ -43,6 +47,7 @@ _EPOCH = {
     "logged": "epoch",  # as of a step
     "samples_per_s": "epoch/samples_per_s",
     "tokens_per_s": "epoch/tokens_per_s",
+    **{name: f"epoch/{name}" for name in _OF_DEVICE},
     "noise_scale": "epoch/noise_scale",
     "joules": "energy/joules",
     "wh": "energy/wh",
@@ -56,6 +61,7 @@ _JOB = {
     "samples": "job/samples",
     "tokens_per_s": "job/tokens_per_s",
     "samples_per_s": "job/samples_per_s",
+    **{name: f"job/{name}" for name in _OF_DEVICE},
     "joules": "job/joules",
     "joules_per_sample": "job/joules_per_sample",
 }

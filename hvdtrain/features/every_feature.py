@@ -66,8 +66,9 @@ PLAIN = (  # these exclude nothing themselves: other features list what they exc
     ),
     _plain("speed.precision", "fp32", "speed.precision=bf16", "speed.precision=fp16"),
     _plain("speed.compile", "none", "speed.compile=default"),
+    _plain("speed.peak_tflops", None, "speed.peak_tflops=0.5"),
     _plain("speed.channels_last", None, "speed.channels_last=true"),
-    _plain("comm.bind", "none", "comm.bind=numa", "comm.bind=gpu"),
+    _plain("comm.bind", "none", "comm.bind=numa"),
     _plain("optim.clip_norm", None, "optim.clip_norm=0.05"),
     _plain(
         "recipe.growth",

@@ -22,6 +22,7 @@ NOT_TORCH: dict[str, Supported] = {
     "speed.compile": Supported(("none",), "default"),
     "speed.channels_last": Supported((None,), True),
     "speed.deterministic": Supported((False,), True),
+    "speed.peak_tflops": Supported((None,), 0.5),
     "data.resident": Supported((None, False), True),
     "data.pad": Supported(({},), '{"tokens":0}'),
     "data.pack": Supported((None,), 64),

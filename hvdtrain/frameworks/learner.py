@@ -221,6 +221,12 @@ class Learner(HasState, Protocol):
     def gpu(self) -> Gpu | None:
         """The rank's GPU; None if it computes on a CPU."""
 
+    @property
+    def number_type(self) -> str:
+        """In which matrix products are computed, as torch names it: "bfloat16"; empty if the
+        framework does not tell."""
+        return ""
+
     def profile(self, path: Path) -> AbstractContextManager[None]:
         """Writes a trace of the work inside, with the phases of each step, into the folder `path`.
 

@@ -92,6 +92,7 @@ def _summary_column(run: RunRecord, objective: str) -> dict[str, str]:
             if math.isfinite(tokens := summary.tokens_per_s(run))
             else {}
         ),
+        **summary.of_each_device(run),
         "memory of a rank": summary.memory_summary(run),
         "energy per sample": summary.energy_summary(run),
         "hvdtrain": cell(start.get("version")),

@@ -77,6 +77,24 @@ def tokens_per_s(run: RunRecord) -> float:
     return first_finite(number(run.end_event, "tokens_per_s"), _weighted_mean(epochs))
 
 
+def of_each_device(run: RunRecord) -> dict[str, str]:
+    """What one device achieves, by the name of a row: samples/s, tokens/s, TFLOP/s, MFU, and the
+    share of time in which its GPU is busy. Of the whole job if it has ended, else of its last
+    event."""
+    last = next(reversed([*run.epoch_events(), *run.step_events()]), {})
+    event = run.end_event if "device_samples_per_s" in run.end_event else last
+    rows = {
+        "samples/s of a device": f"{number(event, 'device_samples_per_s'):,.4g}",
+        "tokens/s of a device": f"{number(event, 'device_tokens_per_s'):,.4g}",
+        "TFLOP/s of a device": f"{number(event, 'device_tflops'):.3g}",
+        "MFU": f"{number(event, 'mfu'):.1%}",
+    }
+    busy = finite(number(event, "gpu_percent") for event in run.step_events())
+    if busy:
+        rows["GPU busy"] = f"{median(busy):.0f} % of the time (median)"
+    return {name: text for name, text in rows.items() if not text.startswith("nan")}
+
+
 def _weighted_mean(rates: list[_WeightedRate]) -> float:
     """The weighted mean; NaN if no rate with its weight is known."""
     known = [one for one in rates if math.isfinite(one.rate) and math.isfinite(one.weight)]

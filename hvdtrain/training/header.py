@@ -52,6 +52,9 @@ def emit_start(job: Job, start: Start, engine_reason: str) -> None:
         framework=job.config.framework,
         model=f"{job.config.model.name}: {job.learner.describe()}",
         device=_device(job.learner.gpu()),
+        devices=job.throughput.devices,
+        flops_per_sample=job.throughput.flops,
+        peak_tflops=job.throughput.peak_tflops,
         samples=job.prefetcher.samples,
         val_samples=job.val_samples,
         task=job.task.name,
@@ -197,6 +200,7 @@ def header(job: Job, start: Start, engine_reason: str) -> list[str]:
         f"model   {config.model.name}: {job.learner.describe()}",
         *job.hooks.summary(),
         *([f"memory  {job.memory.note}"] if job.memory and job.memory.note else []),
+        job.throughput.line(),
         energy.summary(job.telemetry.energy.reasons),
         f"run     {start.run}",
     ]
@@ -222,6 +226,9 @@ def end_fields(job: Job, now: TrainState) -> dict[str, Any]:
     trained_s = now.trained_s + now.epoch_s
     # the unit of a sample's rate; with padding, tokens are not counted over the job
     tokens = job.task.sample_weight if "tokens" in job.task.sums else None
+    rates = {"samples_per_s": round(trained / trained_s, 1) if trained_s else None}
+    if tokens:
+        rates["tokens_per_s"] = round(trained * tokens / trained_s, 1) if trained_s else None
     return {
         f"val_{now.objective}": now.last,
         f"best_{now.objective}": now.best,
@@ -229,12 +236,8 @@ def end_fields(job: Job, now: TrainState) -> dict[str, Any]:
         "seconds": round(now.seconds, 3),
         "epochs": p.epochs,
         "samples": p.samples,
-        "samples_per_s": round(trained / trained_s, 1) if trained_s else None,
-        **(
-            {"tokens_per_s": round(trained * tokens / trained_s, 1) if trained_s else None}
-            if tokens
-            else {}
-        ),
+        **rates,
+        **job.throughput.of_device(rates),
         "joules": joules,
         **({"joules_per_sample": sum(joules.values()) / p.samples} if joules and p.samples else {}),
     }
@@ -294,7 +297,11 @@ def _results(job: Job, now: TrainState, memory: dict[str, Any]) -> list[str]:
             )
     if fields["samples_per_s"]:
         tokens = f"{fields['tokens_per_s']:,.0f} tokens/s, " if fields.get("tokens_per_s") else ""
-        lines.append(f"speed    {tokens}{fields['samples_per_s']:,.0f} {unit}/s of training")
+        operations = job.throughput.words(fields)
+        lines.append(
+            f"speed    {tokens}{fields['samples_per_s']:,.0f} {unit}/s of training"
+            + (f", {operations}" if operations else "")
+        )
     lines += [line for gauge in job.telemetry.gauges for line in gauge.lines()]
     if memory:
         lines.append(memory_line(memory))

@@ -195,8 +195,8 @@ def trainers_names(task: Task) -> set[str]:
         "lr",
         "batch",
         "epochs",
-        "samples_per_s",
-        "tokens_per_s",
+        *(f"{device}{unit}_per_s" for device in ("", "device_") for unit in ("samples", "tokens")),
+        *("device_tflops", "mfu", "gpu_percent"),
     }
 
 

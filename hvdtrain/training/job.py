@@ -37,6 +37,7 @@ from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.replicas.probe import Probe
 from hvdtrain.training.samples import SampleSeries
 from hvdtrain.training.telemetry.telemetry import Telemetry, make_gauges, make_telemetry
+from hvdtrain.training.telemetry.throughput import Throughput
 
 if TYPE_CHECKING:  # with guard.lost
     from hvdtrain.training.memory_copy import MemoryCopy
@@ -75,6 +76,7 @@ class Job:
     # the state to return to when ranks are lost; None if a loss ends the job
     memory_copy: MemoryCopy | None
     clock: Callable[[], float]  # seconds spent in this job, over all its runs
+    throughput: Throughput  # what turns its rates into those of a device
     unfinished: StepsSinceSync | None = None  # between two sync points
 
 
@@ -96,13 +98,14 @@ def make_job(
     memory: MemoryMeter | None = None,
     recipe: Recipe | None = None,
     hooks: Sequence[Hook] = (),
+    throughput: Throughput | None = None,
 ) -> Job:
     """Creates the job that continues from `start`. Every rank calls it, with its learner in the
     common state.
 
     run: the run folder, where rank 0 writes checkpoints; None for a job that writes nothing.
     checkpoint_limit_bytes: larger checkpoint files are rejected. record_config, open_run: see
-    Saver. recipe: if already computed.
+    Saver. recipe: if already computed. throughput: of the model and its devices, if measured.
     """
     hosts = communicator.allgather_object(socket.gethostname())
     saver = None
@@ -161,6 +164,7 @@ def make_job(
         memory=memory,
         memory_copy=None,
         clock=clock_from(start.seconds),
+        throughput=throughput or Throughput(communicator.size),
     )
 
 
@@ -233,6 +237,7 @@ def on_other_ranks(job: Job, now: TrainState) -> Job:
         checkpoints=checkpoints,
         health=health,
         telemetry=telemetry,
+        throughput=job.throughput.on_other_ranks(job.config, job.communicator, job.learner),
         samples=replace(job.samples, health=health),
         noise_scale=NoiseScale(signal=now.noise[0], noise=now.noise[1]),
     )

@@ -34,7 +34,7 @@ from hvdtrain.training.health.watchdog import Watchdog
 from hvdtrain.training.hooks import hooks_of
 from hvdtrain.training.input import fewest_samples
 from hvdtrain.training.job import Job, make_job, make_saver
-from hvdtrain.training.job_memory import MemoryMeter, forecast_of_job
+from hvdtrain.training.job_memory import LEAST_WEIGHTS, MemoryMeter, forecast_of_job
 from hvdtrain.training.loop import train
 from hvdtrain.training.lost import RunningJob, ready_for_losses
 from hvdtrain.training.memory import room_of_rank
@@ -46,6 +46,7 @@ from hvdtrain.training.run_folder import write_config
 from hvdtrain.training.run_lock import RunLock
 from hvdtrain.training.start import Start, start_or_resume
 from hvdtrain.training.sync_point import close_all, fail, write_last_checkpoint
+from hvdtrain.training.telemetry.throughput import measure_throughput
 
 TRACKED_S = 2.0  # between two events of steps that a tracker gets
 
@@ -100,6 +101,9 @@ def train_job(
         hosts = communicator.allgather_object(socket.gethostname())
         Probe(config, datasets.task).compare(communicator, learner, hosts, "before the first step")
     memory.begin(learner, start.weights, communicator.rank)
+    throughput = measure_throughput(
+        config, datasets.task, communicator, learner, is_small=start.weights < LEAST_WEIGHTS
+    )
     found = [
         *rank_notes,
         *notes(config, datasets),
@@ -128,6 +132,7 @@ def train_job(
         memory=memory,
         recipe=recipe,
         hooks=hooks,
+        throughput=throughput,
     )
     start = start._replace(notes=[*start.notes, *job.hooks.load(start.train_state)])
     header.emit_start(job, start, engine_reason)

@@ -89,8 +89,8 @@ def test_one_process(tmp_path: Path) -> None:
     )
     tree = json.loads(out.read_text())
     assert (
-        set(tree) == {"exit_code", "engine", "findings", "speed", "run", "ranks"}
-        and tree["exit_code"] == 0
+        set(tree) == {"exit_code", "engine", "findings", "speed", "run", "cores", "ranks"}
+        and (tree["exit_code"], tree["cores"]) == (0, [])
     )
     assert (
         tree["engine"] == "single: no launcher"

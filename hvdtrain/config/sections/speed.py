@@ -42,6 +42,13 @@ class SpeedConfig(Section):
         description="mode of torch.compile: default, reduce-overhead (CUDA graphs) or "
         "max-autotune; none: do not compile (framework=torch)",
     )
+    peak_tflops: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e7,
+        description="most operations of one device in 10^12 a second, for the MFU of the events; "
+        "default: the data sheet's, for the GPUs that hvdtrain knows (framework=torch)",
+    )
     deterministic: bool = Field(
         default=False,
         description="use only GPU kernels that give the same bits each time, so that a "

@@ -174,6 +174,14 @@ def gpu_address(config: Config, communicator: Communicator) -> str | None:
     return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
 
 
+def sample_flops(config: Config, task: Task, *, is_small: bool) -> float:
+    """The operations of the forward and the backward pass of one sample. Raises UserError if the
+    model needs numbers to compute shapes."""
+    from hvdtrain.frameworks.torch import sample_flops as counted
+
+    return counted.sample_flops(config, task, is_small=is_small)
+
+
 def free_device_bytes(config: Config, communicator: Communicator) -> int | None:
     """Free bytes of this rank's GPU, for each of the ranks that share it; None if it computes on
     the CPU."""

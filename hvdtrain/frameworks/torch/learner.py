@@ -238,5 +238,10 @@ class TorchLearner(RankModel, DrawsTokens, Learner):
     def gpu(self) -> Gpu | None:
         return gpu(self.device)
 
+    @property
+    def number_type(self) -> str:
+        precision = self.forward.precision
+        return str(precision.layers or precision.weights).removeprefix("torch.")
+
     def profile(self, path: Path) -> AbstractContextManager[None]:
         return profile(self.stopwatch, self.device, path)

@@ -76,7 +76,7 @@ def _works(
     most_passes: int,
 ) -> list[PlannedWork]:
     try:
-        with _side_effects_undone():
+        with side_effects_undone():
             plain = _without_libraries(config)
             return [
                 _count(plain, task, step, ranks, features, stage, most_passes)
@@ -135,7 +135,7 @@ def _count(
     mesh = planned_mesh(config, 1 if fuses else ranks, features, stage, moved)
     live = _FakeStorages()
     with FakeTensorMode(allow_non_fake_inputs=True), live:
-        with _CopiedWithoutNumbers():  # of the model and the loss that a script gives
+        with CopiedWithoutNumbers():  # of the model and the loss that a script gives
             learner = _learner(config, task, mesh, features)
         inputs = learner.forward.inputs
         micro = [inputs.zeros(step.micro)] * min(step.passes, most_passes)
@@ -252,7 +252,7 @@ def copies_bytes(learner: TorchLearner) -> int:
 
 
 @contextmanager
-def _side_effects_undone() -> Iterator[None]:
+def side_effects_undone() -> Iterator[None]:
     """Redraws random numbers, and keeps torch from logging what it cannot predict: predict()
     raises it."""
     log = logging.getLogger(FakeTensorMode.__module__)
@@ -265,7 +265,7 @@ def _side_effects_undone() -> Iterator[None]:
         log.setLevel(level)
 
 
-class _CopiedWithoutNumbers(TorchFunctionMode):
+class CopiedWithoutNumbers(TorchFunctionMode):
     """Makes copy.deepcopy() work inside FakeTensorMode for tensors that are not parameters, such as
     buffers. Without it their numbers would be copied into a tensor without numbers."""
 
@@ -410,6 +410,14 @@ def answer(tensor: torch.Tensor) -> bool | float:
     if tensor.is_floating_point():
         return 1.0
     return 1
+
+
+class Answered(TorchDispatchMode):
+    """A mode in which tensors without numbers answer with one when the host reads them. Initial
+    weights that are redrawn until they fit need it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return answer(args[0]) if func is ASKS_FOR_NUMBER else func(*args, **(kwargs or {}))
 
 
 class _FakeStorages(LiveStorages):

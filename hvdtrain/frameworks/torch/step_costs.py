@@ -111,15 +111,18 @@ class FlopCounter(TorchDispatchMode):
     two parts does not take.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, of_model: bool = False) -> None:
+        """of_model: without the scores that the backward pass of a fused attention computes
+        again."""
         super().__init__()
+        self._formulas = _FORMULAS | _OF_MODEL if of_model else _FORMULAS
         self.flops = 0  # a multiply-add counts as two
         self.touched_bytes = 0  # of arguments and results, each once
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        formula = _FORMULAS.get(func.overloadpacket)
+        formula = self._formulas.get(func.overloadpacket)
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=result)
         elif not func.is_view and func.overloadpacket not in _WITHOUT_WORK:
@@ -149,6 +152,18 @@ def _attention_backward(
     return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
 
 
+def _attention_gradients(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *_: Any,
+    **__: Any,
+) -> int:
+    """Two gradients of each of the two products of the forward pass."""
+    return 2 * _attention(query, key, value)
+
+
 _aten: Any = torch.ops.aten
 _WITHOUT_WORK = {
     *(
@@ -165,4 +180,7 @@ _FORMULAS: dict[Any, Any] = {
     **flop_registry,
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,  # missing from torch's table
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+_OF_MODEL: dict[Any, Any] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_gradients,
 }

@@ -67,6 +67,7 @@ _SAME_JOB = (
         "speed.channels_last",
         "speed.compile",
         "speed.deterministic",
+        "speed.peak_tflops",
     ),
     *("hooks", "checkpoint.", "guard.", "log.", "profile."),
 )

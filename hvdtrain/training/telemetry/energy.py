@@ -36,6 +36,7 @@ class Nvml(Protocol):
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Any: ...
     def nvmlDeviceGetMigMode(self, handle: Any) -> Sequence[int]: ...
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: Any) -> int: ...
+    def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any: ...
 
 
 class Claim(NamedTuple):
@@ -253,6 +254,17 @@ def _package_counter(zone: Path) -> Counter:
 
 def gpu_counter(gpu: str | None, gpu_reason: str, nvml: Nvml | None = None) -> Counter:
     """NVML's counter of one GPU. Raises Unmeasured if there is none."""
+    driver, handle = whole_gpu(gpu, gpu_reason, nvml)
+    try:
+        # millijoules since the driver was loaded
+        return Counter(lambda: driver.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3)
+    except driver.NVMLError as error:
+        raise Unmeasured(f"NVML has no counter of {gpu}: {error}") from None
+
+
+def whole_gpu(gpu: str | None, gpu_reason: str, nvml: Nvml | None = None) -> tuple[Nvml, Any]:
+    """NVML, and its handle of one GPU. gpu, gpu_reason: as of find_counters(). Raises Unmeasured
+    for a part of a GPU, and without NVML."""
     if gpu is None:
         raise Unmeasured(gpu_reason)
     if gpu.startswith("MIG-"):
@@ -263,10 +275,9 @@ def gpu_counter(gpu: str | None, gpu_reason: str, nvml: Nvml | None = None) -> C
         handle = nvml.nvmlDeviceGetHandleByUUID(gpu)
         if _is_divided(nvml, handle):
             raise Unmeasured(f"{gpu} is divided (MIG), and NVML counts whole GPUs")
-        # millijoules since the driver was loaded
-        return Counter(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3)
     except nvml.NVMLError as error:
         raise Unmeasured(f"NVML has no counter of {gpu}: {error}") from None
+    return nvml, handle
 
 
 def _pynvml() -> Nvml:

@@ -33,6 +33,7 @@ from hvdtrain.training.telemetry.gauge import Gauge
 from hvdtrain.training.telemetry.mesh import MeshGauge, slowest, stages_of_ranks
 from hvdtrain.training.telemetry.profiler import StepProfiler, parse_profile_steps
 from hvdtrain.training.telemetry.startup import FirstStep
+from hvdtrain.training.telemetry.utilization import Utilization
 
 
 def make_telemetry(
@@ -50,6 +51,8 @@ def make_telemetry(
         communicator, gpu.uuid or None if gpu else None, gpu.why if gpu else ""
     )
     energy = EnergyMeter(counters, communicator.rank, time.monotonic)
+    # on all ranks or none: they sum the same names
+    utilization = Utilization(gpu) if "gpu" in energy.reasons else None
     steps = parse_profile_steps(config.profile.steps, config.where("profile.steps"))
     folder = run / "profile" / f"rank-{communicator.rank:05d}"
     profiler = StepProfiler(learner, log, folder, *steps) if steps else None
@@ -65,6 +68,7 @@ def make_telemetry(
         profiler=profiler,
         first_step=first_step,
         gauges=gauges,
+        utilization=utilization,
     )
 
 
@@ -93,7 +97,8 @@ class Telemetry:
     with the sums of training; sync_fields() converts it to an event's fields.
 
     stages: (ranks,), the stage of each, whose ranks do the same work; None: one. step_times: an
-    event for each step (log.step_times).
+    event for each step (log.step_times). utilization: of this rank's GPU; None on all ranks if none
+    has one.
     """
 
     def __init__(
@@ -109,6 +114,7 @@ class Telemetry:
         profiler: StepProfiler | None = None,
         first_step: FirstStep | None = None,
         gauges: Sequence[Gauge] = (),
+        utilization: Utilization | None = None,
     ) -> None:
         self._communicator = communicator
         self._learner = learner
@@ -124,6 +130,7 @@ class Telemetry:
         self._epoch_steps = 0
         self._stages = np.zeros(communicator.size, int) if stages is None else stages
         self.gauges = gauges
+        self._utilization = utilization
 
     def before_step(self, p: Progress) -> None:
         """A step begins at p."""
@@ -147,8 +154,14 @@ class Telemetry:
             "rank.memory": self._of_this_rank(peak_memory_bytes()),
             "rank.gpu_memory": self._of_this_rank(gpu.peak_bytes() if gpu else 0),
             **{name: self._of_this_rank(seconds) for name, seconds in of_gauges},
+            **self._of_driver(),
             **self.energy.sync_sums(),
         }
+
+    def _of_driver(self) -> Sums:
+        if self._utilization is None:
+            return {}
+        return {"rank.gpu_percent": self._of_this_rank(self._utilization.percent())}
 
     def _of_this_rank(self, value: float) -> np.ndarray:
         """(ranks,): the sum over ranks has every rank's value at its index."""
@@ -169,6 +182,7 @@ class Telemetry:
             "phase_ms": self._phase_ms(sums, steps, window_s),
             **self._slowest(1e3 * sums["rank.work"] / steps),
             **_memory_mb(sums),
+            **_gpu_percent(sums),
             **dict(of_gauges),
             **({} if math.isnan(watts) else {"watts": watts}),
         }
@@ -262,6 +276,13 @@ def _memory_mb(sums: Sums) -> dict[str, float]:
         "gpu_memory_mb": float(sums["rank.gpu_memory"].max()) / 1e6,
     }
     return {key: peak for key, peak in peaks.items() if peak}
+
+
+def _gpu_percent(sums: Sums) -> dict[str, float]:
+    """The mean over the ranks whose GPU can be read."""
+    percent = np.asarray(sums.get("rank.gpu_percent", ()), dtype=float)
+    known = percent[np.isfinite(percent)]
+    return {"gpu_percent": float(known.mean())} if len(known) else {}
 
 
 def _work_s(phases: PhaseTimes) -> float:

@@ -14,8 +14,8 @@ from hvdtrain.errors import UserError, first_line
 from hvdtrain.extras.plan.forecast.layers import LayerSummary
 from hvdtrain.frameworks.torch.call import Called, call
 from hvdtrain.frameworks.torch.model import example, normed_model
-from hvdtrain.frameworks.torch.predict_memory import ASKS_FOR_NUMBER, answer
-from hvdtrain.frameworks.torch.private_api import FakeTensorMode, TorchDispatchMode
+from hvdtrain.frameworks.torch.predict_memory import Answered
+from hvdtrain.frameworks.torch.private_api import FakeTensorMode
 from hvdtrain.frameworks.torch.step_costs import FlopCounter
 from hvdtrain.tasks.task import Task
 
@@ -27,7 +27,7 @@ def summarize(config: Config, task: Task) -> list[LayerSummary]:
     values of tensors."""
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            with _Answered():  # not in the forward pass, whose shapes may depend on the numbers
+            with Answered():  # not in the forward pass, whose shapes may depend on the numbers
                 model = normed_model(config, task, SingleProcessCommunicator())
             return _Calls(model, example(_SAMPLES, config, task, torch.empty(0))).rows()
     except UserError:
@@ -42,14 +42,6 @@ def summarize(config: Config, task: Task) -> list[LayerSummary]:
             config.where("model.name"),
             "a model whose shapes do not depend on the values of tensors",
         ) from error
-
-
-class _Answered(TorchDispatchMode):
-    """A mode in which tensors without numbers answer with one when the host reads them. Initial
-    weights that are redrawn until they fit need it."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return answer(args[0]) if func is ASKS_FOR_NUMBER else func(*args, **(kwargs or {}))
 
 
 class _Calls:

@@ -1,0 +1,72 @@
+"""The floating-point operations that a model needs for one sample, counted before the first
+step."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from hvdtrain.config.schema import Config
+from hvdtrain.errors import UserError, first_line
+from hvdtrain.frameworks.torch.call import call
+from hvdtrain.frameworks.torch.model import checked_model, example
+from hvdtrain.frameworks.torch.private_api import FakeTensorMode, tree_leaves
+from hvdtrain.frameworks.torch.step_costs import FlopCounter
+from hvdtrain.tasks.task import Task
+
+_SAMPLES = 2
+
+
+def sample_flops(config: Config, task: Task, *, is_small: bool) -> float:
+    """Operations of matrix products, convolutions and attention in the forward and the backward
+    pass of one sample; a multiply-add counts as two.
+
+    They are the model's: what model.recompute or a fused attention computes again does not count,
+    and neither do the loss and the optimizer. Of several outputs all count, also one that the loss
+    does not read. The model is in evaluation mode, in which a user's model has no side effects:
+    layers that it calls in training alone do not count.
+
+    is_small: a copy of the model runs on the CPU, in milliseconds. Tensors without numbers, which
+    a large model gets, load 80 MB of libraries for a second. Raises UserError if the model cannot
+    be called.
+    """
+    plain = config.replace(
+        model=config.model.replace(recompute="none"),
+        speed=config.speed.replace(compile="none", device="cpu"),
+    )
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the model's come again when it trains
+            if is_small:
+                return _count(checked_model(plain, task), plain, task)
+            return _count_without_numbers(plain, task)
+    except Exception as error:  # of the user's model
+        how = "" if is_small else " without numbers"
+        what = f"{config.model.name} cannot be called{how}: {type(error).__name__}: "
+        raise UserError(f"{what}{first_line(error)}", config.where("model.name")) from error
+
+
+def _count_without_numbers(config: Config, task: Task) -> float:
+    from hvdtrain.frameworks.torch.predict_memory import (
+        Answered,
+        CopiedWithoutNumbers,
+        side_effects_undone,
+    )  # as build() imports it: jobs with small models do not load it
+
+    with side_effects_undone(), FakeTensorMode(allow_non_fake_inputs=True):
+        with Answered(), CopiedWithoutNumbers():
+            model = checked_model(config, task)
+        return _count(model, config, task)
+
+
+def _count(model: torch.nn.Module, config: Config, task: Task) -> float:
+    dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
+    inputs = example(_SAMPLES, config, task, torch.empty(0, dtype=dtype))
+    with FlopCounter(of_model=True) as counter:
+        outputs = call(model.eval(), inputs)
+        differentiable = [
+            x for x in tree_leaves(outputs) if isinstance(x, torch.Tensor) and x.requires_grad
+        ]
+        torch.stack([x.sum() for x in differentiable]).sum().backward()
+    return counter.flops / _SAMPLES

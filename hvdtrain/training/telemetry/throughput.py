@@ -1,0 +1,161 @@
+"""What each device of a job achieves: samples, tokens and operations a second, and the model FLOPs
+utilization (MFU)."""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.config import plugins
+from hvdtrain.config.schema import Config
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.learner import Learner
+from hvdtrain.tasks.task import Task
+from hvdtrain.training.telemetry.peaks import peak_tflops
+from hvdtrain.training.telemetry.utilization import Utilization
+
+_DIGITS = 4  # of each number in the events
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """What turns samples a second of all ranks into figures of one device."""
+
+    devices: int = 1
+    flops: float | None = None  # of the forward and backward pass of one sample
+    why_no_flops: str = ""
+    peak_tflops: float | None = None  # of one device
+    of_peak: str = ""  # what the peak is of, or why there is none
+    utilization: str = ""  # how it is measured; empty on a CPU
+
+    def of_device(self, rates: Mapping[str, Any]) -> dict[str, float]:
+        """Fields of the events step, epoch, end and stop, from those with the rates of all devices;
+        none where no rate is known."""
+        samples_per_s = rates.get("samples_per_s")
+        if not samples_per_s or not math.isfinite(samples_per_s):
+            return {}
+        found = {"device_samples_per_s": samples_per_s / self.devices}
+        if rates.get("tokens_per_s"):
+            found["device_tokens_per_s"] = rates["tokens_per_s"] / self.devices
+        if self.flops is not None:
+            tflops = self.flops * samples_per_s / self.devices / 1e12
+            found["device_tflops"] = tflops
+            if self.peak_tflops:
+                found["mfu"] = tflops / self.peak_tflops
+        return {name: float(f"{value:.{_DIGITS}g}") for name, value in found.items()}
+
+    def line(self) -> str:
+        """flops   9.87 MFLOP a sample, forward and backward; MFU of 989.5 TFLOP/s (NVIDIA H200,
+        bfloat16); GPU utilization by NVML"""
+        if self.flops is None:
+            parts = [f"not counted: {self.why_no_flops}"]
+        elif self.peak_tflops:
+            parts = [
+                _of_sample(self.flops),
+                f"MFU of {self.peak_tflops:g} TFLOP/s ({self.of_peak})",
+            ]
+        else:
+            parts = [_of_sample(self.flops), f"no MFU: {self.of_peak}"]
+        return f"flops   {'; '.join([*parts, self.utilization] if self.utilization else parts)}"
+
+    def words(self, fields: Mapping[str, Any]) -> str:
+        """1.23 TFLOP/s (45.1 % MFU) of each of 8 devices"""
+        tflops = fields.get("device_tflops")
+        if tflops is None:
+            return ""
+        mfu = f" ({fields['mfu']:.1%} MFU)" if "mfu" in fields else ""
+        each = f" of each of {self.devices} devices" if self.devices > 1 else ""
+        return f"{with_unit(1e12 * tflops)}/s{mfu}{each}"
+
+    def on_other_ranks(
+        self, config: Config, communicator: Communicator, learner: Learner
+    ) -> Throughput:
+        """The figures of the ranks that continue after a loss. A collective."""
+        return replace(self, devices=count_devices(config, communicator, learner))
+
+
+def _of_sample(flops: float) -> str:
+    return f"{with_unit(flops)} a sample, forward and backward"
+
+
+def with_unit(flops: float) -> str:
+    """8.18 GFLOP"""
+    unit, factor = next(
+        (
+            (unit, factor)
+            for unit, factor in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
+            if flops >= factor
+        ),
+        ("kFLOP", 1e3),
+    )
+    return f"{flops / factor:.3g} {unit}"
+
+
+def measure_throughput(
+    config: Config, task: Task, communicator: Communicator, learner: Learner, *, is_small: bool
+) -> Throughput:
+    """What rank 0's model and device say, on every rank. A collective. is_small: the model can run
+    on the CPU in milliseconds."""
+    devices = count_devices(config, communicator, learner)
+    found = (
+        _of_this_rank(config, task, learner, devices, is_small) if not communicator.rank else None
+    )
+    result: Throughput = communicator.broadcast_object(found)
+    return result
+
+
+def _of_this_rank(
+    config: Config, task: Task, learner: Learner, devices: int, is_small: bool
+) -> Throughput:
+    flops, why = None, ""
+    try:
+        flops = _sample_flops(config, task, is_small)
+    except UserError as error:
+        why = error.what
+    gpu = learner.gpu()
+    measured = ""
+    if gpu is not None:
+        reason = Utilization(gpu).reason
+        measured = f"GPU utilization {f'not measured: {reason}' if reason else 'by NVML'}"
+    return Throughput(devices, flops, why, *_peak(config, learner), measured)
+
+
+def count_devices(config: Config, communicator: Communicator, learner: Learner) -> int:
+    """The devices of all ranks; a GPU that ranks share counts once. A collective."""
+    gpu = learner.gpu()
+    own = f"{socket.gethostname()} {gpu.uuid}" if gpu and gpu.uuid else f"{communicator.rank}"
+    return len(set(communicator.allgather_object(own))) * config.speed.devices
+
+
+def _sample_flops(config: Config, task: Task, is_small: bool) -> float:
+    """Raises UserError where the operations cannot be counted, or differ from sample to sample."""
+    framework: Any = plugins.load("frameworks", config.framework, config.where("framework"))
+    if not hasattr(framework, "sample_flops"):
+        raise UserError(f"framework={config.framework} does not count them")
+    for key, differs in (
+        ("data.pad", bool(config.data.pad)),
+        ("data.pack", config.data.pack is not None),
+        ("model.thaw", bool(config.model.thaw)),
+    ):
+        if differs:
+            raise UserError(f"{key} changes their number during the job")
+    flops: float = framework.sample_flops(config, task, is_small=is_small)
+    return flops
+
+
+def _peak(config: Config, learner: Learner) -> tuple[float | None, str]:
+    """The peak of one device, and what it is of, or why it is not known."""
+    if config.speed.peak_tflops is not None:
+        return config.speed.peak_tflops, "speed.peak_tflops"
+    gpu = learner.gpu()
+    if gpu is None:
+        return None, "speed.peak_tflops=N gives the peak of a processor"
+    kind = learner.number_type
+    peak = peak_tflops(gpu.name, kind)
+    if peak is None:
+        return None, f"the peak of {gpu.name} in {kind} is not known, speed.peak_tflops=N gives it"
+    return peak, f"{gpu.name}, {kind}"
