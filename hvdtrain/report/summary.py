@@ -81,7 +81,7 @@ def of_each_device(run: RunRecord) -> dict[str, str]:
     """What one device achieves, by the name of a row: samples/s, tokens/s, TFLOP/s, MFU, and the
     share of time in which its GPU is busy. Of the whole job if it has ended, else of its last
     event."""
-    last = next(reversed([*run.epoch_events(), *run.step_events()]), {})
+    last: Fields = next(reversed([*run.epoch_events(), *run.step_events()]), {})
     event = run.end_event if "device_samples_per_s" in run.end_event else last
     rows = {
         "samples/s of a device": f"{number(event, 'device_samples_per_s'):,.4g}",
