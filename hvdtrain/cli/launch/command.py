@@ -61,8 +61,7 @@ hvdtrain launch [-np 8] [-H n1:4,n2:4 | --hostfile FILE] [--logs DIR] [--plain] 
   --container IMAGE   run ranks inside an Apptainer or Singularity image, started by the host's launcher; the image needs hvdtrain
                       and an MPI that fits the host's
   --inside            with --container: use the mpirun of the image instead, on one host
-  --bind DIR          with --container: a further folder that the container sees; it always sees the current one
-  --bind numa|gpu     cores of each rank: its own share of its host's, or its share of those next to its GPU (comm.bind); default: none
+  --bind numa|gpu|DIR numa, gpu: each rank runs on cores of its own (comm.bind); DIR: a further folder that a container sees
   --env NAME          a further variable for ranks on other hosts; PATH, OMP_*, HOROVOD_*, NCCL_*, *SEED and such are always sent
   --logs DIR          what each rank of a script or program prints, on its host: DIR/rank-0.log, DIR/rank-1.log, ...
   --plain             the lines of a script or program as they are; without it each begins with its rank: [3] loss 0.1
