@@ -215,7 +215,8 @@ def gpu_address(config: Config, communicator: Communicator) -> str | None:
         return None
     if config.speed.device == "cpu" or config.framework == "numpy":
         return None
-    return gpus.address_of(communicator.local_rank, os.environ)
+    first = communicator.local_rank * config.speed.devices  # of the devices of a rank of JAX
+    return gpus.address_of(first, os.environ)
 
 
 def _before_connecting(
