@@ -125,7 +125,7 @@ def _shared_cores(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def _far_cores(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """Ranks that are bound to cores of which none is next to their GPU."""
+    """Ranks that are bound to cores away from their GPU."""
     for facts in ranks:
         near = facts.get("gpu_cores", [])  # of another version there are none
         if near and not {*near} & {*facts["cores"]}:

@@ -111,7 +111,8 @@ def measure_throughput(
 def _of_this_rank(
     config: Config, task: Task, learner: Learner, devices: int, is_small: bool
 ) -> Throughput:
-    flops, why = None, ""
+    flops = None
+    why = ""
     try:
         flops = _sample_flops(config, task, is_small)
     except UserError as error:
