@@ -20,7 +20,8 @@ from hvdtrain.config.read import configure
 from hvdtrain.data.field import Field
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Gpu
-from hvdtrain.frameworks.torch.sample_flops import sample_flops
+from hvdtrain.frameworks.torch.sample_flops import _EagerCounter, sample_flops
+from hvdtrain.frameworks.torch.step_costs import FlopCounter
 from hvdtrain.tasks.language import Language
 from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.telemetry.peaks import peak_tflops
@@ -116,6 +117,13 @@ def test_counting_draws_no_random_numbers_and_changes_no_model() -> None:
     before = torch.random.get_rng_state()
     counted(f"{HERE}:Small", is_small=True)
     assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_counting_loads_no_compiler() -> None:
+    """torch wraps other modes in what loads it at their first operation: more than a second of each
+    start."""
+    assert hasattr(FlopCounter.__torch_dispatch__, "__wrapped__")
+    assert not hasattr(_EagerCounter.__torch_dispatch__, "__wrapped__")
 
 
 def test_figures_of_one_device() -> None:

@@ -4,6 +4,7 @@ step."""
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 
@@ -60,10 +61,22 @@ def _count_without_numbers(config: Config, task: Task) -> float:
         return _count(model, config, task)
 
 
+class _EagerCounter(FlopCounter):
+    """Counts a model's operations outside of torch.compile. Another mode has torch load its
+    compiler at the first operation: 800 modules, more than a second."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.count(func, args, kwargs or {})
+
+
 def _count(model: torch.nn.Module, config: Config, task: Task) -> float:
     dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
     inputs = example(_SAMPLES, config, task, torch.empty(0, dtype=dtype))
-    with FlopCounter(of_model=True) as counter:
+    with _EagerCounter(of_model=True) as counter:
         outputs = call(model.eval(), inputs)
         differentiable = [
             x for x in tree_leaves(outputs) if isinstance(x, torch.Tensor) and x.requires_grad

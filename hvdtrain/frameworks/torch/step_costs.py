@@ -120,7 +120,10 @@ class FlopCounter(TorchDispatchMode):
         self.touched_bytes = 0  # of arguments and results, each once
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        return self.count(func, args, kwargs or {})
+
+    def count(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Calls an operation, and counts it; returns its result."""
         result = func(*args, **kwargs)
         formula = self._formulas.get(func.overloadpacket)
         if formula is not None:
