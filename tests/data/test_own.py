@@ -244,7 +244,7 @@ def many() -> np.ndarray:
         ),
         (
             "shape",
-            r"sample 7 of .* has x as float32 \(1, 3\), the first one as float32 \(2, 3\)\n  "
+            r"sample 7 of .* has x as float32 \(1, 3\), but the first one as float32 \(2, 3\)\n  "
             r"where: .*own_datasets\.py:\d+, Flawed\.",
         ),
         (
@@ -267,9 +267,9 @@ def test_what_is_wrong_with_a_sample_is_an_error_with_its_number(
     [
         (
             Flawed("dtype"),
-            r"sample 7 of .* has x as float64 \(2, 3\), the first one as float32 \(2, 3\)",
+            r"sample 7 of .* has x as float64 \(2, 3\), but the first one as float32 \(2, 3\)",
         ),
-        (Flawed("keys"), "sample 7 of .* has x, z, the first one x, y"),
+        (Flawed("keys"), "sample 7 of .* has x, z, but the first one has x, y"),
         (Flawed("nan"), "sample 7 of .* has nan in x, expected finite numbers"),
         (Flawed("text"), "x of sample 7 of .* is a str: seven"),
         (
@@ -648,6 +648,6 @@ def test_images_of_a_hugging_face_dataset() -> None:
     )
     with pytest.raises(
         UserError,
-        match=r"sample 1 of .* has x as uint8 \(3, 3, 3\), the first one as uint8 \(6, 5, 3\)",
+        match=r"sample 1 of .* has x as uint8 \(3, 3, 3\), but the first one as uint8 \(6, 5, 3\)",
     ):
         source(unequal).read(np.array([1]))

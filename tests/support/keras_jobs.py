@@ -426,7 +426,7 @@ def check_what_is_refused(folder: Path) -> None:
             val_data=masks,
         )
     except UserError as error:
-        assert "does not compute with framework=keras" in error.what, f"{error}"
+        assert "does not support framework=keras" in error.what, f"{error}"
     else:
         raise AssertionError("segmentation runs")
     keras.config.set_dtype_policy("float32")
