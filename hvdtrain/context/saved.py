@@ -4,23 +4,22 @@ its data position."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.on_all_ranks import long_on_rank_0, on_rank_0
+from hvdtrain.comm.on_all_ranks import on_rank_0
 from hvdtrain.core.arrays import Arrays, ArrayStream, Piece, whole
 from hvdtrain.core.metrics import Better, scalar
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import HasState
 from hvdtrain.training.checkpoint.files import Identity
-from hvdtrain.training.checkpoint.resume import check_identity, newest_good
+from hvdtrain.training.checkpoint.load import load_found
+from hvdtrain.training.checkpoint.ranges import CheckpointInParts
+from hvdtrain.training.checkpoint.resume import Reading, check_identity, newest
 from hvdtrain.training.progress.train_state import TrainState
-from hvdtrain.training.replicas.broadcast import broadcast_state
 
 # the trainer's loop does not resume from these checkpoints, nor a custom loop from the trainer's
 IDENTITY: Identity = {"loop": "a script's own"}
@@ -73,43 +72,21 @@ def restore(
     Every rank calls it. Raises UserError on all ranks if no checkpoint is good, or if it belongs to
     another model or to the trainer's loop.
     """
-    arrays: Arrays = {}
 
-    def read(moved: Callable[[], None]) -> tuple[TrainState | None, list[str]]:
+    def find(
+        reading: Reading,
+    ) -> tuple[tuple[TrainState | None, list[str]], Arrays | CheckpointInParts | None]:
         if run is None:
-            return None, []
-        found, read_arrays, notes = newest_good(
-            run, limit_bytes, mapped=learner.is_sharded, on_piece=moved
-        )
-        check_identity(found, IDENTITY)
-        arrays.update(read_arrays)
-        return found.train_state, notes
+            return (None, []), None
+        good = newest(run, reading)
+        check_identity(good.checkpoint, IDENTITY)
+        return (good.checkpoint.train_state, good.notes), good.arrays
 
-    train_state, notes = long_on_rank_0(communicator, read, go_on)
-    if train_state is None:
-        return None
-    extra = {name: array for name, array in arrays.items() if name.startswith(_PREFIX)}
-    state = {name: array for name, array in arrays.items() if not name.startswith(_PREFIX)}
-    broadcast_state(communicator, learner, state if communicator.rank == 0 else {}, on_array=go_on)
-    return Restored(train_state, _broadcast(communicator, extra), notes)
-
-
-def _broadcast(communicator: Communicator, arrays: Mapping[str, np.ndarray]) -> Arrays:
-    """Broadcasts rank 0's arrays, by name. A collective."""
-    schema = communicator.broadcast_object(
-        [(name, list(array.shape), array.dtype.str) for name, array in arrays.items()]
+    loaded = load_found(
+        communicator, learner, find, limit_bytes, go_on, lambda name: name.startswith(_PREFIX)
     )
-    arrays_of_root: Arrays = {}
-    for name, shape, dtype in schema:
-        own = (
-            np.require(arrays[name], requirements=["C", "W"])
-            if communicator.rank == 0
-            else np.zeros(shape, dtype)
-        )
-        arrays_of_root[name] = communicator.broadcast(own.reshape(-1), f"extra.{name}").reshape(
-            shape
-        )
-    return arrays_of_root
+    train_state, notes = loaded.found
+    return None if train_state is None else Restored(train_state, loaded.extra, notes)
 
 
 def evaluated(

@@ -20,8 +20,26 @@ class ArrayStream(NamedTuple):
     """Arrays that arrive one after the other; the receiver keeps what it needs."""
 
     shapes: dict[str, tuple[int, ...]]  # of all that come
-    arrays: Iterable[tuple[str, np.ndarray]]  # to be read once
+    # to be read once: numpy arrays, or of a learner that is_sharded ArrayInFile
+    arrays: Iterable[tuple[str, Any]]
     is_partial: bool = False  # arrays that do not arrive stay as they are
+
+
+class ArrayInFile(NamedTuple):
+    """An array of a file; a rank reads the elements that it has. numpy.asarray() reads it whole."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    # (first, last + 1) of each stretch of elements -> (n,), one stretch after the other
+    read: Callable[[Iterable[tuple[int, int]]], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        found = self.read([(0, math.prod(self.shape))]).reshape(self.shape)
+        return found if dtype is None else found.astype(dtype, copy=False)
 
 
 def as_stream(state: Arrays | ArrayStream) -> ArrayStream:
@@ -168,6 +186,14 @@ class Cut(NamedTuple):
 
 
 WHOLE = Cut()
+
+
+def elements(array: Any, cut: Cut, start: int, stop: int) -> Any:
+    """Elements start ... stop - 1 of a cut of an array, (stop - start,); of an ArrayInFile only
+    they are read."""
+    if isinstance(array, ArrayInFile):
+        return array.read(cut.runs(array.shape, start, stop))
+    return cut.take(array).reshape(-1)[start:stop]
 
 
 class Piece(NamedTuple):

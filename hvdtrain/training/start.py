@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.on_all_ranks import long_on_rank_0, on_rank_0
+from hvdtrain.comm.on_all_ranks import on_rank_0
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.folder import Folder
@@ -21,7 +20,14 @@ from hvdtrain.recipe.clock import total_samples
 from hvdtrain.tasks.task import objective
 from hvdtrain.training.checkpoint.array_file import HEADER_BYTES
 from hvdtrain.training.checkpoint.changes import Change
-from hvdtrain.training.checkpoint.resume import ResumePoint, find_resume_point, former_run
+from hvdtrain.training.checkpoint.load import load_found
+from hvdtrain.training.checkpoint.ranges import CheckpointInParts
+from hvdtrain.training.checkpoint.resume import (
+    Reading,
+    ResumePoint,
+    find_resume_point,
+    former_run,
+)
 from hvdtrain.training.checkpoint.room import needed_bytes
 from hvdtrain.training.data_facts import identity
 from hvdtrain.training.datasets import Datasets
@@ -63,7 +69,6 @@ class Found(NamedTuple):
     notes: list[str]
     goes_on: bool  # resumes the run in this folder
     is_over: bool
-    has_state: bool  # from a checkpoint, instead of the model's initial weights
 
 
 def start_or_resume(
@@ -83,25 +88,24 @@ def start_or_resume(
     array_bytes = sum(piece.nbytes + HEADER_BYTES for piece in pieces)
     limit_bytes = 2**20 + 8 * array_bytes  # a user's optimizer may not have created its state yet
     weights = sum(math.prod(piece.shape) for piece in pieces if piece.name.startswith("p."))
-    restored: Arrays | None = None
+    opened: tuple[Path, list[str]] | None = None  # once, also if a checkpoint is damaged
 
-    def find(moved: Callable[[], None]) -> Found:
-        nonlocal restored
-        run, notes = open_run_folder(config, lock)
+    def find(reading: Reading) -> tuple[Found, Arrays | CheckpointInParts | None]:
+        nonlocal opened
+        opened = opened or open_run_folder(config, lock)
+        run, notes = opened
         try:
             # by now: the job before this one may just have written its last checkpoint
             former = former_run(config)
             beginning = begin(config, datasets)
             shapes = {piece.name: piece.shape for piece in pieces}
-            point, restored = find_resume_point(
+            point, arrays = find_resume_point(
                 former,
                 config,
                 identity(config, datasets),
                 beginning,
-                limit_bytes,
+                reading,
                 shapes,
-                mapped=learner.is_sharded,
-                on_piece=moved,
             )
             goes_on = former is not None and former.resolve() == run.resolve()
             is_over = goes_on and bool(stop_reason(config, point.train_state))
@@ -111,21 +115,16 @@ def start_or_resume(
             lock.release()
             remove_if_empty(run)
             raise
-        return Found(run, point, [*notes, *point.notes], goes_on, is_over, restored is not None)
+        return Found(run, point, [*notes, *point.notes], goes_on, is_over), arrays
 
     heartbeat.beat("reading the checkpoint", 0, 0)
-    run, point, notes, goes_on, is_over, has_state = long_on_rank_0(
-        communicator, find, heartbeat.go_on
-    )
-    if learner.first_samples and not has_state:
-        heartbeat.beat("computing the first weights, begin_with()", 0, 0)
-        on_rank_0(communicator, lambda: begin_with_samples(config, datasets, learner))
-        heartbeat.beat("broadcasting the first weights", 0, 0)
-    digest = broadcast_state(communicator, learner, restored, on_array=heartbeat.go_on)
-    if config.model.weights is not None and not has_state:
-        heartbeat.beat("reading the pretrained weights", 0, 0)
-        loaded = load_pretrained(config, communicator, learner, heartbeat.go_on)
-        digest, notes = loaded.digest, [*notes, *loaded.lines]
+    loaded = load_found(communicator, learner, find, limit_bytes, heartbeat.go_on)
+    run, point, notes, goes_on, is_over = loaded.found
+    if loaded.digest is None:
+        digest, lines = _first_weights(config, datasets, communicator, learner, heartbeat)
+        notes = [*notes, *lines]
+    else:
+        digest = loaded.digest
     if (
         not goes_on
     ):  # not earlier: if the state does not fit the model, the run folder stays unchanged
@@ -142,6 +141,26 @@ def start_or_resume(
         weights=weights,
         checkpoint_limit_bytes=limit_bytes,
     )
+
+
+def _first_weights(
+    config: Config,
+    datasets: Datasets,
+    communicator: Communicator,
+    learner: Learner,
+    heartbeat: Heartbeat,
+) -> tuple[str, list[str]]:
+    """Gives all ranks the weights of a new job; returns their digest and lines for the user. A
+    collective."""
+    if learner.first_samples:
+        heartbeat.beat("computing the first weights, begin_with()", 0, 0)
+        on_rank_0(communicator, lambda: begin_with_samples(config, datasets, learner))
+        heartbeat.beat("broadcasting the first weights", 0, 0)
+    digest = broadcast_state(communicator, learner, None, on_array=heartbeat.go_on)
+    if config.model.weights is None:
+        return digest, []
+    heartbeat.beat("reading the pretrained weights", 0, 0)
+    return load_pretrained(config, communicator, learner, heartbeat.go_on)
 
 
 def begin(config: Config, datasets: Datasets) -> TrainState:

@@ -238,7 +238,9 @@ def test_evaluations_of_other_samples_are_not_compared(tmp_path: Path) -> None:
     config = configure(None, ["stop.target=0.9"])
     for evaluates, best in ((10, math.nan), (7, 0.95), (0, 0.95)):  # 0: of an older checkpoint
         save(tmp_path, 2, evaluates=evaluates, best=0.95, best_epoch=1)
-        point, _ = resume.find_resume_point(tmp_path, config, IDENTITY, beginning, ROOM)
+        point, _ = resume.find_resume_point(
+            tmp_path, config, IDENTITY, beginning, resume.Reading(ROOM)
+        )
         found = point.train_state
         reset = math.isnan(best)
         assert (found.best, found.last) == pytest.approx((best, best), nan_ok=True)
@@ -253,7 +255,7 @@ def test_evaluations_of_other_samples_are_not_compared(tmp_path: Path) -> None:
         ) == reset
         files.remove(tmp_path / "checkpoints" / "step-00000002")
     save(tmp_path, 2, evaluates=7, best=0.95, best_epoch=1, views=6)
-    point, _ = resume.find_resume_point(tmp_path, config, IDENTITY, beginning, ROOM)
+    point, _ = resume.find_resume_point(tmp_path, config, IDENTITY, beginning, resume.Reading(ROOM))
     assert math.isnan(point.train_state.best) and point.train_state.views == 1
     assert (
         "evaluations are of 1 view of each sample, and were of 6: the best one and stop.patience "

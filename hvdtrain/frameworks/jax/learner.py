@@ -15,7 +15,15 @@ import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
-from hvdtrain.core.arrays import Arrays, ArrayStream, Batch, Piece, as_stream
+from hvdtrain.core.arrays import (
+    ArrayInFile,
+    Arrays,
+    ArrayStream,
+    Batch,
+    Piece,
+    as_stream,
+    elements,
+)
 from hvdtrain.core.metrics import Sums, host_value, zero_sums
 from hvdtrain.core.progress import Hyper, fold
 from hvdtrain.data.images import augment
@@ -348,9 +356,9 @@ class JaxLearner(Learner):
         state = self._strategy.optimizer_state
         return zip(self._optimizer.state_names(state), state, strict=True)
 
-    def _part_on_device(self, piece: Piece, array: np.ndarray) -> jax.Array:
+    def _part_on_device(self, piece: Piece, array: np.ndarray | ArrayInFile) -> jax.Array:
         """This rank's part of a whole array; the caller keeps its memory."""
-        part = array if piece.is_whole else np.asarray(array).reshape(-1)[piece.start : piece.stop]
+        part = array if piece.is_whole else elements(array, piece.cut, piece.start, piece.stop)
         return self.target.to_device(np.array(part, piece.dtype))
 
     def describe(self) -> str:

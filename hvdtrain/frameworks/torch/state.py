@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hvdtrain.comm.staging import KINDS
-from hvdtrain.core.arrays import Arrays, ArrayStream, Piece, as_stream
+from hvdtrain.core.arrays import ArrayInFile, Arrays, ArrayStream, Piece, as_stream
 from hvdtrain.frameworks.learner import Shapes, check_fit
 from hvdtrain.frameworks.torch.optim import rule_optimizer
 from hvdtrain.frameworks.torch.optim.rule_optimizer import RuleOptimizer
@@ -128,17 +128,17 @@ class LearnerState:
         with torch.no_grad():
             for name, array in stream.arrays:
                 if name not in shapes:
-                    scale[name] = array
+                    scale[name] = np.asarray(array)
                 elif name.startswith("s."):
                     for parameter, key in _places(name, shards):
                         is_number = key in numbers.get(parameter, ()) or key.startswith(
                             rule_optimizer.GROUP
                         )
                         states.setdefault(parameter, {})[key] = (
-                            array if is_number else _part(array, shards[parameter])
+                            np.asarray(array) if is_number else _part(array, shards[parameter])
                         )
                 elif name in held and not held[name].is_whole:
-                    live[name].view(-1).copy_(torch.from_numpy(held[name].take(np.asarray(array))))
+                    live[name].view(-1).copy_(torch.from_numpy(held[name].take(array)))
                 else:
                     live[name].copy_(torch.from_numpy(np.asarray(array)))
         self._strategy.weights_changed()
@@ -186,13 +186,14 @@ class LearnerState:
         ]
 
 
-def _part(array: np.ndarray, shard: Shard) -> np.ndarray:
+def _part(array: np.ndarray | ArrayInFile, shard: Shard) -> np.ndarray:
     """What a shard has of the state of a whole parameter; a number for the parameter is every
     shard's."""
     if shard.is_whole or array.shape != shard.shape:
-        return array
+        return np.asarray(array)
     # the whole may be of this moment only
-    return shard.take(array).reshape(shard.parameter.shape).copy()
+    part: np.ndarray = shard.take(array).reshape(shard.parameter.shape).copy()
+    return part
 
 
 def _places(name: str, shards: dict[str, Shard]) -> Iterator[tuple[str, str]]:

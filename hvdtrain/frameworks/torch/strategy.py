@@ -9,7 +9,7 @@ import torch
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.mesh import Mesh
-from hvdtrain.core.arrays import WHOLE, Cut
+from hvdtrain.core.arrays import WHOLE, Cut, elements
 from hvdtrain.core.metrics import Sums, add_sums
 from hvdtrain.core.progress import GoOn, Hyper, Progress, WorkerUpdate
 
@@ -56,7 +56,7 @@ class Shard(NamedTuple):
 
     def take(self, array: Any) -> Any:
         """(n,), what belongs to these elements of an array of that shape."""
-        return self.cut.take(array).reshape(-1)[self.start : self.stop]
+        return elements(array, self.cut, self.start, self.stop)
 
 
 def whole_shard(p: torch.nn.Parameter) -> Shard:

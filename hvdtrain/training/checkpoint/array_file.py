@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from io import BufferedReader
-from typing import BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,7 @@ _NAMES = {  # of number types in a safetensors file
     "bool": "BOOL",
     "complex64": "C64",
 }
+_NUMPY = {code: name for name, code in _NAMES.items()}
 # bfloat16: only read
 _TYPES = {code: np.dtype(name).newbyteorder("<") for name, code in _NAMES.items()} | {
     "BF16": np.dtype("<u2")
@@ -71,21 +72,44 @@ def map_arrays(file: BufferedReader) -> Arrays:
     """
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
-    tree = json.loads(file.read(length), object_pairs_hook=_without_twins)
-    tree.pop("__metadata__", None)
+    places = places_of(file.read(length))
     data = (
         np.memmap(file, np.uint8, mode="r", offset=8 + length)
-        if any(of["data_offsets"][1] for of in tree.values())
+        if any(place.end for place in places.values())
         else np.zeros(0, np.uint8)
     )
     arrays = {}
-    for name, of in tree.items():
-        begin, end = of["data_offsets"]
-        numbers = data[begin:end].view(_TYPES[of["dtype"]]).reshape(of["shape"])
+    for name, place in places.items():
+        numbers = data[place.begin : place.end].view(_TYPES[place.code]).reshape(place.shape)
         arrays[name] = (
-            (numbers.astype(np.uint32) << 16).view(np.float32) if of["dtype"] == "BF16" else numbers
+            (numbers.astype(np.uint32) << 16).view(np.float32) if place.code == "BF16" else numbers
         )
     return arrays
+
+
+class ArrayPlace(NamedTuple):
+    """Where a safetensors file has the numbers of an array."""
+
+    code: str  # of their type: "F32"
+    shape: tuple[int, ...]
+    begin: int  # in bytes, from the end of the header
+    end: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Raises KeyError for a type that numpy does not have."""
+        return np.dtype(_NUMPY[self.code]).newbyteorder("<")
+
+
+def places_of(header: bytes) -> dict[str, ArrayPlace]:
+    """The arrays of a header, without its 8 bytes of length, by name. Raises ValueError for two
+    arrays of one name."""
+    tree = json.loads(header, object_pairs_hook=_without_twins)
+    tree.pop("__metadata__", None)
+    return {
+        name: ArrayPlace(of["dtype"], tuple(of["shape"]), *of["data_offsets"])
+        for name, of in tree.items()
+    }
 
 
 def _without_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:

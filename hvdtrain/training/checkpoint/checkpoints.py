@@ -19,12 +19,12 @@ from hvdtrain.core.folder import UNFINISHED, Folder
 from hvdtrain.events.terminal import warn
 from hvdtrain.frameworks.learner import HasState
 from hvdtrain.training.checkpoint import files
-from hvdtrain.training.checkpoint.files import Checkpoint
-from hvdtrain.training.checkpoint.resume import best_good, newest_good
+from hvdtrain.training.checkpoint.load import load_found
+from hvdtrain.training.checkpoint.ranges import CheckpointInParts
+from hvdtrain.training.checkpoint.resume import GoodCheckpoint, Reading, best, newest
 from hvdtrain.training.checkpoint.saver import LOOK_S, Saved, Saver
 from hvdtrain.training.checkpoint.shards import CheckpointShard, WrittenByAll, write_parts
 from hvdtrain.training.progress.train_state import TrainState
-from hvdtrain.training.replicas.broadcast import broadcast_state
 
 GRACE_S = 10.0  # at the end of a job, for rank 0 to create the folder that the others write into
 
@@ -224,35 +224,25 @@ class Checkpoints:
 
         Raises UserError if none is good.
         """
-        now = self._load(newest_good)
+        now = self._load(newest)
         assert now is not None
         return now
 
     def load_best(self) -> TrainState | None:
         """Loads the checkpoint whose evaluation was best; None if none was evaluated."""
-        return self._load(best_good)
+        return self._load(best)
 
-    def _load(
-        self, find: Callable[..., tuple[Checkpoint, Arrays, list[str]] | None]
-    ) -> TrainState | None:
-        restored: Arrays | None = None
+    def _load(self, choose: Callable[[Path, Reading], GoodCheckpoint | None]) -> TrainState | None:
         self._wait_for_the_write_before()
 
-        def read(moved: Callable[[], None]) -> TrainState | None:
-            nonlocal restored
+        def find(reading: Reading) -> tuple[TrainState | None, Arrays | CheckpointInParts | None]:
             self.close()
-            found = find(
-                self.run, self._limit_bytes, mapped=self._learner.is_sharded, on_piece=moved
-            )
-            if found is None:
-                return None
-            restored = found[1]
-            return found[0].train_state
+            good = choose(self.run, reading)
+            return (None, None) if good is None else (good.checkpoint.train_state, good.arrays)
 
-        now = long_on_rank_0(self._communicator, read, self._go_on)
-        if now is not None:
-            broadcast_state(self._communicator, self._learner, restored, on_array=self._go_on)
-        return now
+        return load_found(
+            self._communicator, self._learner, find, self._limit_bytes, self._go_on
+        ).found
 
     def finish(self, now: TrainState) -> LastWrite:
         """Writes the last checkpoint, and waits for it. Every rank calls it."""

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,10 +45,11 @@ ARRAYS = ("weights.safetensors", "optimizer.safetensors")
 PROGRESS = "progress.json"
 CHECKSUMS = "SHA256SUMS"
 # What reading a damaged or foreign file may raise.
-_PARSE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
+PARSE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 ASIDE = (
     ".replaced"  # suffix of a checkpoint that is about to be replaced by a new one of the same step
 )
+_WRONG = "its checksum is not the one in SHA256SUMS"
 _PROGRESS_BYTES = 2**26  # of a progress.json, enough for the names of some 500,000 parameters
 
 OpenFolder = Callable[[Path], Folder]  # RunLock.open, or Folder.open without a lock
@@ -203,7 +204,7 @@ def read_numbers(folder: Path) -> Checkpoint:
     """The numbers of a checkpoint; its arrays are neither read nor checked. Raises Damaged if they
     cannot be read."""
     try:
-        with _open(folder) as files:
+        with open_checkpoint(folder) as files:
             tree = json.loads(files.read(PROGRESS, _PROGRESS_BYTES).decode())
         if tree["format"] != FORMAT:
             raise ValueError(f"format {tree['format']!r:.40}, this version reads {FORMAT}")
@@ -212,8 +213,8 @@ def read_numbers(folder: Path) -> Checkpoint:
         if not all(isinstance(name, str) for name in tree["names"].values()):
             raise TypeError("names are not strings")
         return Checkpoint(folder, from_json(tree["train_state"]), tree["identity"], tree["names"])
-    except (OSError, *_PARSE_ERRORS) as error:
-        raise _damaged(folder, PROGRESS, error) from None
+    except (OSError, *PARSE_ERRORS) as error:
+        raise damaged(folder, PROGRESS, error) from None
 
 
 def read_arrays(
@@ -234,33 +235,46 @@ def read_arrays(
     name = CHECKSUMS
     arrays: Arrays = {}
     try:
-        with _open(folder) as files:
-            lines = (
-                line.partition("  ")
-                for line in files.read(CHECKSUMS, _PROGRESS_BYTES).decode().splitlines()
-            )
-            checksums = {file: checksum for checksum, _, file in lines}
+        with open_checkpoint(folder) as files:
+            checksums = parse_checksums(read_checksums(files))
             for name in (*ARRAYS, PROGRESS):
                 with files.open_file(name) as file:
-                    _check_length(
+                    check_length(
                         file,
                         _PROGRESS_BYTES if name == PROGRESS else limit_bytes,
                         has_header=name != PROGRESS,
                     )
                     if name not in checksums and sums_of(name) in checksums:
                         check_chunks(
-                            file, _read_chunk_sums(files, file, sums_of(name), checksums), on_piece
+                            file, read_chunk_sums(files, file, sums_of(name), checksums), on_piece
                         )
                     elif checksums.get(name) != _checksum(file, on_piece):
-                        raise ValueError("its checksum is not the one in SHA256SUMS")
+                        raise ValueError(_WRONG)
                     if name in names:
                         arrays |= map_arrays(file) if mapped else _load(file)
-    except (OSError, *_PARSE_ERRORS) as error:
-        raise _damaged(folder, name, error) from None
+    except (OSError, *PARSE_ERRORS) as error:
+        raise damaged(folder, name, error) from None
     return arrays
 
 
-def _read_chunk_sums(
+def read_checksums(files: Folder) -> bytes:
+    """The content of SHA256SUMS. Raises OSError, and ValueError if it is too large."""
+    return files.read(CHECKSUMS, _PROGRESS_BYTES)
+
+
+def parse_checksums(text: bytes) -> dict[str, str]:
+    """SHA-256 of each file that SHA256SUMS names."""
+    lines = (line.partition("  ") for line in text.decode().splitlines())
+    return {file: checksum for checksum, _, file in lines}
+
+
+def check_progress(files: Folder, checksums: Mapping[str, str]) -> None:
+    """Raises ValueError if progress.json is not what was written, OSError if it cannot be read."""
+    if checksums.get(PROGRESS) != hashlib.sha256(files.read(PROGRESS, _PROGRESS_BYTES)).hexdigest():
+        raise ValueError(_WRONG)
+
+
+def read_chunk_sums(
     files: Folder, file: BufferedReader, name: str, checksums: Mapping[str, str]
 ) -> str:
     """Reads the text file `name`, with a line for each chunk of a file. Raises ValueError if it is
@@ -351,12 +365,12 @@ def remove_from(checkpoints: Folder, name: str) -> None:
         checkpoints.remove_tree(hidden)
 
 
-def _open(folder: Path) -> Folder:
+def open_checkpoint(folder: Path) -> Folder:
     """Opens a checkpoint's folder; only the path of its run may contain links."""
     return Folder.open(folder.parent.parent, folder.parent.name, folder.name)
 
 
-def _check_length(file: BufferedReader, most_bytes: int, has_header: bool) -> None:
+def check_length(file: BufferedReader, most_bytes: int, has_header: bool) -> None:
     """Raises ValueError for a file that is too large, or whose length contradicts its header,
     before all of it is read."""
     size = os.fstat(file.fileno()).st_size
@@ -379,7 +393,16 @@ def _check_length(file: BufferedReader, most_bytes: int, has_header: bool) -> No
         raise ValueError("its length differs from the one in its header")
 
 
-def _damaged(folder: Path, name: str, error: Exception) -> Damaged:
+@contextlib.contextmanager
+def naming(folder: Path, name: str) -> Iterator[None]:
+    """Raises Damaged for what reading the file `name` of a checkpoint raises."""
+    try:
+        yield
+    except (OSError, *PARSE_ERRORS) as error:
+        raise damaged(folder, name, error) from None
+
+
+def damaged(folder: Path, name: str, error: Exception) -> Damaged:
     kind = (
         ""
         if isinstance(error, (OSError, ValueError)) and str(error)

@@ -30,6 +30,7 @@ from hvdtrain.training.checkpoint.changes import (
     resume_command,
 )
 from hvdtrain.training.checkpoint.files import Checkpoint, Damaged, Identity
+from hvdtrain.training.checkpoint.ranges import CheckpointInParts, find_parts
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.progress.triggers import stop_reason, time_is_over
 
@@ -53,27 +54,62 @@ class ResumePoint(NamedTuple):
     changes: list[Change] | None  # in the configuration of that run; None where that cannot be read
 
 
+class Reading(NamedTuple):
+    """How the arrays of a checkpoint are read."""
+
+    limit_bytes: int  # of a file
+    mapped: bool = False  # as read_arrays()
+    on_piece: Callable[[], None] = lambda: None  # as read_arrays()
+    # of a checkpoint that several ranks wrote, only the headers: each rank reads its own elements
+    in_parts: bool = False
+    # why checkpoints, by the names of their folders, are known to be damaged
+    damaged: Mapping[str, str] = {}
+
+    def read(self, folder: Path) -> Arrays | CheckpointInParts:
+        """Raises Damaged."""
+        if folder.name in self.damaged:
+            raise Damaged(self.damaged[folder.name], str(folder))
+        found = find_parts(folder, self.limit_bytes) if self.in_parts else None
+        return found or files.read_arrays(
+            folder, self.limit_bytes, mapped=self.mapped, on_piece=self.on_piece
+        )
+
+
+class GoodCheckpoint(NamedTuple):
+    """A checkpoint whose arrays can be read."""
+
+    checkpoint: Checkpoint
+    arrays: Arrays | CheckpointInParts
+    notes: list[str]  # a line for each newer, damaged one
+
+    @property
+    def shapes(self) -> Shapes:
+        """Shapes of its arrays, by name."""
+        if isinstance(self.arrays, CheckpointInParts):
+            return self.arrays.shapes
+        return {name: array.shape for name, array in self.arrays.items()}
+
+
 def find_resume_point(
     run: Path | None,
     config: Config,
     identity: Identity,
     beginning: TrainState,
-    limit_bytes: int,
+    reading: Reading,
     shapes: Shapes | None = None,
-    *,
-    mapped: bool = False,
-    on_piece: Callable[[], None] = lambda: None,
-) -> tuple[ResumePoint, Arrays | None]:
+) -> tuple[ResumePoint, Arrays | CheckpointInParts | None]:
     """On rank 0, finds the state to resume from and its arrays; None for a new job, whose state is
     `beginning`.
 
-    run: as former_run(); shapes: of the job's own arrays, with which advice is compared; mapped,
-    on_piece: as read_arrays(). Raises UserError if no checkpoint is good, or the newest good one is
-    of another job.
+    run: as former_run(); shapes: of the job's own arrays, with which advice is compared. Raises
+    UserError if no checkpoint is good, or the newest good one is of another job.
     """
     if run is None:
         return ResumePoint(None, beginning, [], []), None
-    found, arrays, notes = newest_good(run, limit_bytes, mapped=mapped, on_piece=on_piece)
+    good = newest(run, reading)
+    found = good.checkpoint
+    arrays = good.arrays
+    notes = good.notes
     check_identity(found, identity)
     check_sums(found, beginning)
     progress = dataclasses.replace(found.train_state.progress, total=beginning.progress.total)
@@ -115,11 +151,7 @@ def find_resume_point(
     train_state = ended_by_hook(train_state, changed)
     refuse_another_optimizer(changed, config, run)
     refuse_another_model(changed, config, run)
-    misfit = (
-        ""
-        if shapes is None
-        else _misfit(config, shapes, {name: array.shape for name, array in arrays.items()})
-    )
+    misfit = "" if shapes is None else _misfit(config, shapes, good.shapes)
     refuse_another_job(changed, config, run, train_state, misfit)
     _refuse_copy(config, run, train_state)
     return ResumePoint(
@@ -185,6 +217,11 @@ def _refuse_copy(config: Config, run: Path, now: TrainState) -> None:
         )
 
 
+def newest(run: Path, reading: Reading) -> GoodCheckpoint:
+    """The newest undamaged checkpoint of a run. Raises UserError if there is none."""
+    return _first_good(run, files.finished(run)[::-1], reading)
+
+
 def newest_good(
     run: Path,
     limit_bytes: int,
@@ -197,34 +234,24 @@ def newest_good(
 
     mapped, on_piece: as read_arrays(). Raises UserError if there is none.
     """
-    return _first_good(run, files.finished(run)[::-1], limit_bytes, mapped, on_piece)
+    found = newest(run, Reading(limit_bytes, mapped, on_piece))
+    assert not isinstance(found.arrays, CheckpointInParts), "not asked for"
+    return found.checkpoint, found.arrays, found.notes
 
 
-def best_good(
-    run: Path,
-    limit_bytes: int,
-    *,
-    mapped: bool = False,
-    on_piece: Callable[[], None] = lambda: None,
-) -> tuple[Checkpoint, Arrays, list[str]] | None:
-    """Returns the undamaged checkpoint with the best objective; None if none was evaluated."""
+def best(run: Path, reading: Reading) -> GoodCheckpoint | None:
+    """The undamaged checkpoint with the best objective; None if none was evaluated."""
     folders = files.finished(run)
     rated = prune.best(folders, len(folders))
-    return _first_good(run, rated, limit_bytes, mapped, on_piece) if rated else None
+    return _first_good(run, rated, reading) if rated else None
 
 
-def _first_good(
-    run: Path, folders: Sequence[Path], limit_bytes: int, mapped: bool, on_piece: Callable[[], None]
-) -> tuple[Checkpoint, Arrays, list[str]]:
+def _first_good(run: Path, folders: Sequence[Path], reading: Reading) -> GoodCheckpoint:
     notes: list[str] = []
     for folder in folders:
         try:
             found = files.read_numbers(folder)
-            return (
-                found,
-                files.read_arrays(folder, limit_bytes, mapped=mapped, on_piece=on_piece),
-                notes,
-            )
+            return GoodCheckpoint(found, reading.read(folder), notes)
         except Damaged as error:
             notes.append(
                 f"damaged {folder.name} is skipped: "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import BufferedReader
 from typing import NamedTuple
@@ -119,6 +119,35 @@ def as_text(checksums: Iterable[str]) -> str:
     return "".join(f"{checksum}\n" for checksum in checksums)
 
 
+class ChunkedFile:
+    """A file whose chunks have checksums, and of which only bytes that match them are returned."""
+
+    def __init__(self, file: BufferedReader, text: str) -> None:
+        """text: a line for each chunk, as as_text() writes them. Raises ValueError if the file has
+        another number of chunks."""
+        self._file = file
+        self._expected = text.splitlines()
+        self._size = os.fstat(file.fileno()).st_size
+        _check_count(self._size, self._expected)
+        self._number = -1  # of the chunk that was read last: the next bytes are often in it too
+        self._chunk = b""
+
+    def read(self, begin: int, end: int) -> Iterator[memoryview]:
+        """Bytes begin ... end - 1, in pieces. Raises OSError, and ValueError for a chunk that does
+        not match its checksum."""
+        while begin < end:
+            number, offset = divmod(begin, CHUNK_BYTES)
+            if number != self._number:
+                self._number = -1
+                self._chunk = read_chunk(self._file, number)
+                if hashlib.sha256(self._chunk).hexdigest() != self._expected[number]:
+                    raise _wrong_chunk(number, self._size)
+                self._number = number
+            piece = memoryview(self._chunk)[offset : offset + end - begin]
+            yield piece
+            begin += len(piece)
+
+
 def check_chunks(
     file: BufferedReader, text: str, on_chunk: Callable[[], None] = lambda: None
 ) -> None:
@@ -129,11 +158,7 @@ def check_chunks(
     """
     expected = text.splitlines()
     size = os.fstat(file.fileno()).st_size
-    if len(expected) != count_chunks(size):
-        raise ValueError(
-            f"{size} bytes are {count_chunks(size)} chunks, of which {len(expected)} have a "
-            "checksum"
-        )
+    _check_count(size, expected)
 
     def is_right(number: int) -> bool:
         return hashlib.sha256(read_chunk(file, number)).hexdigest() == expected[number]
@@ -143,7 +168,18 @@ def check_chunks(
             numbers = range(first, min(first + _AT_A_TIME, len(expected)))
             for number, right in zip(numbers, threads.map(is_right, numbers), strict=True):
                 if not right:
-                    begin = number * CHUNK_BYTES
-                    end = min((number + 1) * CHUNK_BYTES, size)
-                    raise ValueError(f"bytes {begin} to {end} do not have their checksum")
+                    raise _wrong_chunk(number, size)
                 on_chunk()
+
+
+def _check_count(size: int, expected: Sequence[str]) -> None:
+    if len(expected) != count_chunks(size):
+        raise ValueError(
+            f"{size} bytes are {count_chunks(size)} chunks, of which {len(expected)} have a "
+            "checksum"
+        )
+
+
+def _wrong_chunk(number: int, size: int) -> ValueError:
+    end = min((number + 1) * CHUNK_BYTES, size)
+    return ValueError(f"bytes {number * CHUNK_BYTES} to {end} do not have their checksum")

@@ -55,6 +55,11 @@ def broadcast_state(
             pass
     else:
         learner.load(stream)
+    return common_digest(communicator, learner)
+
+
+def common_digest(communicator: Communicator, learner: HasState) -> str:
+    """The digest of the replicated arrays. A collective. Raises RuntimeError if ranks differ."""
     state_digests = communicator.allgather_object(combine(digests(whole_arrays(learner.pieces()))))
     if len(set(state_digests)) > 1:
         # a bug of hvdtrain, or faulty memory

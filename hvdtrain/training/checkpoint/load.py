@@ -1,0 +1,214 @@
+"""Loads a checkpoint into every rank: where ranks have parts of the state and wrote it together,
+each reads its own elements from the disk; otherwise rank 0 reads all of it and broadcasts it.
+
+A damaged chunk is noticed by the rank that reads it; all ranks then load the checkpoint before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from hvdtrain.comm.communicator import Communicator, part_of
+from hvdtrain.comm.on_all_ranks import long_on_rank_0
+from hvdtrain.core.arrays import ArrayInFile, Arrays, ArrayStream
+from hvdtrain.events.terminal import warn
+from hvdtrain.frameworks.learner import HasState
+from hvdtrain.training.checkpoint.files import Damaged
+from hvdtrain.training.checkpoint.ranges import CheckpointInParts, open_arrays, sees
+from hvdtrain.training.checkpoint.resume import Reading
+from hvdtrain.training.checkpoint.sums import CHUNK_BYTES
+from hvdtrain.training.replicas.broadcast import broadcast_state, common_digest
+
+T = TypeVar("T")
+# on rank 0: a small object for all ranks, and the arrays that it is about; None: nothing to load
+Find = Callable[[Reading], tuple[T, Arrays | CheckpointInParts | None]]
+
+
+class LoadedState(NamedTuple, Generic[T]):
+    """What rank 0 found, and what was loaded; the same on all ranks."""
+
+    found: T
+    digest: str | None  # of the replicated arrays; None: nothing was loaded
+    extra: Arrays  # arrays of the checkpoint that are not the learner's
+
+
+def load_found(
+    communicator: Communicator,
+    learner: HasState,
+    find: Find[T],
+    limit_bytes: int,
+    go_on: Callable[[], None] = lambda: None,
+    is_extra: Callable[[str], bool] = lambda name: False,
+) -> LoadedState[T]:
+    """Loads the checkpoint that rank 0 finds. Every rank calls it.
+
+    find: called again for another checkpoint if this one is damaged; it raises UserError if none is
+    good, which is raised on all ranks. go_on: called on every rank as reading progresses. is_extra:
+    tells by its name whether an array is not the learner's.
+    """
+    damaged: dict[str, str] = {}  # why, by the name of the checkpoint's folder
+    in_parts = learner.is_sharded and communicator.size > 1
+    while True:
+        restored: Arrays = {}
+
+        def work(
+            moved: Callable[[], None], in_parts: bool = in_parts
+        ) -> tuple[T, CheckpointInParts | None, bool]:
+            nonlocal restored
+            reading = Reading(limit_bytes, learner.is_sharded, moved, in_parts, damaged)
+            found, arrays = find(reading)
+            if isinstance(arrays, CheckpointInParts):
+                # each rank reads the shapes itself
+                return found, arrays._replace(shapes={}), True
+            restored = arrays or {}
+            return found, None, arrays is not None
+
+        found, parts, has_state = long_on_rank_0(communicator, work, go_on)
+        if parts is None:
+            if not has_state:
+                return LoadedState(found, None, {})
+            extra = {name: array for name, array in restored.items() if is_extra(name)}
+            state = {name: array for name, array in restored.items() if name not in extra}
+            digest = broadcast_state(communicator, learner, state, on_array=go_on)
+            return LoadedState(found, digest, _broadcast(communicator, extra))
+        if blind := _blind_ranks(communicator, parts):
+            if communicator.rank == 0:
+                warn(
+                    f"rank {blind[0]} does not see {parts.folder} as rank 0 does: rank 0 reads the "
+                    "whole checkpoint and sends it; give run= a folder that all hosts share"
+                )
+            in_parts = False
+            continue
+        own = OwnElements(communicator, learner, go_on, is_extra)
+        failures = own.load(parts, limit_bytes)
+        if not failures:
+            return LoadedState(found, common_digest(communicator, learner), own.extra)
+        damaged[parts.folder.name] = failures[0]
+
+
+def _blind_ranks(communicator: Communicator, parts: CheckpointInParts) -> list[int]:
+    """Ranks that do not see the checkpoint of rank 0. A collective."""
+    seen = communicator.allgather(np.array([sees(parts)], np.uint8), "checkpoint.seen")
+    return np.flatnonzero(seen == 0).tolist()
+
+
+class _Stopped(Exception):
+    """A rank found the checkpoint damaged."""
+
+
+class OwnElements:
+    """Reads on each rank the elements that its learner has.
+
+    An array smaller than a chunk is read by one rank, in turn, and broadcast; of a larger one that
+    every rank has whole each rank reads an equal part, which it sends to the others. All ranks meet
+    after each array, so that a rank that cannot read stops them all.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        learner: HasState,
+        go_on: Callable[[], None],
+        is_extra: Callable[[str], bool],
+    ) -> None:
+        self._communicator = communicator
+        self._learner = learner
+        self._go_on = go_on
+        self._is_extra = is_extra
+        self._failure = ""
+        self.extra: Arrays = {}
+
+    def load(self, parts: CheckpointInParts, limit_bytes: int) -> list[str]:
+        """Returns why ranks could not read it; empty once it is loaded. A collective."""
+        with contextlib.ExitStack() as stack:
+            arrays: dict[str, ArrayInFile] = {}
+            with self._trying():
+                arrays = stack.enter_context(open_arrays(parts.folder, limit_bytes))
+            with contextlib.suppress(_Stopped):
+                self._meet()
+                self._load(arrays)
+                return []
+        failures = self._communicator.allgather_object(self._failure)
+        return [failure for failure in failures if failure]
+
+    def _load(self, arrays: dict[str, ArrayInFile]) -> None:
+        own = {name: array for name, array in arrays.items() if not self._is_extra(name)}
+        shapes = {name: array.shape for name, array in own.items()}
+        with self._trying():
+            self._learner.load(ArrayStream(shapes, self._stream(own)))
+        if self._failure:
+            self._meet()
+        for turn, (name, array) in enumerate(arrays.items()):
+            if name not in own:
+                self.extra[name] = self._from_one_rank(name, array, turn)
+
+    @contextlib.contextmanager
+    def _trying(self) -> Iterator[None]:
+        """Inside, this rank may find the checkpoint damaged: the next meeting tells the others."""
+        try:
+            yield
+        except Damaged as error:
+            self._failure = error.what
+
+    def _meet(self) -> None:
+        """A collective. Raises _Stopped on all ranks if one of them has failed."""
+        failed = np.array([bool(self._failure)], np.int64)
+        if self._communicator.allreduce(failed, "checkpoint.failed")[0]:
+            raise _Stopped
+        self._go_on()
+
+    def _stream(self, arrays: dict[str, ArrayInFile]) -> Iterator[tuple[str, Any]]:
+        replicated = {piece.name for piece in self._learner.pieces() if piece.is_whole}
+        for turn, (name, array) in enumerate(arrays.items()):
+            if array.nbytes < CHUNK_BYTES:
+                yield name, self._from_one_rank(name, array, turn)
+            elif name in replicated:
+                yield name, self._from_all_ranks(name, array)
+            else:
+                yield name, array
+                self._meet()
+
+    def _from_one_rank(self, name: str, array: ArrayInFile, turn: int) -> np.ndarray:
+        source = turn % self._communicator.size
+        content = np.zeros(array.nbytes, np.uint8)
+        if self._communicator.rank == source:
+            with self._trying():
+                content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        self._meet()
+        if array.nbytes:
+            content = self._communicator.broadcast(content, f"checkpoint.{name}", source)
+        return content.view(array.dtype).reshape(array.shape)
+
+    def _from_all_ranks(self, name: str, array: ArrayInFile) -> np.ndarray:
+        count = math.prod(array.shape)
+        own = part_of(count, self._communicator.rank, self._communicator.size)
+        whole = np.empty(count, array.dtype)
+        with self._trying():
+            whole[own] = array.read([(own.start, own.stop)])
+        self._meet()
+        content = whole.view(np.uint8).reshape(count, array.dtype.itemsize)
+        found: np.ndarray = self._communicator.start_spread(content, f"checkpoint.{name}").wait()
+        return found.reshape(-1).view(array.dtype).reshape(array.shape)
+
+
+def _broadcast(communicator: Communicator, arrays: Arrays) -> Arrays:
+    """Broadcasts rank 0's arrays, by name. A collective."""
+    schema = communicator.broadcast_object(
+        [(name, list(array.shape), array.dtype.str) for name, array in arrays.items()]
+    )
+    arrays_of_root: Arrays = {}
+    for name, shape, dtype in schema:
+        own = (
+            np.require(arrays[name], requirements=["C", "W"])
+            if communicator.rank == 0
+            else np.zeros(shape, dtype)
+        )
+        arrays_of_root[name] = communicator.broadcast(own.reshape(-1), f"extra.{name}").reshape(
+            shape
+        )
+    return arrays_of_root

@@ -1,0 +1,115 @@
+"""The arrays of a checkpoint that several ranks wrote, of which a rank reads only the elements that
+it has, and compares each chunk that they lie in with its checksum."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from io import BufferedReader
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from hvdtrain.core.arrays import ArrayInFile
+from hvdtrain.core.folder import Folder
+from hvdtrain.training.checkpoint import files
+from hvdtrain.training.checkpoint.array_file import ArrayPlace, places_of
+from hvdtrain.training.checkpoint.sums import ChunkedFile, sums_of
+
+_PREFIX_BYTES = 8  # of a safetensors file: the length of its header
+
+
+class CheckpointInParts(NamedTuple):
+    """A checkpoint that several ranks wrote, so that each may read its own elements."""
+
+    folder: Path
+    digest: str  # SHA-256 of its SHA256SUMS
+    shapes: dict[str, tuple[int, ...]]  # of its arrays
+
+
+def find_parts(folder: Path, limit_bytes: int) -> CheckpointInParts | None:
+    """Reads the small files of a checkpoint and the headers of its array files; None if one rank
+    wrote it. Raises Damaged."""
+    with files.naming(folder, files.CHECKSUMS), files.open_checkpoint(folder) as opened:
+        text = files.read_checksums(opened)
+        checksums = files.parse_checksums(text)
+    if any(sums_of(file) not in checksums for file in files.ARRAYS):
+        return None  # a file has a single checksum, which tells nothing of a part of it
+    with open_arrays(folder, limit_bytes) as arrays:
+        shapes = {name: array.shape for name, array in arrays.items()}
+    return CheckpointInParts(folder, hashlib.sha256(text).hexdigest(), shapes)
+
+
+@contextlib.contextmanager
+def open_arrays(folder: Path, limit_bytes: int) -> Iterator[dict[str, ArrayInFile]]:
+    """Inside, the arrays of a checkpoint that several ranks wrote can be read.
+
+    Raises Damaged, and so does reading an array, where a chunk of a file does not match its
+    checksum, or a file has more than limit_bytes.
+    """
+    with ExitStack() as stack:
+        with files.naming(folder, files.CHECKSUMS):
+            opened = stack.enter_context(files.open_checkpoint(folder))
+            checksums = files.parse_checksums(files.read_checksums(opened))
+        with files.naming(folder, files.PROGRESS):
+            files.check_progress(opened, checksums)
+        arrays: dict[str, ArrayInFile] = {}
+        for name in files.ARRAYS:
+            with files.naming(folder, name):
+                file = stack.enter_context(opened.open_file(name))
+                arrays |= _arrays_of(folder, opened, name, file, checksums, limit_bytes)
+        yield arrays
+
+
+def sees(found: CheckpointInParts) -> bool:
+    """Whether this rank sees the same checkpoint."""
+    try:
+        with files.open_checkpoint(found.folder) as opened:
+            return hashlib.sha256(files.read_checksums(opened)).hexdigest() == found.digest
+    except (OSError, ValueError):
+        return False
+
+
+def _arrays_of(
+    folder: Path,
+    opened: Folder,
+    name: str,
+    file: BufferedReader,
+    checksums: dict[str, str],
+    limit_bytes: int,
+) -> dict[str, ArrayInFile]:
+    files.check_length(file, limit_bytes, has_header=True)
+    chunked = ChunkedFile(file, files.read_chunk_sums(opened, file, sums_of(name), checksums))
+    prefix = b"".join(chunked.read(0, _PREFIX_BYTES))
+    start = _PREFIX_BYTES + int.from_bytes(prefix, "little")
+    places = places_of(b"".join(chunked.read(_PREFIX_BYTES, start)))
+    return {array: _in_file(folder, name, chunked, start, place) for array, place in places.items()}
+
+
+def _in_file(
+    folder: Path, name: str, chunked: ChunkedFile, start: int, place: ArrayPlace
+) -> ArrayInFile:
+    dtype = place.dtype
+    if place.end - place.begin != math.prod(place.shape) * dtype.itemsize:
+        raise ValueError(f"{place.shape} numbers of {dtype} in {place.end - place.begin} bytes")
+
+    def read(runs: Iterable[tuple[int, int]]) -> np.ndarray:
+        stretches = list(runs)
+        numbers = np.empty(sum(behind - first for first, behind in stretches), dtype)
+        target = numbers.view(np.uint8).data
+        done = 0
+        with files.naming(folder, name):
+            for first, behind in stretches:
+                begin = start + place.begin
+                for piece in chunked.read(
+                    begin + first * dtype.itemsize, begin + behind * dtype.itemsize
+                ):
+                    target[done : done + len(piece)] = piece
+                    done += len(piece)
+        return numbers
+
+    return ArrayInFile(place.shape, dtype, read)
