@@ -135,6 +135,17 @@ def _added_up(
     }
 
 
+def same_on_all_ranks(communicator: Communicator, digests: Sequence[int | None]) -> list[bool]:
+    """Whether each of these 64-bit numbers is the same on all ranks, but for those that have None.
+    A collective."""
+    own = np.array([each or 0 for each in digests], np.uint64).view(np.int64)
+    # the largest ~x is that of the smallest x
+    rows = np.stack([own, ~own])
+    rows[:, [each is None for each in digests]] = np.iinfo(np.int64).min
+    highest = communicator.allreduce(rows, "same", "max")
+    return np.equal(highest[0], ~highest[1]).tolist()
+
+
 def on_rank_0(communicator: Communicator, work: Callable[[], T]) -> T:
     """Returns on every rank what work() returns on rank 0, a small object. Every rank calls it.
 

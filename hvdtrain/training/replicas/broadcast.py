@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.on_all_ranks import same_on_all_ranks
 from hvdtrain.core.arrays import Arrays, ArrayStream, Piece, combine, digests, whole, whole_arrays
-from hvdtrain.frameworks.learner import HasState
+from hvdtrain.frameworks.learner import MADE_BY, HasState
+
+
+class ArraySchema(NamedTuple):
+    """An array that rank 0 has."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
 
 
 def broadcast_state(
@@ -22,29 +32,32 @@ def broadcast_state(
     """Loads rank 0's state (what it restored, or its initial one) into every rank's learner;
     returns the common digest.
 
-    only_weights: `restored` has no optimizer state; each rank keeps its own. on_array: called after
-    each array is sent.
+    restored: None for the initial state; only that of rank 0 counts. only_weights: `restored` has
+    no optimizer state; each rank keeps its own. on_array: called after each array is sent.
 
     Weights, buffers and optimizer state are sent as data: creating optimizer state with a step
-    would change the weights. They are sent one by one, and a rank keeps its shards. Sharded initial
-    optimizer state is not sent: it does not depend on the weights.
+    would change the weights. They are sent one by one, and a rank keeps its shards. Of an initial
+    state, which is a function of the seed, ranks compare digests, and only arrays that differ are
+    sent. Sharded initial optimizer state is not: it does not depend on the weights.
 
     Raises RuntimeError if digests differ after that.
     """
-    if restored is None:
-        pieces = [piece for piece in learner.pieces() if piece.is_whole]
-        is_partial = learner.is_sharded
+    is_initial = communicator.broadcast_object(restored is None)
+    if is_initial:
+        pieces = _different(communicator, [p for p in learner.pieces() if p.is_whole])
+        on_array()
+        is_partial = True
     else:
-        pieces = [whole(name, array) for name, array in restored.items()]
+        pieces = [whole(name, array) for name, array in (restored or {}).items()]
         is_partial = only_weights
     own = (
-        (is_partial, [(piece.name, piece.shape, piece.dtype.str) for piece in pieces])
+        (is_partial, [ArraySchema(p.name, p.shape, p.dtype.str) for p in pieces])
         if communicator.rank == 0
         else None
     )
     # only rank 0 knows whether the arrays are complete
     is_partial, schema = communicator.broadcast_object(own)
-    loads_its_own = restored is None and communicator.rank == 0
+    loads_its_own = is_initial and communicator.rank == 0
     stream = ArrayStream(
         {name: tuple(shape) for name, shape, _ in schema},
         _broadcast(communicator, schema, pieces, on_array),
@@ -53,9 +66,22 @@ def broadcast_state(
     if loads_its_own:
         for _ in stream.arrays:
             pass
-    else:
+    elif schema or not is_partial:
         learner.load(stream)
     return common_digest(communicator, learner)
+
+
+def _different(communicator: Communicator, pieces: list[Piece]) -> list[Piece]:
+    """The pieces whose numbers are not the same on all ranks, in the same order on all ranks. A
+    collective."""
+    if communicator.size == 1 or not pieces:
+        return []
+    numbers = digests((piece.name, piece.read()) for piece in pieces)
+    is_same = same_on_all_ranks(communicator, [numbers[piece.name] for piece in pieces])
+    names = {piece.name for piece, same in zip(pieces, is_same, strict=True) if not same}
+    if any(name.startswith("s.") for name in names):  # load() checks which class made it
+        names |= {piece.name for piece in pieces if piece.name.startswith(MADE_BY)}
+    return [piece for piece in pieces if piece.name in names]
 
 
 def common_digest(communicator: Communicator, learner: HasState) -> str:
@@ -69,7 +95,7 @@ def common_digest(communicator: Communicator, learner: HasState) -> str:
 
 def _broadcast(
     communicator: Communicator,
-    schema: list[tuple[str, tuple[int, ...], str]],
+    schema: list[ArraySchema],
     own: list[Piece],
     on_array: Callable[[], None],
 ) -> Iterator[tuple[str, np.ndarray]]:
