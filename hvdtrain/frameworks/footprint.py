@@ -46,6 +46,8 @@ class Footprint(NamedTuple):
     communication: int = 0  # what is on its way between ranks
     workspace: int = 0  # the temporary arrays of clipping and of the optimizer
     evaluation: int = 0  # the most of an evaluation, with all that stays
+    # of weights and buffers until each rank has its parts of them, before the first step
+    start: int = 0
     inputs: int = 0  # samples of this step, and of those that are read ahead
     checkpoint: int = 0  # the copy that rank 0 writes during training
     copies: int = 0  # of the newest sync point, of guard.lost
@@ -61,7 +63,7 @@ class Footprint(NamedTuple):
     @property
     def tensors(self) -> int:
         """The most of the tensors of training."""
-        return max(self.step, self.evaluation)
+        return max(self.step, self.evaluation, self.start)
 
     @property
     def total(self) -> int:

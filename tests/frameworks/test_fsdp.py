@@ -20,8 +20,8 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.build import check_optimizer
 from hvdtrain.frameworks.torch.models import gpt
+from hvdtrain.frameworks.torch.parallel.blocks import units
 from hvdtrain.frameworks.torch.parallel.zero_3.deferred import Deferred, make_deferred
-from hvdtrain.frameworks.torch.parallel.zero_3.strategy import units
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 

@@ -9,10 +9,13 @@ not add up those of norms and positions, "masks" says what dropout drops.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import invariance
 import shards_on_ranks
@@ -21,6 +24,8 @@ import torch
 from hvdtrain.comm.communicator import Buffer, Communicator, Op
 from hvdtrain.core.arrays import digest
 from hvdtrain.errors import UserError
+from hvdtrain.frameworks.torch.parallel import block_by_block
+from hvdtrain.frameworks.torch.parallel.zero_3 import deferred
 
 GPT = (
     "task.name=language data.name=digit_tokens:windows model.name=gpt model.layers=2 "
@@ -173,6 +178,19 @@ def masks(mesh: str, communicator: object) -> dict[str, list]:
     return {name: [one[name][0] for one in everyone] for name in found}
 
 
+@contextlib.contextmanager
+def made_block_by_block(wanted: bool) -> Iterator[None]:
+    """Inside, models are as large models are, however small they are."""
+    if not wanted:
+        yield
+        return
+    with (
+        mock.patch.object(block_by_block, "WHOLE_BYTES", 0),
+        mock.patch.object(deferred, "SMALL", 64),
+    ):
+        yield
+
+
 def curves(
     communicator: Communicator, engine: str, folder: str, meshes: list[str], few: bool
 ) -> dict[str, Any]:
@@ -181,7 +199,10 @@ def curves(
     for mesh in meshes or ("",):
         options = mesh.replace(",", " ")
         for job in jobs_on(mesh, few):
-            results[f"{job} / {mesh}"] = invariance.losses(f"{JOBS[job]} {options}", communicator)
+            with made_block_by_block(job.startswith("gpt")):
+                results[f"{job} / {mesh}"] = invariance.losses(
+                    f"{JOBS[job]} {options}", communicator
+                )
         for name in files_on(mesh):
             run = Path(folder, str(len(results)))
             results[f"{name} / {mesh}"] = shards_on_ranks.checkpoint(

@@ -14,7 +14,7 @@ import nonfinite_on_ranks
 import numpy as np
 import shards_on_ranks
 import torch
-from parallel_on_ranks import CLIPPED, GPT
+from parallel_on_ranks import CLIPPED, GPT, made_block_by_block
 
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.core.progress import Hyper
@@ -135,10 +135,11 @@ def curves(
     for mesh in meshes or ("shard.stage=0",):
         options = mesh.replace(",", " ")
         jobs = {job: words_of for job, words_of in JOBS.items() if not few or job in FEW}
-        results |= {
-            f"{job} / {mesh}": invariance.losses(f"{words_of} {options}", communicator)
-            for job, words_of in jobs.items()
-        }
+        for job, words_of in jobs.items():
+            with made_block_by_block(job.startswith("gpt")):
+                results[f"{job} / {mesh}"] = invariance.losses(
+                    f"{words_of} {options}", communicator
+                )
         results[f"files / {mesh}"] = shards_on_ranks.checkpoint(
             Path(folder, str(len(results))), f"{OF_FILES} {options}", communicator
         )

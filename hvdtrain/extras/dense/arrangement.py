@@ -13,9 +13,10 @@ from hvdtrain.extras.dense.hybrid import Hybrid, HybridModel
 from hvdtrain.extras.dense.keys import DenseKeys
 from hvdtrain.extras.dense.layout import dense_cuts
 from hvdtrain.extras.dense.passes import DenseUpdates
-from hvdtrain.frameworks.torch.arrangement import Arrangement, send_from_rank_0
+from hvdtrain.frameworks.torch.arrangement import Arrangement
 from hvdtrain.frameworks.torch.communicators import timed
 from hvdtrain.frameworks.torch.layer import Layer, LayerCut
+from hvdtrain.frameworks.torch.same_weights import take_from_rank_0
 from hvdtrain.frameworks.torch.step import Passes
 from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy
 
@@ -36,7 +37,7 @@ class Dense(Arrangement):
         scheme = DenseKeys.of(self.making.config).dense
         assert scheme != "none", "arrangement_of() asks for it"
         if making.planned is None:
-            send_from_rank_0(self.model, making.mesh)
+            take_from_rank_0(self.model, making.mesh)
         world = (
             timed(making.mesh.world, making.stopwatch)
             if making.device.type == "cpu"

@@ -110,6 +110,9 @@ class Arrangement:
         "skip"  # what a forward pass does then: the collectives of the other ranks may wait for it
     )
 
+    # of a plan: the most that weights and buffers of a rank take before it has its parts of them
+    start_bytes = 0
+
     def __init__(self, making: Making) -> None:
         self.making = making
         self.model = self.make()
@@ -123,6 +126,7 @@ class Arrangement:
         if making.planned is None:
             return model.to(device=making.device, dtype=making.precision.weights)
         _cast(model, making.precision.weights)
+        self.start_bytes = bytes_of(model)
         return model
 
     def cut(self) -> None:
@@ -186,15 +190,9 @@ class Arrangement:
         return "call" if self.waits_in_norms else self.without_samples
 
 
-@torch.no_grad()
-def send_from_rank_0(model: torch.nn.Module, mesh: Mesh) -> None:
-    """Gives every rank the weights and buffers that rank 0's model has, before it keeps a part of
-    them. A collective."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.numel():
-            host = tensor.detach().cpu().contiguous()
-            found = mesh.world.broadcast(host.view(-1).view(torch.uint8), "weights")
-            tensor.copy_(found.view(tensor.dtype).view(tensor.shape))
+def bytes_of(model: torch.nn.Module) -> int:
+    """Of its parameters and buffers."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
 def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:

@@ -136,7 +136,7 @@ def _count(
     live = _FakeStorages()
     with FakeTensorMode(allow_non_fake_inputs=True), live:
         with CopiedWithoutNumbers():  # of the model and the loss that a script gives
-            learner = _learner(config, task, mesh, features)
+            learner, start = _learner(config, task, mesh, features)
         inputs = learner.forward.inputs
         micro = [inputs.zeros(step.micro)] * min(step.passes, most_passes)
         hyper = Hyper(
@@ -181,6 +181,7 @@ def _count(
     footprint = Footprint(
         **step_peak,
         evaluation=live.peak_bytes,
+        start=start,
         inputs=sample * step.samples * (1 + step.ahead),
         checkpoint=state * step.writes_checkpoints,
         copies=copies_bytes(learner) if config.keeps_copies and ranks > 1 else 0,
@@ -197,8 +198,10 @@ def _count(
     )
 
 
-def _learner(config: Config, task: Task, mesh: Mesh, features: frozenset[Feature]) -> TorchLearner:
-    """The learner that build() makes."""
+def _learner(
+    config: Config, task: Task, mesh: Mesh, features: frozenset[Feature]
+) -> tuple[TorchLearner, int]:
+    """The learner that build() makes, and the bytes of its start."""
     device = torch.device("cpu")
     stopwatch = ReplaceableStopwatch(stopwatch_for(device))
     precision = pick_precision(config, device, mesh.world)
@@ -213,7 +216,7 @@ def _learner(config: Config, task: Task, mesh: Mesh, features: frozenset[Feature
     )
     arrangement = arrangement_of(config)(making)
     arrangement.cut()
-    return assemble(arrangement)
+    return assemble(arrangement), arrangement.start_bytes
 
 
 def mark(learner: TorchLearner, live: LiveStorages) -> None:

@@ -74,7 +74,8 @@ class MemoryEstimate(NamedTuple):
             self.footprint.evaluation + self.footprint.total - self.footprint.tensors
         )
         beside = self.footprint.total - self.footprint.tensors + self.footprint.step
-        if evaluation > room:
+        start = MARGIN * (self.footprint.start + self.footprint.total - self.footprint.tensors)
+        if max(evaluation, start) > room:
             return 0
         if self.bytes_per_sample <= 0:  # a step takes most elsewhere, in the update
             return self.share if MARGIN * beside <= room else 0
@@ -203,6 +204,7 @@ def on_ranks(found: Footprint, stage: int, ranks: int, wanted: int, weights: int
             optimizer_state=found.optimizer_state - state,
             gradients=found.gradients - int(found.gradients * less),
             evaluation=found.evaluation - state - part,
+            start=found.start - part,
             checkpoint=found.checkpoint - state - part,
             largest_array=found.largest_array * ranks // wanted,
         )
@@ -256,6 +258,8 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
         ]
     if any(row.footprint.evaluation > row.footprint.step for row in plan.rows):
         lines.append("  *: the evaluation takes most: a smaller batch.evaluate takes less")
+    if any(_starts_with_most(row.footprint) for row in plan.rows):
+        lines.append("  +: the start takes most: weights before each rank has its parts of them")
     return [*lines, *(["", f"  {sentence(plan)}"] if plan.rows else [])]
 
 
@@ -279,10 +283,14 @@ def _cells(row: MemoryEstimate, plan: MemoryPlan) -> list[str]:
         str(row.micro),
         *(f"{size / 2**20:,.1f}" for size in sizes),
     ]
-    cells[-1] += "*" * evaluates
+    cells[-1] += "+" if _starts_with_most(found) else "*" * evaluates
     if plan.limit is None:
         return [*cells, ""]
     return [*cells, f"{row.largest_micro(plan.room):,}" if row.largest_micro(plan.room) else "none"]
+
+
+def _starts_with_most(found: Footprint) -> bool:
+    return found.start > max(found.step, found.evaluation)
 
 
 def sentence(plan: MemoryPlan) -> str:

@@ -25,13 +25,19 @@ class TooLarge(Exception):
 
 @contextlib.contextmanager
 def counted(
-    most_bytes: float, most_parts: int = 2 * _MOST_PARTS, *, of_meta: bool = False
+    most_bytes: float,
+    most_parts: int = 2 * _MOST_PARTS,
+    *,
+    of_meta: bool = False,
+    error: type[BaseException] | None = None,
 ) -> Iterator[None]:
     """Inside, TooLarge is raised where the modules that this thread makes have more bytes on the
     host, or more parts.
 
-    of_meta: tensors without memory count as if they had it.
+    of_meta: tensors without memory count as if they had it. error: raised instead for too many
+    bytes.
     """
+    too_large = error or TooLarge
     thread = threading.get_ident()
     parts = 0
     nbytes = 0
@@ -47,7 +53,7 @@ def counted(
         if parts > most_parts:
             raise TooLarge(f"more than {most_parts} layers and parameters")
         if nbytes > most_bytes:
-            raise TooLarge(
+            raise too_large(
                 f"more than the {most_bytes / 2**30:.1f} GiB of memory that this process can have"
             )
 

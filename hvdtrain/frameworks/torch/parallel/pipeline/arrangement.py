@@ -3,7 +3,8 @@ with parallel.tensor parts of each layer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from hvdtrain.frameworks.torch.parallel.pipeline.executor import planned_forms
 from hvdtrain.frameworks.torch.parallel.pipeline.layout import stages_of_layers
 from hvdtrain.frameworks.torch.parallel.pipeline.passes import PipelinePasses
 from hvdtrain.frameworks.torch.parallel.pipeline.pipelined import Pipelined
+from hvdtrain.frameworks.torch.parallel.pipeline.stages import Unit, stages_of, units_of
 from hvdtrain.frameworks.torch.parallel.tensor.arrangement import TensorParts
 from hvdtrain.frameworks.torch.parallel.whole_model import WholeModel
 from hvdtrain.frameworks.torch.step import Passes
@@ -33,9 +35,22 @@ class PipelineStages(TensorParts):
         """Divides the model into stages. Raises UserError if it does not define its units, or they
         compute something else."""
         plan = self._plan()
-        first = self._first_units()
+        self._first = self._first_units()
         self._divide(plan)
-        self.pipelined = self._in_stages(first)
+        self.pipelined = self._in_stages(self._first)
+
+    @torch.no_grad()
+    def _run(self, model: torch.nn.Module) -> None:
+        x = only_one(self.making.example())
+        super()._run(model)
+        for unit in units_of(model, self.making.config.where("parallel.pipeline")):
+            x = unit.call(x)
+
+    def _parameters_here(self) -> Collection[torch.nn.Parameter]:
+        pipe = self.making.mesh.pipe
+        where = self.making.config.where("parallel.pipeline")
+        stages = stages_of(self.model, self._first, where)[pipe.rank :: pipe.size]
+        return {p for stage in stages for p in stage.parameters()}
 
     def _first_units(self) -> list[int]:
         """The first unit of each stage. A collective."""
@@ -53,8 +68,11 @@ class PipelineStages(TensorParts):
             self.model,
             config,
             only_one(making.example()),
-            lambda units: agreed_seconds(units, x, autocast, world),
+            lambda units: agreed_seconds(units, x, autocast, world, self._in_memory),
         )
+
+    def _in_memory(self, unit: Unit) -> AbstractContextManager[None]:
+        return nullcontext() if self._blocks is None else self._blocks.in_memory(unit.modules)
 
     def _in_stages(self, first: list[int]) -> Pipelined:
         making = self.making

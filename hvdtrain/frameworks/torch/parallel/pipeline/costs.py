@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +26,14 @@ from hvdtrain.frameworks.torch.parallel.pipeline.stages import Autocast, Stage, 
 from hvdtrain.frameworks.torch.precision import pick_precision
 from hvdtrain.frameworks.torch.private_api import tree_leaves
 from hvdtrain.tasks.task import Task
+
+# gives a unit its weights, where they are not in memory
+InMemory = Callable[[Unit], AbstractContextManager[None]]
+
+
+def no_memory_needed(unit: Unit) -> AbstractContextManager[None]:
+    """InMemory of a model whose weights are."""
+    return nullcontext()
 
 
 def unit_costs(config: Config, task: Task, samples: int) -> list[UnitCost]:
@@ -70,24 +79,31 @@ def samples_of_pass(config: Config, pipelines: int) -> int:
 
 
 def agreed_seconds(
-    units: Sequence[Unit], x: torch.Tensor, autocast: Autocast, communicator: Communicator
+    units: Sequence[Unit],
+    x: torch.Tensor,
+    autocast: Autocast,
+    communicator: Communicator,
+    in_memory: InMemory = no_memory_needed,
 ) -> list[Seconds]:
     """own_seconds() of rank 0, on all ranks, or its UserError. A collective."""
-    return [
-        Seconds(*each)
-        for each in on_rank_0(
-            communicator, lambda: [tuple(each) for each in own_seconds(units, x, autocast)]
-        )
-    ]
+
+    def own() -> list[tuple[float, ...]]:
+        return [tuple(each) for each in own_seconds(units, x, autocast, in_memory)]
+
+    return [Seconds(*each) for each in on_rank_0(communicator, own)]
 
 
-def own_seconds(units: Sequence[Unit], x: torch.Tensor, autocast: Autocast) -> list[Seconds]:
+def own_seconds(
+    units: Sequence[Unit],
+    x: torch.Tensor,
+    autocast: Autocast,
+    in_memory: InMemory = no_memory_needed,
+) -> list[Seconds]:
     """Seconds of a forward and a backward pass of x, (n, ...), in training mode. Raises UserError
     for a unit that fails."""
     Stage(units).train()
-    return measured_seconds(
-        [unit._replace(call=_in_precision(unit.call, autocast)) for unit in units], x
-    )
+    calls = [unit._replace(call=_in_precision(unit.call, autocast)) for unit in units]
+    return measured_seconds(calls, x, in_memory=in_memory)
 
 
 def _in_precision(
@@ -100,18 +116,24 @@ def _in_precision(
     return called
 
 
-def measured_seconds(units: Sequence[Unit], x: torch.Tensor, repeats: int = 5) -> list[Seconds]:
+def measured_seconds(
+    units: Sequence[Unit],
+    x: torch.Tensor,
+    repeats: int = 5,
+    in_memory: InMemory = no_memory_needed,
+) -> list[Seconds]:
     """Seconds of a forward and a backward pass of one micro-batch in each unit: the fastest of
     `repeats`, after one that is not counted.
 
-    x: (n, ...) what the first unit takes. Gradients, buffers and torch's generators are as before.
-    Raises UserError for a unit that fails.
+    x: (n, ...) what the first unit takes. in_memory: a unit is measured inside of it. Gradients,
+    buffers and torch's generators are as before. Raises UserError for a unit that fails.
     """
     timed = []
     with torch.random.fork_rng(), copied_buffers(Stage(units)):
         for unit in units:
             try:
-                passes = [_one_pass(unit, x) for _ in range(repeats + 1)]
+                with in_memory(unit):
+                    passes = [_one_pass(unit, x) for _ in range(repeats + 1)]
             except Exception as error:  # of the user's model
                 what = (
                     f"unit {unit.name} failed while it was timed: {type(error).__name__}: "

@@ -3,28 +3,33 @@ layer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
 from hvdtrain.comm.order import SameOrder
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Cut
-from hvdtrain.frameworks.torch.arrangement import send_from_rank_0
-from hvdtrain.frameworks.torch.call import only_one
+from hvdtrain.frameworks.torch.call import call, only_one
 from hvdtrain.frameworks.torch.layer import Layer, LayerCut
+from hvdtrain.frameworks.torch.parallel.block_by_block import (
+    BlockByBlock,
+    make_block_by_block,
+    start_bytes_of,
+)
 from hvdtrain.frameworks.torch.parallel.divided import Divided
 from hvdtrain.frameworks.torch.parallel.tensor.layers import give_whole_logits
 from hvdtrain.frameworks.torch.parallel.tensor.layout import tensor_cuts
 from hvdtrain.frameworks.torch.parallel.tensor.plan import (
+    TensorParallelLayers,
     check_cut,
-    cut_model,
     not_zeros,
     order_of_layers,
     outputs_of,
     plan_of,
 )
 from hvdtrain.frameworks.torch.parallel.whole_model import WholeModel
+from hvdtrain.frameworks.torch.same_weights import take_from_rank_0
 from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy
 
 
@@ -32,6 +37,27 @@ class TensorParts(WholeModel):
     """The arrangement of parallel.tensor."""
 
     divides = True
+
+    def make(self) -> torch.nn.Module:
+        """A large model is made block by block: no rank has the memory of all its weights."""
+        making = self.making
+        self._blocks: BlockByBlock | None = None
+        if making.planned is not None or making.user_model is not None:
+            model = super().make()
+            self.start_bytes = start_bytes_of(model) if making.planned is not None else 0
+            return model
+        device = making.device
+        dtype = making.precision.weights
+        made = make_block_by_block(making.new_model, device, dtype, making.mesh.world, self._run)
+        if isinstance(made, BlockByBlock):
+            self._blocks = made
+            return made.model
+        return made.to(device=device, dtype=dtype)
+
+    @torch.no_grad()
+    def _run(self, model: torch.nn.Module) -> None:
+        """Forward passes as cut() makes them."""
+        call(model.eval(), self.making.example())
 
     def cut(self) -> None:
         """Divides the layers. Raises UserError if the model has no plan, or its parts compute
@@ -48,10 +74,19 @@ class TensorParts(WholeModel):
     def _divide(self, plan: dict[str, str]) -> None:
         """Keeps this rank's parts of the layers, with rank 0's values. A collective."""
         self._cuts = dict[torch.nn.Parameter, Cut]()
-        if self.making.planned is None:
-            send_from_rank_0(self.model, self.making.mesh)
+        if self._blocks is None and self.making.planned is None:
+            take_from_rank_0(self.model, self.making.mesh)
         if plan:
             self._cut_layers(plan)
+        if self._blocks is not None:
+            self._blocks.end()
+            here = self._parameters_here()
+            placed = self._blocks.place(lambda p: p in here)
+            self._cuts = {placed[p]: cut for p, cut in self._cuts.items()}
+
+    def _parameters_here(self) -> Collection[torch.nn.Parameter]:
+        """The parameters that this rank has, or has parts of."""
+        return set(self.model.parameters())
 
     def _cut_layers(self, plan: dict[str, str]) -> None:
         making = self.making
@@ -59,11 +94,17 @@ class TensorParts(WholeModel):
         where = self.making.config.where("parallel.tensor")
         has_numbers = making.planned is None
         x = not_zeros(only_one(making.example())) if has_numbers else None
+        if self._blocks is not None:
+            self._blocks.begin(agreed=True)
         expected = outputs_of(model, x) if x is not None else None
+        if self._blocks is not None:
+            self._blocks.end()
         order: SameOrder = order_of_layers(making.config, making.mesh, making.device)
-        self._cuts = cut_model(
+        layers = TensorParallelLayers(
             model, plan, making.mesh.tensor, where, making.config.parallel.sequence, order
         )
+        layers.cut(model)
+        self._cuts = layers.cuts
         model.register_forward_hook(
             lambda *_: order.end(
                 "end of the forward pass", backward_follows=torch.is_grad_enabled()
@@ -72,6 +113,11 @@ class TensorParts(WholeModel):
         self.orders = [order]
         if making.user_model is not None:
             give_whole_logits(model)
+        if self._blocks is not None:
+            self._blocks.cut(
+                {part: (whole, layers.cuts[part]) for whole, part in layers.parts.items()}
+            )
+            self._blocks.begin(agreed=True)
         if x is not None:
             check_cut(model, x, expected, making.task, where)
 

@@ -167,7 +167,7 @@ class TensorParallelLayers:
         self._communicator = communicator
         self._order = order
         self._positions = SequenceLength() if sequence else None
-        self._parts: dict[nn.Parameter, nn.Parameter] = {}  # of a whole one
+        self.parts: dict[nn.Parameter, nn.Parameter] = {}  # of a whole one
         self.cuts: dict[
             nn.Parameter, Cut
         ] = {}  # of the parameters that are parts; the others stay what they are, the same on every rank  # noqa: E501
@@ -200,11 +200,11 @@ class TensorParallelLayers:
         rank = self._communicator.rank
         for key, cut in self._ways[name].cuts(layer, size, rank).items():
             whole = kept[key]
-            if whole not in self._parts:
+            if whole not in self.parts:
                 # without the memory of the whole
                 part = nn.Parameter(cut.take(whole.detach()).clone(), whole.requires_grad)
-                self._parts[whole], self.cuts[part] = part, cut
-            kept[key], self.names[f"{name}.{key}"] = self._parts[whole], cut
+                self.parts[whole], self.cuts[part] = part, cut
+            kept[key], self.names[f"{name}.{key}"] = self.parts[whole], cut
         link = TensorParallelLink(self._communicator, name, self._positions, self._order)
         return (
             self._ways[name]

@@ -10,10 +10,11 @@ from hvdtrain.comm.engines import Feature
 from hvdtrain.comm.process_group import start_process_group
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.arrangement import Arrangement
+from hvdtrain.frameworks.torch.arrangement import Arrangement, bytes_of
 from hvdtrain.frameworks.torch.buffers import copied_buffers
 from hvdtrain.frameworks.torch.call import call
 from hvdtrain.frameworks.torch.layer import Layer, LayerCut
+from hvdtrain.frameworks.torch.parallel.blocks import units
 from hvdtrain.frameworks.torch.parallel.divided import Divided
 from hvdtrain.frameworks.torch.parallel.tensor.layers import give_whole_logits
 from hvdtrain.frameworks.torch.parallel.tensor.layout import tensor_cuts
@@ -23,6 +24,7 @@ from hvdtrain.frameworks.torch.parallel.zero_3.planned import PlannedMesh
 from hvdtrain.frameworks.torch.parallel.zero_3.strategy import (
     ShardedModel,
     device_mesh,
+    local_part,
     shard_model,
 )
 from hvdtrain.frameworks.torch.private_api import unset_fake_temporarily
@@ -93,9 +95,14 @@ class ShardedRows(Arrangement):
         precision = self.making.precision
         with unset_fake_temporarily():  # torch reads the numbers of ranks
             ranks = PlannedMesh(mesh.data, features)
-        return shard_model(
-            self.making.new_model(), None, config, mesh, ranks, device, precision.weights
-        )
+        model = self.making.new_model()
+        blocks = list(map(bytes_of, units(model)))
+        rest = bytes_of(model) - sum(blocks)
+        sharded = shard_model(model, None, config, mesh, ranks, device, precision.weights)
+        scale = precision.weights.itemsize / torch.float32.itemsize  # as models are made
+        own = sum(local_part(p).nbytes for p in sharded.model.parameters())
+        self.start_bytes = own + int(scale * max([rest, *blocks]))
+        return sharded
 
     def cut(self) -> None:
         """Gathers weights in 16 bits from now on if layers compute so; called after the checks of

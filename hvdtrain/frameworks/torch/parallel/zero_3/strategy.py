@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.communicators import Communicating
+from hvdtrain.frameworks.torch.parallel.blocks import units
 from hvdtrain.frameworks.torch.parallel.tensor.plan import (
     TensorParallelLayers,
     order_of_layers,
@@ -42,6 +42,7 @@ from hvdtrain.frameworks.torch.parallel.zero_3.gathered_types import (
     reduce_all_of,
 )
 from hvdtrain.frameworks.torch.private_api import in_backward, tree_leaves
+from hvdtrain.frameworks.torch.same_weights import as_on_rank_0
 from hvdtrain.frameworks.torch.strategy import Shard, Strategy, Wrapped, runs_ahead
 
 
@@ -178,28 +179,6 @@ def _reduce_unreached(module: Any) -> None:
         reduce_all_of(group)
 
 
-def units(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules of the model's `blocks` that have parameters and share none with other modules.
-    The remaining modules stay with the rest of the model."""
-    blocks = [block for block in getattr(model, "blocks", ()) if isinstance(block, torch.nn.Module)]
-    times = Counter(id(block) for block in blocks)
-    owners = Counter(id(p) for p in _all_parameters(model.modules()))
-    own = [block for block in blocks if times[id(block)] == 1 and list(block.parameters())]
-    return [
-        block
-        for block in own
-        if all(
-            Counter(map(id, _all_parameters(block.modules())))[id(p)] == owners[id(p)]
-            for p in block.parameters()
-        )
-    ]
-
-
-def _all_parameters(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
-    """With one that several modules have as often as they do."""
-    return [p for module in modules for p in module._parameters.values() if p is not None]
-
-
 def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
     """Returns torch's device mesh of the ranks of mesh.data. A collective of all ranks."""
     if mesh.tensor.size > 1:
@@ -232,26 +211,13 @@ def _fill(
     dtype: torch.dtype,
 ) -> None:
     """Gives the modules of a unit that are not `filled` their memory on the device, with the
-    numbers of rank 0. A collective."""
+    numbers of rank 0, which each rank computes. A collective."""
     made: dict[int, torch.Tensor] = {}  # a tied parameter stays one
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
         kind = dtype if tensor.is_floating_point() else tensor.dtype
-        if deferred is None or mesh.world.rank == 0 or not tensor.is_meta:
-            found = (
-                (tensor.detach() if deferred is None else deferred.value(tensor))
-                .to(kind)
-                .contiguous()
-            )
-        else:
-            found = torch.empty(tensor.shape, dtype=kind, device="cpu")
-        if tensor.numel():
-            found = (
-                mesh.world.broadcast(found.view(-1).view(torch.uint8), "weights")
-                .view(kind)
-                .view(tensor.shape)
-            )
-        return found.to(device)
+        found = tensor.detach() if deferred is None else deferred.value(tensor)
+        return as_on_rank_0(found.to(kind).contiguous(), mesh.world).to(device)
 
     for module in [module for module in unit.modules() if module not in filled]:
         filled.add(module)
@@ -438,7 +404,9 @@ class Fsdp(Strategy):
         for p, shard in self._shards.items():
             updated = shard.parameter
             updated.grad = (
-                torch.zeros_like(updated) if p.grad is None else _local(p.grad).to(updated.device)
+                torch.zeros_like(updated)
+                if p.grad is None
+                else local_part(p.grad).to(updated.device)
             )
             p.grad = None
 
@@ -448,7 +416,7 @@ class Fsdp(Strategy):
         for name, p in self._model.named_parameters():
             assert p in self._parts, f"torch {torch.__version__} replaced the parameter {name}"
             kept = self._parts[p].parameter
-            now = _local(p)
+            now = local_part(p)
             assert (now.data_ptr(), now.shape) == (kept.data_ptr(), kept.shape), (
                 f"torch {torch.__version__} moved the rows of {name}: {tuple(kept.shape)} at "
                 f"{kept.data_ptr():#x} became {tuple(now.shape)} at {now.data_ptr():#x}"
@@ -476,7 +444,7 @@ def _held(p: torch.nn.Parameter, mesh: Mesh) -> Shard:
     rows = -(-len(p) // mesh.shard.size)
     first, last = (min(rank * rows, len(p)) for rank in (mesh.shard.rank, mesh.shard.rank + 1))
     per_row = p[:0].numel() if not len(p) else p.numel() // len(p)
-    local = _local(p)
+    local = local_part(p)
     assert local.numel() == (last - first) * per_row, (local.numel(), first, last, per_row)
     return Shard(torch.nn.Parameter(local, p.requires_grad), p, first * per_row, last * per_row)
 
@@ -486,7 +454,7 @@ def _on_host(held: Shard) -> Shard:
     return held if copy.device == held.parameter.device else held._replace(parameter=copy)
 
 
-def _local(tensor: Any) -> torch.Tensor:
+def local_part(tensor: Any) -> torch.Tensor:
     """(n,), the memory of a DTensor on this rank."""
     local: torch.Tensor = tensor.detach().to_local()
     return local.view(-1)
