@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from late_gpu import HOST, LateGpu
 from pool import on_ranks
+from rank_threads import ThreadRank, in_threads
 from ranks import FULL, needs_mpirun
 from torch import nn
 
-from hvdtrain.comm.communicator import SingleProcessCommunicator
+from hvdtrain.comm.communicator import CompletedHandle, Handle, SingleProcessCommunicator
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.models import gpt, mlp
 from hvdtrain.frameworks.torch.parallel.pipeline.costs import measured_seconds
@@ -25,6 +27,7 @@ from hvdtrain.frameworks.torch.parallel.pipeline.executor import (
     Spent,
     measured_bubble,
 )
+from hvdtrain.frameworks.torch.parallel.pipeline.messages import Messages
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import (
     Action,
     Schedule,
@@ -268,6 +271,65 @@ def test_an_engine_without_messages_is_refused() -> None:
             torch.device("cpu"),
             "parallel.pipeline",
         )
+
+
+class Wire:
+    """Records what is sent; fives arrive."""
+
+    rank = 0
+    size = 2
+
+    def __init__(self) -> None:
+        self.sent: list[list[float]] = []
+
+    def start_send(self, x: torch.Tensor, to: int, name: str, tag: int = 0) -> Handle:
+        self.sent.append(x.tolist())
+        return CompletedHandle(x)
+
+    def start_recv(self, x: torch.Tensor, source: int, name: str, tag: int = 0) -> Handle:
+        return CompletedHandle(x.fill_(5.0))
+
+
+def test_a_gpu_sends_what_it_has_filled_once_it_has_more_to_do() -> None:
+    gpu = LateGpu()
+    wire = Wire()
+    messages = Messages(wire, HOST, gpu)  # type: ignore[arg-type]
+    numbers = torch.zeros(3)
+    gpu.present(HOST).give(lambda: numbers.fill_(2.0))
+    sent = messages.start_send(numbers, 1, "stage", 3)
+    assert wire.sent == [], "the host does not wait here"
+    assert gpu.log == ["side stream 1 waits for stream of MainThread", "side stream 1 keeps (3,)"]
+    messages.flush()
+    messages.flush()
+    assert wire.sent == [[2.0] * 3]
+    sent.wait()
+    assert messages.start_recv((2,), torch.float64, 1, "stage", 3).wait().tolist() == [5.0] * 2
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_stages_on_gpus_give_the_gradients_of_stages_on_cpus(schedule: Schedule) -> None:
+    """Ranks that wait for each other's messages send their own before."""
+
+    def gradients(rank: ThreadRank, gpu: LateGpu | None) -> list[torch.Tensor]:
+        layer = nn.Linear(3, 3).double()
+        with torch.no_grad():
+            for p in layer.parameters():
+                p.copy_(torch.arange(p.numel()).view(p.shape) / 7 + rank.rank)
+        stage = Stage([Unit("layer", (layer,), layer)])
+        pipeline = Pipeline({rank.rank: stage}, rank, schedule, HOST, "test", gpu)  # type: ignore[arg-type]
+        x = torch.arange(30, dtype=torch.float64).view(10, 3).split([3, 4, 1, 2])
+        pipeline.train(
+            [len(part) for part in x],
+            lambda number: x[number],
+            lambda number, outputs: outputs.square().sum(),
+        )
+        return [p.grad for p in layer.parameters() if p.grad is not None]
+
+    on_cpu = in_threads(2, lambda rank: gradients(rank, None))
+    on_gpu = in_threads(2, lambda rank: gradients(rank, LateGpu()))
+    for one, other in zip(itertools.chain(*on_cpu), itertools.chain(*on_gpu), strict=True):
+        assert torch.equal(one, other)
+    assert len(on_cpu[0]) == 2
 
 
 class Sleeps(torch.autograd.Function):

@@ -23,7 +23,9 @@ from torch.distributed.pipelining._backward import (
 )  # torch's own zero-bubble schedules' split
 
 from hvdtrain.comm.communicator import Communicator, Handle, PointToPoint, point_to_point
+from hvdtrain.comm.staging import Cuda
 from hvdtrain.frameworks.learner import CurrentPass, TimedPass
+from hvdtrain.frameworks.torch.parallel.pipeline.messages import Messages, on_host
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Action, Schedule, timeline
 from hvdtrain.frameworks.torch.parallel.pipeline.stages import Autocast, Stage, Tied, units_of
 
@@ -71,17 +73,18 @@ class Pipeline:
         schedule: Schedule,
         device: torch.device,
         where: str,
+        gpus: Cuda | None = None,
     ) -> None:
         """stages: this rank's on `device`, by their numbers: rank, rank + ranks, ..., as many on
-        each rank.
+        each rank. gpus: as Messages has it.
 
         Raises UserError if the engine sends nothing from one rank to another; `where` is the key
         that asked for it.
         """
         self._ranks = point_to_point(communicator, where)
+        self._messages = Messages(self._ranks, device, gpus)
         self._stages = stages
         self._schedule = schedule
-        self._device = device
         self._orders: dict[tuple[int, bool], list[Action]] = {}
         self._running: _Run | None = None
         self.spent = Spent(0.0, 0.0)  # in the last call of train() or evaluate()
@@ -154,7 +157,7 @@ class Pipeline:
         for name, p, stages in tied:
             first, *others = sorted({stage % size for stage in stages})
             if me == first and others:
-                own = _on_host(p)
+                own = on_host(p)
                 handles += [
                     self._ranks.start_send(own, rank, f"pipeline.{name}.weights") for rank in others
                 ]
@@ -179,7 +182,11 @@ class Pipeline:
         made = list[TimedPass]()
         start = time.perf_counter()
         self._running = run = _Run(
-            self._ranks, self._stages, [samples[number] for number in numbers], self._device, enter
+            self._ranks,
+            self._messages,
+            self._stages,
+            [samples[number] for number in numbers],
+            enter,
         )
         order = self._order(len(numbers), backward)
         for at, action in enumerate(order):
@@ -227,15 +234,15 @@ class _Run:
     def __init__(
         self,
         ranks: PointToPoint,
+        messages: Messages,
         stages: Mapping[int, Stage],
         samples: Sequence[int],
-        device: torch.device,
         enter: Callable[[str], None],
     ) -> None:
         self._ranks = ranks
+        self._messages = messages
         self._stages = stages
         self._samples = samples
-        self._device = device
         self._enter = enter
         self._last = len(stages) * ranks.size - 1
         self._passes: dict[tuple[int, int], MicroBatch] = {}  # by stage and micro-batch
@@ -262,16 +269,20 @@ class _Run:
         if action in self._coming or kind == "weight gradient":
             return
         if kind == "forward" and stage in self._forms:
-            x = self._forms[stage].empty(self._samples[micro])
-            self._coming[action] = self._ranks.start_recv(
-                x, self._rank_of(stage - 1), f"pipeline.{stage}", _tag(stage, backward=False)
+            form = self._forms[stage]
+            self._coming[action] = self._messages.start_recv(
+                (self._samples[micro], *form.shape),
+                form.dtype,
+                self._rank_of(stage - 1),
+                f"pipeline.{stage}",
+                _tag(stage, backward=False),
             )
         elif kind != "forward" and stage < self._last and (stage, micro) in self._passes:
             like = self._passes[stage, micro].outputs
-            x = torch.empty(like.shape, dtype=like.dtype)
             tag = _tag(stage + 1, backward=True)
-            self._coming[action] = self._ranks.start_recv(
-                x, self._rank_of(stage + 1), f"pipeline.{stage + 1}.gradient", tag
+            name = f"pipeline.{stage + 1}.gradient"
+            self._coming[action] = self._messages.start_recv(
+                tuple(like.shape), like.dtype, self._rank_of(stage + 1), name, tag
             )
 
     def forward(
@@ -291,8 +302,9 @@ class _Run:
             )
             self._forms[stage] = _ActivationSpec.of_numbers(self._wait(found, stage - 1))
             self.prepare(action)
-        x = self._wait(self._coming.pop(action), stage - 1).to(self._device) if stage else inputs()
+        x = self._wait(self._coming.pop(action), stage - 1) if stage else inputs()
         passes = MicroBatch(self._stages[stage], x, is_first=stage == 0)
+        self._messages.flush()
         if stage == self._last:
             passes.outputs = finish(passes.outputs)
         else:
@@ -313,7 +325,7 @@ class _Run:
                     stage + 1,
                 )
             )
-        self._outputs[stage, micro] = self._ranks.start_send(_on_host(outputs), to, name, tag)
+        self._outputs[stage, micro] = self._messages.start_send(outputs, to, name, tag)
 
     def backward(self, action: Action) -> None:
         kind, stage, micro = action
@@ -323,17 +335,18 @@ class _Run:
         else:
             gradient = None
             if stage < self._last:
-                gradient = self._wait(self._coming.pop(action), stage + 1).to(self._device)
+                gradient = self._wait(self._coming.pop(action), stage + 1)
                 self._wait(self._outputs.pop((stage, micro)), stage + 1)  # they have arrived
             own = (
                 passes.backward(gradient) if kind == "backward" else passes.input_gradient(gradient)
             )
+            self._messages.flush()
             if stage:
                 to = self._rank_of(stage - 1)
                 name = f"pipeline.{stage}.gradient"
                 self._gradients.append(
                     (
-                        self._ranks.start_send(_on_host(own), to, name, _tag(stage, backward=True)),
+                        self._messages.start_send(own, to, name, _tag(stage, backward=True)),
                         stage - 1,
                     )
                 )
@@ -343,6 +356,7 @@ class _Run:
     def finish(self) -> None:
         """Waits until everything has arrived."""
         self.under_way = CurrentPass("the end of all passes", None)
+        self._messages.flush()
         for (stage, _), handle in self._outputs.items():
             self._wait(handle, stage + 1)
         for handle, stage in self._gradients:
@@ -351,6 +365,7 @@ class _Run:
     def _wait(self, handle: Handle, stage: int) -> Any:
         """Waits for a message from or to the stage."""
         assert self.under_way is not None
+        self._messages.flush()
         before = self.under_way
         start = time.perf_counter()
         self._enter("communication")
@@ -390,9 +405,6 @@ class _ActivationSpec(NamedTuple):
         row[: 2 + len(self.shape)] = [DTYPES.index(self.dtype), len(self.shape), *self.shape]
         return row
 
-    def empty(self, samples: int) -> torch.Tensor:
-        return torch.empty((samples, *self.shape), dtype=self.dtype)
-
 
 @torch.no_grad()
 def planned_forms(
@@ -411,10 +423,6 @@ def planned_forms(
 def _tag(stage: int, *, backward: bool = False) -> int:
     """Tag of messages into a stage, or of the gradients that come back out of it."""
     return 1 + 2 * stage + backward
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous()
 
 
 class _Alias(torch.autograd.Function):
