@@ -213,6 +213,8 @@ class Piece(NamedTuple):
     is_whole: bool  # every rank has all of it; the same on all ranks
     is_mine: bool = False  # for a part: whether this is the first rank that has it
     cut: Cut = WHOLE
+    # a number that int() takes, of 64 bits, from the bytes where they lie; None: they are read
+    hash_in_place: Callable[[], Any] | None = None
 
     def runs(self) -> Iterator[tuple[int, int]]:
         """The positions of its elements in the whole array, in order: (first, last + 1) of each
@@ -227,12 +229,29 @@ class Piece(NamedTuple):
     def copied(self) -> Piece:
         """The piece with a private copy of its numbers."""
         array = self.read().copy()
-        return self._replace(read=lambda: array)
+        return self._replace(read=lambda: array, hash_in_place=None)
 
 
 def whole(name: str, array: np.ndarray) -> Piece:
     """A piece of an array that every rank has, in host memory."""
     return Piece(name, array.shape, 0, array.size, array.dtype, lambda: array, True)
+
+
+def digests_of_pieces(pieces: Iterable[tuple[str, Piece]]) -> dict[str, int]:
+    """64 bits for each piece, by the name that comes with it; only digests come from a device."""
+    found: dict[str, int] = {}
+    in_place: dict[str, tuple[Piece, Any]] = {}
+    for name, piece in pieces:
+        if piece.hash_in_place is None:
+            found[name] = digests([(name, piece.read())])[name]
+        else:
+            found[name] = 0  # the host waits once for all of them
+            in_place[name] = (piece, piece.hash_in_place())
+    for name, (piece, number) in in_place.items():
+        shape = piece.shape if piece.is_whole else (piece.stop - piece.start,)
+        text = f"{piece.dtype.str} {shape};{int(number):x}"
+        found[name] = xxhash.xxh3_64_intdigest(text.encode())
+    return found
 
 
 def whole_arrays(pieces: Iterable[Piece]) -> Iterator[tuple[str, np.ndarray]]:

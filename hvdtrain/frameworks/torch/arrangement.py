@@ -76,6 +76,7 @@ class Making(NamedTuple):
         None  # the features of an engine: tensors have no numbers then, and no rank is connected
     )
     user_model: UserModel | None = None
+    hashes_on_device: bool = False  # digests of weights, on the GPU of every rank
 
     def example(self, count: int = 2) -> Called:
         """Returns inputs of the model for `count` samples: zeros, or those that a script gave."""

@@ -88,6 +88,7 @@ def assemble(arrangement: Arrangement) -> TorchLearner:
         not (strategy.waits_in_passes or arrangement.waits_in_norms),
         arrangement.all_orders,
         notes,
+        making.hashes_on_device,
     )
 
 

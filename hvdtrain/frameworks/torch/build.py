@@ -25,6 +25,7 @@ from hvdtrain.frameworks.torch.arrangements import arrangement_of, module_of
 from hvdtrain.frameworks.torch.assemble import assemble, make_optimizer
 from hvdtrain.frameworks.torch.communicators import timed_mesh
 from hvdtrain.frameworks.torch.device import (
+    all_on_gpus,
     check_compiler,
     check_shared,
     keep_freed_memory,
@@ -65,6 +66,7 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
         device,
         precision,
         stopwatch,
+        hashes_on_device=all_on_gpus(device, communicator),
     )
     download_first(config, communicator, lambda: build_model(config, task))
     torch.manual_seed(fold(config.seed) & (2**63 - 1))

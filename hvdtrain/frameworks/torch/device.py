@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from hvdtrain.comm.communicator import Communicator
@@ -197,6 +198,12 @@ def check_shared(device: torch.device, communicator: Communicator, where: str) -
     if shared and any(rank.uses_nccl for rank in ranks):
         fix = "as many ranks on a host as it has GPUs, or comm.engine=mpi, or speed.device=cpu"
         raise UserError(f"{shared}, which NCCL does not support", where, fix)
+
+
+def all_on_gpus(device: torch.device, communicator: Communicator) -> bool:
+    """Whether every rank computes on a GPU. A collective."""
+    own = np.array([device.type == "cuda"], np.int64)
+    return bool(communicator.allreduce(own, "all on GPUs", "min")[0])
 
 
 def shared_gpu(owners: Sequence[tuple[str, str | None]]) -> str:

@@ -62,6 +62,7 @@ class TorchLearner(RankModel, DrawsTokens, Learner):
     waits_only_in_communication: bool
     orders: Sequence[SameOrder] = ()  # in which ranks come to layers
     notes: list[str] = field(default_factory=list)  # lines for the header
+    hashes_on_device: bool = False  # as LearnerState has it
 
     def __post_init__(self) -> None:
         self.data = self.mesh.data
@@ -83,7 +84,12 @@ class TorchLearner(RankModel, DrawsTokens, Learner):
             self.config, self.optimizer, self.strategy, last, self.scale, self.buffers.restore
         )
         self._state = LearnerState(
-            self.model, self.optimizer, self.scale, self.strategy, self.mesh.replicas.rank == 0
+            self.model,
+            self.optimizer,
+            self.scale,
+            self.strategy,
+            self.mesh.replicas.rank == 0,
+            hashes_on_device=self.hashes_on_device,
         )
         for addition in self.additions:
             addition.take_parts(self.updated)

@@ -4,7 +4,7 @@ their copy from a GPU to the host."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
@@ -14,6 +14,7 @@ import torch
 from hvdtrain.comm.staging import KINDS
 from hvdtrain.core.arrays import ArrayInFile, Arrays, ArrayStream, Piece, as_stream
 from hvdtrain.frameworks.learner import Shapes, check_fit
+from hvdtrain.frameworks.torch.device_digest import sum_of_bytes
 from hvdtrain.frameworks.torch.optim import rule_optimizer
 from hvdtrain.frameworks.torch.optim.rule_optimizer import RuleOptimizer
 from hvdtrain.frameworks.torch.precision import Scale, load_loss_scale, without_loss_scale
@@ -30,9 +31,13 @@ class LearnerState:
         scale: Scale,
         strategy: Strategy,
         is_first_replica: bool = True,
+        *,
+        hashes_on_device: bool = False,
     ) -> None:
-        """is_first_replica: no rank before this one has the same parts."""
+        """is_first_replica: no rank before this one has the same parts. hashes_on_device: all ranks
+        compute digests of tensors on GPUs there."""
         self._is_first_replica = is_first_replica
+        self._hashes_on_device = hashes_on_device
         self._model = model
         self._optimizer = optimizer
         self._scale = scale
@@ -67,9 +72,16 @@ class LearnerState:
                     False,
                     is_mine,
                     shard.cut,
+                    self._hash_of(tensor),
                 )
             else:
-                yield Piece(name, tuple(tensor.shape), 0, tensor.numel(), dtype, read, True)
+                found = Piece(name, tuple(tensor.shape), 0, tensor.numel(), dtype, read, True)
+                yield found._replace(hash_in_place=self._hash_of(tensor))
+
+    def _hash_of(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        if self._hashes_on_device and not self._staging.is_on_host(tensor):
+            return functools.partial(sum_of_bytes, tensor)
+        return None
 
     def _read_flat(self, tensor: torch.Tensor) -> np.ndarray:
         return self._staging.read(tensor).reshape(-1)

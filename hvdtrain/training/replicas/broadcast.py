@@ -9,7 +9,7 @@ import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.on_all_ranks import same_on_all_ranks
-from hvdtrain.core.arrays import Arrays, ArrayStream, Piece, combine, digests, whole, whole_arrays
+from hvdtrain.core.arrays import Arrays, ArrayStream, Piece, combine, digests_of_pieces, whole
 from hvdtrain.frameworks.learner import MADE_BY, HasState
 
 
@@ -76,7 +76,7 @@ def _different(communicator: Communicator, pieces: list[Piece]) -> list[Piece]:
     collective."""
     if communicator.size == 1 or not pieces:
         return []
-    numbers = digests((piece.name, piece.read()) for piece in pieces)
+    numbers = digests_of_pieces((piece.name, piece) for piece in pieces)
     is_same = same_on_all_ranks(communicator, [numbers[piece.name] for piece in pieces])
     names = {piece.name for piece, same in zip(pieces, is_same, strict=True) if not same}
     if any(name.startswith("s.") for name in names):  # load() checks which class made it
@@ -86,7 +86,8 @@ def _different(communicator: Communicator, pieces: list[Piece]) -> list[Piece]:
 
 def common_digest(communicator: Communicator, learner: HasState) -> str:
     """The digest of the replicated arrays. A collective. Raises RuntimeError if ranks differ."""
-    state_digests = communicator.allgather_object(combine(digests(whole_arrays(learner.pieces()))))
+    replicated = ((piece.name, piece) for piece in learner.pieces() if piece.is_whole)
+    state_digests = communicator.allgather_object(combine(digests_of_pieces(replicated)))
     if len(set(state_digests)) > 1:
         # a bug of hvdtrain, or faulty memory
         raise RuntimeError(f"ranks differ after the start: digests {state_digests}")

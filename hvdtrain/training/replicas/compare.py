@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.core.arrays import Piece, combine, digests
+from hvdtrain.core.arrays import Piece, combine, digests_of_pieces
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import Diverged
 from hvdtrain.frameworks.learner import HasState
@@ -69,15 +69,15 @@ class DigestTables(NamedTuple):
 def digest_tables(pieces: Iterable[Piece]) -> DigestTables:
     names_of_parts = set()
 
-    def arrays() -> Iterator[tuple[str, np.ndarray]]:
+    def named() -> Iterator[tuple[str, Piece]]:
         for piece in pieces:
             name = piece.name
             if not piece.is_whole:
                 name = f"{piece.name}{_part(piece)}"
                 names_of_parts.add(name)
-            yield name, piece.read()
+            yield name, piece
 
-    found = digests(arrays())
+    found = digests_of_pieces(named())
     whole = {name: number for name, number in found.items() if name not in names_of_parts}
     return DigestTables(whole, {name: found[name] for name in found if name in names_of_parts})
 

@@ -24,6 +24,7 @@ from hvdtrain.frameworks.torch.buffers import Buffers
 from hvdtrain.frameworks.torch.build import device_of_rank
 from hvdtrain.frameworks.torch.call import Called, each_of
 from hvdtrain.frameworks.torch.device import (
+    all_on_gpus,
     keep_gradients,
     seed_layers,
 )
@@ -134,7 +135,12 @@ class TorchLoopLearner(RankModel, LoopLearner):
         )
         self._saves_buffers = self._update.may_leave_out
         self._state = LearnerState(
-            self.model, self._inner, self._scale, self.strategy, mesh.replicas.rank == 0
+            self.model,
+            self._inner,
+            self._scale,
+            self.strategy,
+            mesh.replicas.rank == 0,
+            hashes_on_device=all_on_gpus(self.device, mesh.world),
         )
         # steps with numbers that are not finite
         self._bad: torch.Tensor = torch.zeros((), dtype=torch.float64, device=self.device)

@@ -1,0 +1,53 @@
+"""A 64-bit sum of a tensor's bytes, computed where they lie: a GPU sends eight bytes to the host
+instead of the tensor.
+
+The 32-bit words, each times a random number of its place, modulo 2**64: multilinear hashing (Lemire
+and Kaser 2012, arXiv:1202.4961, section 2), as in checkpoint/sums.py. torch.hash_tensor() is the
+exclusive or of all elements: it does not notice that elements have changed places, nor that all
+elements of a constant tensor, such as the weights of a norm, have another value.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+
+# words at a time; the device holds 28 bytes for each meanwhile
+SPAN_WORDS = 2**22
+_WORD_BYTES = 4
+
+
+@torch.no_grad()
+def sum_of_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """int64 (), on the tensor's device; the host does not wait."""
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if data.storage_offset() % _WORD_BYTES:
+        data = data.clone()
+    whole = len(data) // _WORD_BYTES * _WORD_BYTES
+    words = data[:whole].view(torch.int32)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    spans = list(words.split(SPAN_WORDS)) if whole else []
+    if whole < len(data):  # at most three bytes, filled up with zeros
+        rest = data.new_zeros(_WORD_BYTES)
+        rest[: len(data) - whole] = data[whole:]
+        spans.append(rest.view(torch.int32))
+    for number, span in enumerate(spans):
+        products = span.to(torch.int64).mul_(_random_words(SPAN_WORDS, tensor.device)[: len(span)])
+        total += products.sum() * _odd(number)
+    return total
+
+
+@functools.cache
+def _random_words(count: int, device: torch.device) -> torch.Tensor:
+    """Raw numbers of a counter-based generator, the same in each process."""
+    words = np.random.Philox(key=0).random_raw(count).view(np.int64)
+    return torch.from_numpy(words).to(device)
+
+
+@functools.cache
+def _odd(number: int) -> int:
+    """A random odd number for the words of a span, as a signed 64-bit number."""
+    raw = np.random.Philox(key=number + 1).random_raw(1) | np.uint64(1)
+    return int(raw.view(np.int64)[0])
