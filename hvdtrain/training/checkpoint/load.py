@@ -7,6 +7,7 @@ A damaged chunk is noticed by the rank that reads it; all ranks then load the ch
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -104,9 +105,9 @@ class _Stopped(Exception):
 class OwnElements:
     """Reads on each rank the elements that its learner has.
 
-    An array smaller than a chunk is read by one rank, in turn, and broadcast; of a larger one that
-    every rank has whole each rank reads an equal part, which it sends to the others. All ranks meet
-    after each array, so that a rank that cannot read stops them all.
+    An array smaller than a chunk is read by one rank, another one for each chunk, and broadcast. Of
+    a larger one that every rank has whole each rank reads an equal part, which it sends to the
+    others. All ranks meet after each array, so that a rank that cannot read stops them all.
     """
 
     def __init__(
@@ -143,9 +144,15 @@ class OwnElements:
             self._learner.load(ArrayStream(shapes, self._stream(own)))
         if self._failure:
             self._meet()
-        for turn, (name, array) in enumerate(arrays.items()):
+        for (name, array), source in zip(arrays.items(), self._sources(arrays), strict=True):
             if name not in own:
-                self.extra[name] = self._from_one_rank(name, array, turn)
+                self.extra[name] = self._from_one_rank(name, array, source)
+
+    def _sources(self, arrays: dict[str, ArrayInFile]) -> list[int]:
+        """The rank that reads each array, where one reads it for all: a chunk has one reader."""
+        begins = itertools.accumulate((array.nbytes for array in arrays.values()), initial=0)
+        chunks = [begin // CHUNK_BYTES for begin in begins][:-1]
+        return [chunk % self._communicator.size for chunk in chunks]
 
     @contextlib.contextmanager
     def _trying(self) -> Iterator[None]:
@@ -164,17 +171,16 @@ class OwnElements:
 
     def _stream(self, arrays: dict[str, ArrayInFile]) -> Iterator[tuple[str, Any]]:
         replicated = {piece.name for piece in self._learner.pieces() if piece.is_whole}
-        for turn, (name, array) in enumerate(arrays.items()):
+        for (name, array), source in zip(arrays.items(), self._sources(arrays), strict=True):
             if array.nbytes < CHUNK_BYTES:
-                yield name, self._from_one_rank(name, array, turn)
+                yield name, self._from_one_rank(name, array, source)
             elif name in replicated:
                 yield name, self._from_all_ranks(name, array)
             else:
                 yield name, array
                 self._meet()
 
-    def _from_one_rank(self, name: str, array: ArrayInFile, turn: int) -> np.ndarray:
-        source = turn % self._communicator.size
+    def _from_one_rank(self, name: str, array: ArrayInFile, source: int) -> np.ndarray:
         content = np.zeros(array.nbytes, np.uint8)
         if self._communicator.rank == source:
             with self._trying():
