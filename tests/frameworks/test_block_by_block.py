@@ -14,12 +14,12 @@ from torch import nn
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.on_all_ranks import same_on_all_ranks
 from hvdtrain.core.arrays import Cut
+from hvdtrain.frameworks.torch import deferred
 from hvdtrain.frameworks.torch.models.gpt import GPT
 from hvdtrain.frameworks.torch.parallel import block_by_block
 from hvdtrain.frameworks.torch.parallel.block_by_block import BlockByBlock, make_block_by_block
 from hvdtrain.frameworks.torch.parallel.blocks import units
 from hvdtrain.frameworks.torch.parallel.tensor.plan import TensorParallelLayers
-from hvdtrain.frameworks.torch.parallel.zero_3 import deferred
 from hvdtrain.frameworks.torch.same_weights import as_on_rank_0
 
 TOKENS = torch.arange(12).view(2, 6) % 17

@@ -19,9 +19,9 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.build import check_optimizer
+from hvdtrain.frameworks.torch.deferred import Deferred, make_deferred
 from hvdtrain.frameworks.torch.models import gpt
 from hvdtrain.frameworks.torch.parallel.blocks import units
-from hvdtrain.frameworks.torch.parallel.zero_3.deferred import Deferred, make_deferred
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 

@@ -24,8 +24,8 @@ import torch
 from hvdtrain.comm.communicator import Buffer, Communicator, Op
 from hvdtrain.core.arrays import digest
 from hvdtrain.errors import UserError
+from hvdtrain.frameworks.torch import deferred
 from hvdtrain.frameworks.torch.parallel import block_by_block
-from hvdtrain.frameworks.torch.parallel.zero_3 import deferred
 
 GPT = (
     "task.name=language data.name=digit_tokens:windows model.name=gpt model.layers=2 "

@@ -192,7 +192,7 @@ class Arrangement:
 
 
 def bytes_of(model: torch.nn.Module) -> int:
-    """Of its parameters and buffers."""
+    """Bytes of the model's parameters and buffers."""
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 

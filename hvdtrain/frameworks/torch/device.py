@@ -202,7 +202,7 @@ def check_shared(device: torch.device, communicator: Communicator, where: str) -
 
 def all_on_gpus(device: torch.device, communicator: Communicator) -> bool:
     """Whether every rank computes on a GPU. A collective."""
-    own = np.array([device.type == "cuda"], np.int64)
+    own = np.array([device.type in KINDS], np.int64)
     return bool(communicator.allreduce(own, "all on GPUs", "min")[0])
 
 

@@ -98,8 +98,8 @@ def _blind_ranks(communicator: Communicator, parts: CheckpointInParts) -> list[i
     return np.flatnonzero(seen == 0).tolist()
 
 
-class _Stopped(Exception):
-    """A rank found the checkpoint damaged."""
+class _DamagedElsewhere(Exception):
+    """A rank, maybe another one, found the checkpoint damaged."""
 
 
 class OwnElements:
@@ -130,7 +130,7 @@ class OwnElements:
             arrays: dict[str, ArrayInFile] = {}
             with self._trying():
                 arrays = stack.enter_context(open_arrays(parts.folder, limit_bytes))
-            with contextlib.suppress(_Stopped):
+            with contextlib.suppress(_DamagedElsewhere):
                 self._meet()
                 self._load(arrays)
                 return []
@@ -163,10 +163,10 @@ class OwnElements:
             self._failure = error.what
 
     def _meet(self) -> None:
-        """A collective. Raises _Stopped on all ranks if one of them has failed."""
+        """A collective. Raises _DamagedElsewhere on all ranks if one of them has failed."""
         failed = np.array([bool(self._failure)], np.int64)
         if self._communicator.allreduce(failed, "checkpoint.failed")[0]:
-            raise _Stopped
+            raise _DamagedElsewhere
         self._go_on()
 
     def _stream(self, arrays: dict[str, ArrayInFile]) -> Iterator[tuple[str, Any]]:

@@ -1,5 +1,5 @@
-"""The arrays of a checkpoint that several ranks wrote, of which a rank reads only the elements that
-it has, and compares each chunk that they lie in with its checksum."""
+"""The arrays of a checkpoint that several ranks wrote: a rank reads only the elements that it has,
+and compares each chunk that they lie in with its checksum."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def as_text(checksums: Iterable[str]) -> str:
 
 
 class ChunkedFile:
-    """A file whose chunks have checksums, and of which only bytes that match them are returned."""
+    """A file whose chunks have checksums: only bytes that match them are returned."""
 
     def __init__(self, file: BufferedReader, text: str) -> None:
         """text: a line for each chunk, as as_text() writes them. Raises ValueError if the file has

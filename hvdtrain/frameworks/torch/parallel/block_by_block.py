@@ -1,7 +1,7 @@
 """BlockByBlock: a large model that ranks will have in parts, before they have them. A forward pass
 has the weights of one block at a time, and each rank then takes its part of them.
 
-The numbers are those of the model made as a whole, to the last bit (zero_3/deferred.py).
+The numbers are those of the model made as a whole, to the last bit (frameworks/torch/deferred.py).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import nn
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.core.arrays import WHOLE, Cut
 from hvdtrain.frameworks.torch.arrangement import bytes_of
+from hvdtrain.frameworks.torch.deferred import Deferred, make_deferred
 from hvdtrain.frameworks.torch.foreign.counted import counted
 from hvdtrain.frameworks.torch.parallel.blocks import units
-from hvdtrain.frameworks.torch.parallel.zero_3.deferred import Deferred, make_deferred
 from hvdtrain.frameworks.torch.private_api import TorchDispatchMode, tree_leaves
 from hvdtrain.frameworks.torch.same_weights import as_on_rank_0
 
@@ -30,7 +30,7 @@ class _NotSmall(BaseException):
     """The model has WHOLE_BYTES or more."""
 
 
-class Given(NamedTuple):
+class ModuleBefore(NamedTuple):
     """What a module had before its parameters were given memory."""
 
     module: nn.Module
@@ -60,7 +60,7 @@ class BlockByBlock:
         self.is_giving = False  # memory
         self._in_memory = set[nn.Module]()
         self._hooks: list[Any] = []
-        self._rest: list[Given] = []
+        self._rest: list[ModuleBefore] = []
         buffers: dict[int, torch.Tensor] = {}  # one that two modules have stays one
         for module in model.modules():
             for name, buffer in module._buffers.items():
@@ -82,13 +82,18 @@ class BlockByBlock:
         inside = {module for block in blocks for module in block.modules()}
         self._rest = self._give([m for m in self.model.modules() if m not in inside])
         for block in blocks:
-            under_way: list[list[Given]] = []  # of the calls of this block
+            under_way: list[list[ModuleBefore]] = []  # of the calls of this block
 
-            def give(block: nn.Module, inputs: Any, calls: list[list[Given]] = under_way) -> None:
+            def give(
+                block: nn.Module, inputs: Any, calls: list[list[ModuleBefore]] = under_way
+            ) -> None:
                 calls.append(self._give(block.modules()))
 
             def take(
-                block: nn.Module, inputs: Any, outputs: Any, calls: list[list[Given]] = under_way
+                block: nn.Module,
+                inputs: Any,
+                outputs: Any,
+                calls: list[list[ModuleBefore]] = under_way,
             ) -> None:
                 self._take(calls.pop())
 
@@ -139,7 +144,7 @@ class BlockByBlock:
         modules: Iterable[nn.Module],
         placed: dict[nn.Parameter, nn.Parameter] | None = None,
         is_here: Callable[[nn.Parameter], bool] = lambda p: True,
-    ) -> list[Given]:
+    ) -> list[ModuleBefore]:
         """Gives the parameters of these modules memory; returns what _take() needs."""
         placed = {} if placed is None else placed  # a tied parameter stays one
         given = []
@@ -148,7 +153,7 @@ class BlockByBlock:
             if module in self._in_memory:
                 continue
             self._in_memory.add(module)
-            given.append(Given(module, dict(module._parameters)))
+            given.append(ModuleBefore(module, dict(module._parameters)))
             for name, p in module._parameters.items():
                 if p is not None:
                     if p not in placed:
@@ -157,7 +162,7 @@ class BlockByBlock:
         self.is_giving = False
         return given
 
-    def _take(self, given: list[Given]) -> None:
+    def _take(self, given: list[ModuleBefore]) -> None:
         for module, parameters in given:
             self._in_memory.discard(module)
             module._parameters.update(parameters)

@@ -23,7 +23,7 @@ from torch.distributed.pipelining._backward import (
 )  # torch's own zero-bubble schedules' split
 
 from hvdtrain.comm.communicator import Communicator, Handle, PointToPoint, point_to_point
-from hvdtrain.comm.staging import Cuda
+from hvdtrain.comm.staging import Accelerator
 from hvdtrain.frameworks.learner import CurrentPass, TimedPass
 from hvdtrain.frameworks.torch.parallel.pipeline.messages import Messages, on_host
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Action, Schedule, timeline
@@ -73,7 +73,7 @@ class Pipeline:
         schedule: Schedule,
         device: torch.device,
         where: str,
-        gpus: Cuda | None = None,
+        gpus: Accelerator | None = None,
     ) -> None:
         """stages: this rank's on `device`, by their numbers: rank, rank + ranks, ..., as many on
         each rank. gpus: as Messages has it.

@@ -8,18 +8,21 @@ from typing import Any
 import torch
 
 from hvdtrain.comm.communicator import Handle, PointToPoint
-from hvdtrain.comm.staging import Cuda
+from hvdtrain.comm.staging import KINDS, Accelerator
 
 
 class Messages:
     """The tensors that one rank sends and receives. The host waits for a GPU only in flush(), for
     the copies of tensors that are sent."""
 
-    def __init__(self, ranks: PointToPoint, device: torch.device, gpus: Cuda | None = None) -> None:
+    def __init__(
+        self, ranks: PointToPoint, device: torch.device, gpus: Accelerator | None = None
+    ) -> None:
         """gpus: None for those of torch, if `device` is one."""
         self._ranks = ranks
         self._device = device
-        self._gpus = gpus or (Cuda() if device.type == "cuda" else None)
+        of_torch = (Accelerator(kind) for kind in KINDS if kind == device.type)
+        self._gpus = gpus or next(of_torch, None)
         self._down: Any = self._gpus.new(device) if self._gpus else None
         self._waiting: list[Outgoing] = []  # until the GPU has copied them
 

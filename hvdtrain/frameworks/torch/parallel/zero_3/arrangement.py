@@ -13,12 +13,12 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.arrangement import Arrangement, bytes_of
 from hvdtrain.frameworks.torch.buffers import copied_buffers
 from hvdtrain.frameworks.torch.call import call
+from hvdtrain.frameworks.torch.deferred import make_deferred
 from hvdtrain.frameworks.torch.layer import Layer, LayerCut
 from hvdtrain.frameworks.torch.parallel.blocks import units
 from hvdtrain.frameworks.torch.parallel.divided import Divided
 from hvdtrain.frameworks.torch.parallel.tensor.layers import give_whole_logits
 from hvdtrain.frameworks.torch.parallel.tensor.layout import tensor_cuts
-from hvdtrain.frameworks.torch.parallel.zero_3.deferred import make_deferred
 from hvdtrain.frameworks.torch.parallel.zero_3.gathered_types import REDUCES_UNREACHED
 from hvdtrain.frameworks.torch.parallel.zero_3.planned import PlannedMesh
 from hvdtrain.frameworks.torch.parallel.zero_3.strategy import (

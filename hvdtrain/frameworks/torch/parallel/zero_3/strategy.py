@@ -26,6 +26,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.communicators import Communicating
+from hvdtrain.frameworks.torch.deferred import Deferred
 from hvdtrain.frameworks.torch.parallel.blocks import units
 from hvdtrain.frameworks.torch.parallel.tensor.plan import (
     TensorParallelLayers,
@@ -33,7 +34,6 @@ from hvdtrain.frameworks.torch.parallel.tensor.plan import (
     plan_of,
 )
 from hvdtrain.frameworks.torch.parallel.zero_1_and_2 import of_shards, shard_summary, total_over
-from hvdtrain.frameworks.torch.parallel.zero_3.deferred import Deferred
 from hvdtrain.frameworks.torch.parallel.zero_3.gathered_types import (
     REDUCES_UNREACHED,
     Pass,
