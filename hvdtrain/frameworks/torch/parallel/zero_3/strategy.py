@@ -41,7 +41,7 @@ from hvdtrain.frameworks.torch.parallel.zero_3.gathered_types import (
     group_of,
     reduce_all_of,
 )
-from hvdtrain.frameworks.torch.private_api import in_backward, tree_leaves
+from hvdtrain.frameworks.torch.private_api import in_backward, storage_of, tree_leaves
 from hvdtrain.frameworks.torch.same_weights import as_on_rank_0
 from hvdtrain.frameworks.torch.strategy import Shard, Strategy, Wrapped, runs_ahead
 
@@ -417,10 +417,12 @@ class Fsdp(Strategy):
             assert p in self._parts, f"torch {torch.__version__} replaced the parameter {name}"
             kept = self._parts[p].parameter
             now = local_part(p)
-            assert (now.data_ptr(), now.shape) == (kept.data_ptr(), kept.shape), (
-                f"torch {torch.__version__} moved the rows of {name}: {tuple(kept.shape)} at "
-                f"{kept.data_ptr():#x} became {tuple(now.shape)} at {now.data_ptr():#x}"
-            )
+            # not by addresses, which a forecast's tensors do not have
+            assert (storage_of(now), now.storage_offset(), now.shape) == (
+                storage_of(kept),
+                kept.storage_offset(),
+                kept.shape,
+            ), f"torch {torch.__version__} moved the rows of {name} to other memory"
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
