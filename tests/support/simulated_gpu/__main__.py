@@ -1,24 +1,38 @@
 """Runs a program on simulated GPUs: python -m simulated_gpu -m MODULE ..., or SCRIPT ...
 
-SIMULATED_GPUS: how many there are, 1 to 8. At the end it prints what the host waited for, which
-threads used which device, and unordered uses of memory, on the standard error.
+SIMULATED_GPUS: how many there are, 1 to 8. Python programs that it starts have them too. At the end
+it prints what the host waited for, which threads used which device, and unordered uses of memory,
+on the standard error.
 """
 
 from __future__ import annotations
 
 import atexit
+import os
 import runpy
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from simulated_gpu.load import start
 from simulated_gpu.record import Recorder
 
+SITE = Path(__file__).with_name("site")  # read by each Python at its start
+
 
 def main() -> None:
     recorder = start().recorder
+    path = (str(SITE), os.environ.get("PYTHONPATH", ""))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     recorder.is_watching = True
     atexit.register(show, recorder)
+    leave = os._exit
+
+    def leave_with_a_report(code: int) -> NoReturn:
+        show(recorder)
+        leave(code)
+
+    os._exit = leave_with_a_report  # type: ignore[assignment]
     words = sys.argv[1:]
     if words[0] == "-m":
         sys.argv = words[1:]

@@ -76,7 +76,6 @@ def _functions(gpu: Gpu) -> dict[str, Any]:
         gpu.set_stream(device_index, stream_id)
 
     def synchronize() -> None:
-        gpu.recorder.add("wait", "torch.cuda.synchronize()")
         gpu.finish_device(gpu.current_device())
 
     def stats(device: int) -> dict[str, Any]:

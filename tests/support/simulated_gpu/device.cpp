@@ -6,6 +6,8 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <dlfcn.h>
+
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -147,8 +149,31 @@ Mark mark_of(Queue* queue) {
   return mark;
 }
 
+// Releases the interpreter's lock, where this thread has it: another thread may need it to run a
+// piece of work that this one waits for. The functions are those of the program that loaded us.
+class WithoutPythonLock {
+ public:
+  WithoutPythonLock() {
+    static auto* holds = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
+    static auto* save = reinterpret_cast<void* (*)()>(dlsym(RTLD_DEFAULT, "PyEval_SaveThread"));
+    if (holds && holds()) thread_ = save();
+  }
+  ~WithoutPythonLock() {
+    static auto* restore = reinterpret_cast<void (*)(void*)>(dlsym(RTLD_DEFAULT, "PyEval_RestoreThread"));
+    if (thread_) restore(thread_);
+  }
+
+ private:
+  void* thread_ = nullptr;
+};
+
 // Runs a stream's work up to a place; waits while another thread runs a piece of it.
 void run_until(Queue* queue, uint64_t place) {
+  {
+    std::lock_guard<std::mutex> lock(state);
+    if (queue->is_done(place)) return;
+  }
+  WithoutPythonLock without;
   std::unique_lock<std::mutex> lock(state);
   while (!queue->is_done(place)) {
     if (queue->is_running) {
@@ -466,10 +491,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     wait_on_stream(*static_cast<Mark*>(event), stream);
   }
   bool queryEvent(void* event) const override {
-    synchronizeEvent(event);
+    if (event) wait_on_host(*static_cast<Mark*>(event));
     return true;
   }
   void synchronizeEvent(void* event) const override {
+    host_waits("event.synchronize()");
     if (event) wait_on_host(*static_cast<Mark*>(event));
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
@@ -484,8 +510,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     finish(stream);
     return true;
   }
-  void synchronizeStream(const c10::Stream& stream) const override { finish(stream); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    host_waits("stream.synchronize()");
+    finish(stream);
+  }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
+    host_waits("synchronize()");
     std::vector<Queue*> all;
     {
       std::lock_guard<std::mutex> lock(state);

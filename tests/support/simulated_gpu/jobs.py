@@ -1,4 +1,4 @@
-"""Jobs on a simulated GPU and on the CPU: a function for on_ranks.py, which has not imported torch.
+"""Jobs on a simulated GPU and on the CPU.
 
 Alone each job runs on the CPU and on the GPU; on ranks on the GPU only, once for each engine.
 """
@@ -11,12 +11,34 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
-from simulated_gpu.load import Gpu, start
+import torch
+from invariance import COMMON, losses
+from own_ways_on_ranks import trained
+from waiting_rank import connect
+
+from hvdtrain.comm.communicator import SingleProcessCommunicator
+from hvdtrain.comm.launcher_variables import placement
+from hvdtrain.config.read import configure
+from hvdtrain.frameworks.footprint import PlannedStep
+from hvdtrain.frameworks.torch.build import footprint
+from hvdtrain.training.datasets import open_datasets
+from simulated_gpu import checks, nccl
+from simulated_gpu.load import Gpu
 
 WARM_UP = 2  # steps in which torch and hvdtrain allocate what they keep
+
+
+class Job(NamedTuple):
+    """train: as the trainer does; memory: with a prediction of its memory; loop: a script's loop of
+    own_ways_on_ranks.py."""
+
+    kind: str
+    words: str
 
 
 class Watched:
@@ -52,97 +74,119 @@ class Watched:
         }
 
 
-def on_gpu(gpu: Gpu, words: str, communicator: Any) -> dict[str, Any]:
-    """The losses of a job on this rank's GPU, and what its process did."""
-    from invariance import losses
+class Run:
+    """What one process does with a job, on its GPU or on the CPU."""
 
-    from simulated_gpu import nccl
+    def __init__(self, gpu: Gpu, job: Job, communicator: Any) -> None:
+        self._gpu = gpu
+        self._job = job
+        self._communicator = communicator
+        self._device = communicator.local_rank % gpu.device_count()
 
-    device = communicator.local_rank % gpu.device_count()
-    gpu.recorder.clear()
-    nccl.calls.clear()
-    gpu.new_epoch()
-    gc.collect()
-    gpu.reset_peak(device)
-    before = gpu.memory(device)
-    watched = Watched(gpu, device)
-    start: dict[str, int] = {}
+    def on_cpu(self) -> dict[str, Any]:
+        return self._losses("cpu", lambda learner: None)
 
-    def built(learner: Any) -> None:
-        start["bytes"] = gpu.memory(device) - before
-        start["peak_bytes"] = gpu.peak_memory(device) - before
-        watched.put_around(learner)
+    def on_gpu(self) -> dict[str, Any]:
+        """Its losses, and what the process did meanwhile."""
+        gpu = self._gpu
+        gpu.recorder.clear()
+        nccl.calls.clear()
+        gpu.new_epoch()
+        gc.collect()
+        gpu.reset_peak(self._device)
+        before = gpu.memory(self._device)
+        watched = Watched(gpu, self._device)
+        start = dict.fromkeys(("bytes", "peak_bytes"), 0)
+        predicted: dict[str, int] = {}
 
-    began_s = time.perf_counter()
-    found = losses(f"{words} speed.device=cuda", communicator, built)
-    return {
-        "losses": found["losses"],
-        "val": found["val"],
-        "waits": watched.waits(),
-        "devices": sorted(gpu.recorder.devices),
-        "races": list(gpu.recorder.races),
-        "seconds": time.perf_counter() - began_s,
-        "start": start,
-        "peak_bytes": watched.peak_bytes - before,
-        "calls": [list(call) for call in nccl.calls],
-    }
+        def built(learner: Any) -> None:
+            start["bytes"] = gpu.memory(self._device) - before
+            start["peak_bytes"] = gpu.peak_memory(self._device) - before
+            watched.put_around(learner)
+            if self._job.kind == "memory" and self._communicator.rank == 0:
+                predicted.update(self._predicted(learner.data.size))
+
+        began_s = time.perf_counter()
+        found = self._losses("cuda", built)
+        return {
+            **found,
+            "waits": watched.waits(),
+            "devices": sorted(gpu.recorder.devices),
+            "races": list(gpu.recorder.races),
+            "seconds": time.perf_counter() - began_s,
+            "start": start,
+            "peak_bytes": watched.peak_bytes - before,
+            "predicted": predicted,
+            "calls": [list(call) for call in nccl.calls],
+        }
+
+    def _losses(self, device: str, built: Callable[[Any], None]) -> dict[str, Any]:
+        words = f"{self._job.words} speed.device={device}"
+        if self._job.kind == "loop":
+            found = trained([*words.split(), f"comm.engine={self._communicator.name}"])
+            return {"losses": found["losses"], "val": {"loss": found["evaluated"]}}
+        found = losses(words, self._communicator, built)
+        return {"losses": found["losses"], "val": found["val"]}
+
+    def _predicted(self, readers: int) -> dict[str, int]:
+        """What `plan --memory` says of this rank, in bytes."""
+        config = configure(None, f"{COMMON} {self._job.words}".split())
+        task = open_datasets(config, self._communicator).task
+        samples = -(-config.batch.size // readers)
+        passes = -(-samples // (config.batch.micro or samples))
+        step = PlannedStep(samples, passes, 1, 0, writes_checkpoints=False)
+        ranks = self._communicator
+        return footprint(config, task, step, ranks.size, ranks.features).named()
 
 
-def on_cpu(words: str, communicator: Any) -> dict[str, Any]:
-    from invariance import losses
-
-    found = losses(f"{words} speed.device=cpu", communicator)
-    return {"losses": found["losses"], "val": found["val"]}
-
-
-def alone(gpu: Gpu, jobs: dict[str, str]) -> dict[str, Any]:
-    from hvdtrain.comm.communicator import SingleProcessCommunicator
-
+def alone(gpu: Gpu, jobs: dict[str, Job]) -> dict[str, Any]:
     one = SingleProcessCommunicator()
     results = {}
-    for name, words in jobs.items():
+    for name, job in jobs.items():
+        run = Run(gpu, job, one)
         try:
-            results[name] = {"cpu": on_cpu(words, one), "gpu": on_gpu(gpu, words, one)}
+            results[name] = {"cpu": run.on_cpu(), "gpu": run.on_gpu()}
         except Exception:
             results[name] = {"error": traceback.format_exc()}
     return results
 
 
-def on_ranks(gpu: Gpu, jobs: dict[str, str], engine: str) -> tuple[dict[str, Any], int]:
-    """What each job did on each rank, and this rank."""
-    import torch
-    from waiting_rank import connect
-
-    communicator = connect(engine, 1)
+def on_ranks(gpu: Gpu, jobs: dict[str, Job], engine: str) -> dict[str, Any]:
+    """What each job did on this rank. Loops come first: they connect the ranks themselves."""
+    place = placement(os.environ)
     results: dict[str, Any] = {}
-    for name, words in jobs.items():
-        try:
-            found = on_gpu(gpu, words, communicator)
-        except Exception:
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)  # the other ranks wait in a collective
-        results[name] = communicator.allgather_object(json.loads(json.dumps(found)))
-    rank = communicator.rank
+    loops = {name: job for name, job in jobs.items() if job.kind == "loop"}
+    try:
+        for name, job in loops.items():
+            itself = SimpleNamespace(name=engine, local_rank=place.local_rank)
+            results[name] = Run(gpu, job, itself).on_gpu()
+        communicator = connect(engine, 1)
+        for name, job in jobs.items():
+            if name not in loops:
+                results[name] = Run(gpu, job, communicator).on_gpu()
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # the other ranks wait in a collective
     if engine != "torchdist" and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     communicator.close()
-    return results, rank
+    return results
 
 
-def main(out: str, jobs: dict[str, str], *engines: str) -> None:
-    """Writes what each job did to `out`, as JSON: {"tool": ..., "jobs": ...} of one process, else
-    {engine: {job: [each rank's]}}. A job that fails leaves its traceback."""
-    gpu = start(2)
+def main(gpu: Gpu, out: str, words: dict[str, list[str]], engines: dict[str, list[str]]) -> None:
+    """Writes what each job did to `out`, as JSON: {"tool": ..., "jobs": ...} of one process; on
+    ranks {engine: {job: ...}}, to OUT.RANK. A job that fails leaves its traceback.
+
+    words: {job: [kind, words]}; engines: {engine: its jobs}, empty for one process.
+    """
+    jobs = {name: Job(*row) for name, row in words.items()}
     if not engines:
-        from simulated_gpu import checks
-
         results = {"tool": checks.found(gpu), "jobs": alone(gpu, jobs)}
         Path(out).write_text(json.dumps(results))
         return
-    every = {}
-    rank = 0
-    for engine in engines:
-        every[engine], rank = on_ranks(gpu, jobs, engine)
-    if rank == 0:
-        Path(out).write_text(json.dumps(every))
+    every = {
+        engine: on_ranks(gpu, {name: jobs[name] for name in names}, engine)
+        for engine, names in engines.items()
+    }
+    Path(f"{out}.{placement(os.environ).rank}").write_text(json.dumps(every))

@@ -414,8 +414,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("record_stream", record_stream_);
   m.impl("native_dropout", native_dropout);
   m.impl("scaled_dot_product_attention", attention);
-  // whole, as the CPU computes them: torch would choose other kernels for CUDA
-  for (const char* name : {"convolution", "convolution_backward", "_convolution"})
+  // whole, as the CPU computes them: torch would choose other kernels for CUDA, or create the result first
+  for (const char* name : {"convolution", "convolution_backward", "_convolution", "mse_loss", "smooth_l1_loss"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&compute>());
 }
 

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import importlib.abc
+import importlib.util
 import itertools
 import os
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 from simulated_gpu.build import library, torch_folder
@@ -83,11 +87,45 @@ def start(gpus: int = 1) -> Gpu:
     """Simulates `gpus` GPUs in this process; SIMULATED_GPUS says otherwise."""
     assert "torch" not in sys.modules, "start() comes before torch is imported"
     os.environ.setdefault("SIMULATED_GPUS", str(gpus))
+    gpu = _loaded()
+    _install(gpu)
+    return gpu
+
+
+def start_with_torch() -> None:
+    """Simulates SIMULATED_GPUS GPUs in this process from the moment that it imports torch."""
+    sys.meta_path.insert(0, _BeforeTorch())
+
+
+class _BeforeTorch(importlib.abc.MetaPathFinder):
+    """Loads the library, imports torch, and makes it use the library, at the first import of
+    torch."""
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        gpu = _loaded()
+        spec = importlib.util.find_spec("torch")
+        assert spec and spec.loader
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _install(gpu)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _loaded() -> Gpu:
     for name in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(torch_folder() / "lib" / name), ctypes.RTLD_GLOBAL)
-    gpu = Gpu(str(library()))
+    return Gpu(str(library()))
+
+
+def _install(gpu: Gpu) -> None:
     from simulated_gpu import cuda, nccl
 
     cuda.install(gpu)
     nccl.install(gpu)
-    return gpu

@@ -5,67 +5,95 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from combinations import MODELS
-from parallel_on_ranks import GPT
 
-STEPS = 6
+STEPS = 5
 SGD = "sgd optim.base_lr=0.05"
 MLP = "model.name=mlp model.widths=[24,16]"
-
-
-class RanksJob(NamedTuple):
-    """A row of the table of two ranks."""
-
-    words: str
-    like: str  # the job of one process that has the same losses
-    waits: dict[str, float]  # by engine
+GPT = (
+    "task.name=language data.name=digit_tokens:windows model.name=gpt model.layers=2 "
+    "model.heads=2 model.width=16"
+)
+SMALL_GPT = f"{GPT} batch.size=7 batch.micro=2 batch.evaluate=50"
 
 
 class Job(NamedTuple):
-    """A row of the table."""
+    """A job of one process."""
 
+    kind: str  # as in jobs.py
     words: str
     waits: float = 0  # of the main thread for the device, in each step
 
 
-def job(words: str, waits: float = 0, rule: str = SGD) -> Job:
-    return Job(f"{words} max_steps={STEPS} optim.name={rule}", waits)
+def train(words: str, waits: float = 0, rule: str = SGD) -> Job:
+    return Job("train", f"{words} max_steps={STEPS} optim.name={rule}", waits)
+
+
+def memory(words: str) -> Job:
+    """Compared with plan --memory too. The data set stays on the host."""
+    words = f"{words} data.resident=false max_steps=3 optim.name=adamw optim.base_lr=0.001"
+    return Job("memory", words)
 
 
 ALONE = {
-    "classification": job(MLP),
-    "norms": job("model.name=wide_resnet model.widths=[2,2,2,2] model.dropout=0"),
-    "synchronized norms": job("model.name=convnet model.widths=[3,4] norm.kind=sync"),
-    "recipe": job(
+    "classification": train(MLP),
+    "norms": train("model.name=wide_resnet model.widths=[2,2,2,2] model.dropout=0"),
+    "synchronized norms": train("model.name=convnet model.widths=[3,4] norm.kind=sync"),
+    "recipe": train(
         "model.name=linear optim.clip_norm=2 model.label_smoothing=0.1 recipe.sample_noise=0.5 "
         "optim.base_batch=24 recipe.growth=milestones recipe.grow_at=[0.1] recipe.grow_to=[47]"
     ),
-    "micro-batches": job(f"{MLP} batch.micro=4"),
-    "augmentation": job(
+    "micro-batches": train(f"{MLP} batch.micro=4"),
+    "augmentation": train(
         "model.name=convnet model.widths=[3,4] model.norm=false augment.crop=1 augment.flip=true "
         "augment.cutmix=1.0"
     ),
-    "adamw, average": job(f"{MLP} optim.ema=0.9", rule="adamw optim.base_lr=0.01"),
-    "language": job(GPT),
-    "dropout": job(f"{GPT} model.residual_dropout=0.1"),
-    "segmentation": job(MODELS["masks"]),
-    "several labels": job(MODELS["labels"]),
-    "regression": job(MODELS["numbers"]),
-    "several inputs": job(MODELS["fields"]),
-    "padding": job(f'{MODELS["sequences"]} data.pad={{"tokens":0}}'),
-    "packing": job(f"{MODELS['sequences']} data.pack=16 batch.size=12"),
-    "LoRA": job("model.name=mlp model.widths=[16,16] model.lora=['fc2'] model.lora_rank=3"),
-    "metrics": job(f"{MODELS['mlp']} task.name=example_objects:measured", waits=5),
+    "adamw, average": train(f"{MLP} optim.ema=0.9", rule="adamw optim.base_lr=0.01"),
+    "language": train(SMALL_GPT),
+    "dropout": train(f"{SMALL_GPT} model.residual_dropout=0.1"),
+    "segmentation": train(MODELS["masks"]),
+    "several labels": train(MODELS["labels"]),
+    "regression": train(MODELS["numbers"]),
+    "several inputs": train(MODELS["fields"]),
+    "padding": train(f'{MODELS["sequences"]} data.pad={{"tokens":0}} batch.size=12'),
+    "packing": train(f"{MODELS['sequences']} data.pack=16 batch.size=12"),
+    "LoRA": train("model.name=mlp model.widths=[16,16] model.lora=['fc2'] model.lora_rank=3"),
+    "metrics": train(f"{MODELS['mlp']} task.name=example_objects:measured", waits=5),
+    "a loop": Job("loop", ""),
+    "a loop of tokens": Job("loop", "gpt"),
+    "memory, mlp": memory("model.name=mlp model.widths=[300,300]"),
+    "memory, gpt": memory(
+        f"{GPT} model.width=48 batch.size=4 batch.evaluate=50 data.val_samples=50"
+    ),
 }
 
 
-def on_two(like: str, words: str = "", mpi: float = 0, torchdist: float = 0) -> RanksJob:
-    """mpi, torchdist: waits in a step."""
+class RanksJob(NamedTuple):
+    """A job of two ranks."""
+
+    kind: str
+    words: str
+    like: str  # the job of one process that has the same losses
+    waits: dict[str, float]  # by engine
+    engines: tuple[str, ...]
+    start: float  # the most memory of the start, as a share of what stays
+
+
+def on_two(
+    like: str,
+    words: str = "",
+    mpi: float = 0,
+    torchdist: float = 0,
+    start: float = 1.02,
+) -> RanksJob:
+    """mpi, torchdist: waits in a step. start: memory; 1.02 for rounding to 512 bytes."""
     waits = {"mpi": mpi, "torchdist": torchdist}
-    return RanksJob(f"{ALONE[like].words} {words}", like, waits)
+    job = ALONE[like]
+    # the memory is that of NCCL; what plan --memory computes for a rank takes seconds
+    engines = ("torchdist",) if job.kind == "memory" else ("mpi", "torchdist")
+    return RanksJob(job.kind, f"{job.words} {words}", like, waits, engines, start)
 
 
-# threads that also use another rank's GPU
-WRONG_THREADS = {"mpi": {"hvdtrain-comm"}, "torchdist": set()}
+# A larger `start` than 1.02: the whole model is there first, or several copies of a layer.
 # With MPI a rank waits for each copy to the host that MPI reads before the step goes on.
 ON_TWO = {
     "plain": on_two("classification"),
@@ -76,11 +104,28 @@ ON_TWO = {
     "stage 2": on_two("classification", "shard.stage=2", mpi=1),
     "stage 3": on_two("classification", "shard.stage=3", mpi=1),
     "stage 3 of blocks": on_two("language", "shard.stage=3", mpi=1),
-    "tensor": on_two("language", "parallel.tensor=2", mpi=50),
-    "pipeline": on_two("language", "parallel.pipeline=2", mpi=17, torchdist=16),
+    "tensor": on_two("language", "parallel.tensor=2", mpi=26),
+    "pipeline": on_two("language", "parallel.pipeline=2", mpi=9, torchdist=8),
     "segmentation": on_two("segmentation"),
     "padding": on_two("padding"),
     "packing": on_two("packing"),
     "LoRA": on_two("LoRA"),
     "several inputs": on_two("several inputs"),
+    "a loop": on_two("a loop"),
+    "a loop, stage 2": on_two("a loop", "shard.stage=2"),
+    "a loop, stage 3": on_two("a loop", "shard.stage=3"),
+    "a loop of tokens, tensor": on_two("a loop of tokens", "parallel.tensor=2"),
+    "a loop of tokens, pipeline": on_two("a loop of tokens", "parallel.pipeline=2"),
+    "memory, stage 1": on_two("memory, mlp", "shard.stage=1"),
+    "memory, stage 3": on_two("memory, gpt", "shard.stage=3", start=1.6),
+    "memory, tensor": on_two("memory, gpt", "parallel.tensor=2", start=1.45),
+    "memory, pipeline": on_two(
+        "memory, gpt",
+        "parallel.pipeline=2 batch.micro=2",
+        torchdist=4,
+        start=1.5,
+    ),
 }
+
+
+EACH = [(name, engine) for name, row in ON_TWO.items() for engine in row.engines]
