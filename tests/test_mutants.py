@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from mutants import MUTANTS, ROOT, Mutant, Verdict, chosen, of_this_copy, troubles
+from simulated_gpu.mutants import GPU_MUTANTS
 
 OF_STEPS = (
     "hvdtrain/frameworks/torch/",
@@ -22,6 +23,11 @@ def test_the_text_of_each_change_is_there_once_and_so_are_its_tests() -> None:
     of_steps = [mutant for mutant in MUTANTS if mutant.file.startswith(OF_STEPS)]
     assert len(of_steps) == 20, "in the strategies and the step"
     assert all(mutant.before != mutant.after for mutant in MUTANTS)
+
+
+def test_the_changes_that_only_a_gpu_shows_fit_the_tree() -> None:
+    assert troubles(GPU_MUTANTS) == []
+    assert len({mutant.name for mutant in GPU_MUTANTS}) == len(GPU_MUTANTS) == 11
 
 
 def test_a_table_that_does_not_fit_is_told_row_by_row(tmp_path: Path) -> None:

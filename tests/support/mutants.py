@@ -319,7 +319,7 @@ def troubles(mutants: Iterable[Mutant] = MUTANTS, root: Path = ROOT) -> list[str
         for test in mutant.tests:
             file, _, name = test.partition("::")
             if not (root / file).is_file() or (
-                name and f"def {name}(" not in (root / file).read_text()
+                name and f"def {name.partition('[')[0]}(" not in (root / file).read_text()
             ):
                 found.append(f"{mutant.name}: there is no {test}")
     return found

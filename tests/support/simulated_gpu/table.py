@@ -38,6 +38,10 @@ ALONE = {
     "classification": train(MLP),
     "norms": train("model.name=wide_resnet model.widths=[2,2,2,2] model.dropout=0"),
     "synchronized norms": train("model.name=convnet model.widths=[3,4] norm.kind=sync"),
+    "four steps without a wait": Job(
+        "train",
+        f"{MLP} data.resident=false max_steps=12 log.every_steps=4 optim.name={SGD}",
+    ),
     "recipe": train(
         "model.name=linear optim.clip_norm=2 model.label_smoothing=0.1 recipe.sample_noise=0.5 "
         "optim.base_batch=24 recipe.growth=milestones recipe.grow_at=[0.1] recipe.grow_to=[47]"
