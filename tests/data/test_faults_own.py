@@ -28,8 +28,8 @@ def test_a_collate_function_that_gives_another_shape_on_one_rank(tmp_path: Path)
     )
     assert ended.returncode == 2, ended.stderr
     found = re.search(
-        r"sample \d+ of own_datasets:ragged_on_rank_1, train has x as float32 \(1, 3\), the first "
-        r"one as float32 \(2, 3\)",
+        r"sample \d+ of own_datasets:ragged_on_rank_1, train has x as float32 \(1, 3\), but the "
+        r"first one as float32 \(2, 3\)",
         ended.stderr,
     )
     assert found and re.search(
