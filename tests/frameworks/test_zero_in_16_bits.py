@@ -95,6 +95,10 @@ def test_weights_in_16_bits_train_as_whole_ones(
         )
 
 
-def test_without_autocast_weights_travel_whole() -> None:
-    for _, sent, rounded in trained(2, 1, "speed.precision=fp32"):
+@pytest.mark.parametrize(
+    "words", ["speed.precision=fp32", "speed.precision=bf16 hooks=[hook:ReadsWeights]"]
+)
+def test_weights_travel_whole_without_autocast_and_with_hooks(words: str) -> None:
+    """Hooks may read weights after each step."""
+    for _, sent, rounded in trained(2, 1, words):
         assert sent[-1]["int16"] == 0 and rounded == [False, False]
