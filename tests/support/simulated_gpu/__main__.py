@@ -45,7 +45,10 @@ def main() -> None:
 
 def show(recorder: Recorder) -> None:
     lines = [
-        *(f"waited {count} x: {wait}" for wait, count in recorder.waits.most_common()),
+        *(
+            f"waited {count} x: {wait.what} at {wait.place}, {wait.thread}"
+            for wait, count in recorder.waits.most_common()
+        ),
         *(f"thread {thread} used cuda:{device}" for thread, device in sorted(recorder.devices)),
         *(f"race: {race}" for race in recorder.races),
     ]

@@ -185,9 +185,11 @@ class Event:
     def __init__(self, enable_timing: bool = False, blocking: bool = False, **_: Any) -> None:
         self._mark: int | None = None
         self._has_time = enable_timing
+        self.device: torch.device | None = None  # None before record()
 
     def record(self, stream: Any = None) -> None:
         stream = stream or torch.cuda.current_stream()
+        self.device = torch.device("cuda", stream.device_index)
         self._mark = _Handles.gpu.record(self._mark, stream.device_index, stream.stream_id)
 
     def wait(self, stream: Any = None) -> None:
