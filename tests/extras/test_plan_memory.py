@@ -155,7 +155,7 @@ def test_sizes(text: str, size: int) -> None:
         (["--memory", "much"], "cannot read the size 'much'"),
         (
             ["framework=numpy", "model.name=linear", "--memory"],
-            "the memory of framework=numpy is not predicted",
+            "the memory of framework=numpy cannot be predicted",
         ),
     ],
 )
