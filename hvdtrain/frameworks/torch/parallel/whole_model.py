@@ -41,9 +41,9 @@ class WholeModel(Arrangement):
         )
 
     def _narrow(self, named: NamedParameters) -> Narrow | None:
-        """Which weights may travel in 16 bits; None of a script's own model, and of a job with
-        hooks, which may read them at any time, and of a model that adds to the loss, or changes
-        weights behind the update. A collective."""
+        """Which weights may travel in 16 bits; None of a script's own model, which may read them at
+        any time, and of one that adds to the loss, or changes weights behind the update. A
+        collective."""
         making = self.making
         dtype = making.precision.layers
         if (
@@ -52,7 +52,6 @@ class WholeModel(Arrangement):
             or making.mesh.shard.size == 1
             or making.planned is not None
             or making.user_model is not None
-            or making.config.hooks
             or isinstance(self.model, AddsLoss)
         ):
             return None
