@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import TYPE_CHECKING
-
 import torch
 
 from hvdtrain.comm.communicator import Communicator
@@ -15,9 +12,6 @@ from hvdtrain.core.lengths import read_length
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.frameworks.torch.arrangement import Arrangement
-from hvdtrain.frameworks.torch.buffers import copied_buffers
-from hvdtrain.frameworks.torch.call import call
-from hvdtrain.frameworks.torch.forward import AddsLoss
 from hvdtrain.frameworks.torch.parallel.buckets import (
     COMPRESSED_TYPES,
     Buckets,
@@ -27,45 +21,13 @@ from hvdtrain.frameworks.torch.parallel.by_library import Ddp, HorovodOptimizer,
 from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy, nccl_ranks
 from hvdtrain.recipe.clock import epoch_multiplier
 
-if TYPE_CHECKING:  # of shard.stage
-    from hvdtrain.frameworks.torch.parallel.zero_1_and_2 import Narrow
-
 
 class WholeModel(Arrangement):
     """The default arrangement."""
 
     def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:
         making = self.making
-        return select_strategy(
-            making.config, making.mesh, named, optimizer, making.stopwatch, self._narrow(named)
-        )
-
-    def _narrow(self, named: NamedParameters) -> Narrow | None:
-        """Which weights may travel in 16 bits; None of a script's own model, which may read them at
-        any time, and of one that adds to the loss, or changes weights behind the update. A
-        collective."""
-        making = self.making
-        dtype = making.precision.layers
-        if (
-            dtype is None
-            or making.config.shard.stage not in (1, 2)
-            or making.mesh.shard.size == 1
-            or making.planned is not None
-            or making.user_model is not None
-            or isinstance(self.model, AddsLoss)
-        ):
-            return None
-        from hvdtrain.frameworks.torch.parallel.cast_weights import cast_alone
-        from hvdtrain.frameworks.torch.parallel.zero_1_and_2 import Narrow
-
-        inputs = making.example()
-        parameters = [p for _, p in named]
-        with copied_buffers(self.model):
-            found = cast_alone(
-                self.model, parameters, lambda model: call(model, inputs), making.device, dtype
-            )
-        found = making.mesh.world.broadcast_object(found)
-        return Narrow(dtype, frozenset(itertools.compress(parameters, found)))
+        return select_strategy(making.config, making.mesh, named, optimizer, making.stopwatch)
 
 
 def select_strategy(
@@ -74,7 +36,6 @@ def select_strategy(
     named: NamedParameters,
     optimizer: torch.optim.Optimizer,
     stopwatch: Stopwatch,
-    narrow: Narrow | None = None,
 ) -> Strategy:
     """The strategy for the trained parameters and their still unwrapped optimizer, except with
     shard.stage=3 and for arrangements with strategies of their own. Every rank calls it.
@@ -90,9 +51,7 @@ def select_strategy(
         from hvdtrain.frameworks.torch.parallel.zero_1_and_2 import ZeroStrategy
 
         on_host = config.shard.offload != "none"
-        return ZeroStrategy(
-            named, mesh, config.shard.stage, bucket_bytes, stopwatch, on_host, narrow
-        )
+        return ZeroStrategy(named, mesh, config.shard.stage, bucket_bytes, stopwatch, on_host)
     # Horovod's optimizer has none of these
     needs_buckets = comm.compression != "none" or comm.op == "adasum" or comm.local_steps > 1
     unfit = "" if needs_buckets else fits_horovod(optimizer, named)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -39,8 +38,7 @@ class ZeroStrategy(Strategy):
     each rank gets the sum over ranks of its own part, to which it applies the optimizer, and the
     updated parts reach all ranks. Stage 1 adds up the gradients of micro-batches first, so that
     each rank holds whole gradients meanwhile; stage 2 reduces those of each micro-batch and adds up
-    the parts. Under autocast updated weights travel in 16 bits where passes read no more of them,
-    and whole at sync points, where a state is read.
+    the parts.
 
     With P bytes of weights and N ranks, Adam takes 2 P + 2 P / N in stage 1 and P + 3 P / N in
     stage 2, and one or two buckets, where every rank with everything takes 4 P. Weights lie in
@@ -58,7 +56,6 @@ class ZeroStrategy(Strategy):
         bucket_bytes: int,
         stopwatch: Stopwatch,
         on_host: bool,
-        narrow: Narrow | None = None,
     ) -> None:
         self._mesh = mesh
         self._stage = stage
@@ -66,11 +63,8 @@ class ZeroStrategy(Strategy):
         self._buffers = _Buffers()
         self._buckets = [
             _ShardedBucket(parameters, f"gradient.{i}", mesh, self._buffers, on_host)
-            for i, parameters in enumerate(_groups(named, bucket_bytes, narrow))
+            for i, parameters in enumerate(group(named, bucket_bytes))
         ]
-        self._narrow = narrow
-        self._steps = 0  # since the last sync()
-        self._apart = 1  # steps between the last two
         self._order = InOrder(self._buckets, _ShardedBucket.start, stopwatch)
         self._shards = self._find_shards()
         self.summary = (
@@ -139,32 +133,10 @@ class ZeroStrategy(Strategy):
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
-        self._steps += 1
         self._stopwatch.enter("communication")
-        self._spread(self._buckets, narrows=self._apart > MOST_APART)
+        for spread in [bucket.start_spread() for bucket in self._buckets]:
+            spread()
         self._stopwatch.enter("update")
-
-    def sync(self, optimizer: torch.optim.Optimizer) -> None:
-        """Every rank gets the whole numbers of weights that travelled in 16 bits."""
-        self._apart = self._steps
-        self._steps = 0
-        self._spread([bucket for bucket in self._buckets if bucket.is_rounded], narrows=False)
-
-    def _spread(self, buckets: Sequence[_ShardedBucket], *, narrows: bool) -> None:
-        """The weights of each rank's part reach all ranks. narrows: in 16 bits, where passes
-        compute with these alone."""
-        under_way: deque[Callable[[], None]] = deque()
-        for bucket in buckets:
-            narrow = (
-                self._narrow.dtype
-                if narrows and self._narrow and bucket.parameters[0] in self._narrow.parameters
-                else None
-            )
-            under_way.append(bucket.start_spread(narrow))
-            if narrow and len(under_way) > self._buffers.most_reduced:  # each has a copy
-                under_way.popleft()()
-        for wait in under_way:
-            wait()
 
     def put_together(
         self,
@@ -177,29 +149,6 @@ class ZeroStrategy(Strategy):
 
     def held(self) -> StrategyMemory:
         return StrategyMemory([bucket.gradient for bucket in self._buckets], self._buffers.free)
-
-
-class Narrow(NamedTuple):
-    """Parameters that passes cast to 16 bits and read in no other way: between two sync points
-    ranks need no more of those that others update."""
-
-    dtype: torch.dtype
-    parameters: frozenset[torch.nn.Parameter]
-
-
-# steps between two sync points up to which weights travel whole at once: a sync point needs them
-MOST_APART = 2
-
-
-def _groups(
-    named: NamedParameters, bucket_bytes: int, narrow: Narrow | None
-) -> list[list[torch.nn.Parameter]]:
-    """The parameters of each bucket, which all travel in 16 bits, or all whole."""
-    if narrow is None:
-        return group(named, bucket_bytes)
-    some = [(name, p) for name, p in named if p in narrow.parameters]
-    others = [(name, p) for name, p in named if p not in narrow.parameters]
-    return [*group(some, bucket_bytes), *group(others, bucket_bytes)]
 
 
 class _Buffers:
@@ -250,7 +199,6 @@ class _ShardedBucket(Bucket):
     ) -> None:
         super().__init__(parameters)
         self.name = name
-        self.is_rounded = False  # the weights of other ranks' parts
         self._buffers = buffers
         self._on_host = on_host
         with torch.no_grad():
@@ -342,34 +290,20 @@ class _ShardedBucket(Bucket):
             self._updated.copy_(self._weights[self._own])
 
     @torch.no_grad()
-    def start_spread(self, narrow: torch.dtype | None = None) -> Callable[[], None]:
-        """Starts to send the weights of each rank's part to all, in their own type or in a `narrow`
-        one; the result waits for that. This rank's own part is not rounded."""
+    def start_spread(self) -> Callable[[], None]:
+        """Starts to send the weights of each rank's part to all; the result waits for that."""
         if self._updated.device != self._weights.device:
             self._weights[self._own].copy_(self._updated)
-        self.is_rounded = narrow is not None
-        if narrow is None:
-            sent = self._weights.to(self._device)
-        else:
-            # no engine moves bfloat16 by its name
-            sent = torch.empty(len(self._weights), dtype=torch.int16, device=self._device)
-            sent.view(narrow)[self._own].copy_(self._weights[self._own])
-        name = f"weights.{self.name}" if narrow is None else f"weights.16.{self.name}"
-        handle = self._mesh.shard.start_spread(sent, name)
+        handle = self._mesh.shard.start_spread(
+            self._weights.to(self._device), f"weights.{self.name}"
+        )
 
         def wait() -> None:
             weights = handle.wait()
-            if narrow is not None:
-                self._take_others(weights.view(narrow))
-            elif weights is not self._weights:
+            if weights is not self._weights:
                 self._weights.copy_(weights)
 
         return wait
-
-    @torch.no_grad()
-    def _take_others(self, weights: torch.Tensor) -> None:
-        for part in (slice(self._own.start), slice(self._own.stop, None)):
-            self._weights[part].copy_(weights[part])
 
     @torch.no_grad()
     def put_together(

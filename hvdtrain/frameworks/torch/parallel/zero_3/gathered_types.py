@@ -17,11 +17,25 @@ import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.frameworks.torch.parallel.cast_weights import Pass, Reads, watch_passes
+from hvdtrain.frameworks.torch.device import fork_rng
+from hvdtrain.frameworks.torch.private_api import TorchDispatchMode, storage_of, tree_leaves
 
 # Since torch 2.13. An older one reduces the parameters that this rank's samples reach, and would
 # add up other ranks' other parameters.
 REDUCES_UNREACHED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+
+Pass = Callable[[torch.nn.Module], Any]  # a forward pass
+
+# operations on weights that are being gathered; prim.device, in a prediction
+_READ_NOTHING = (
+    "fsdp",
+    "prim",
+)
+# as when einsum reorders a weight
+_MOVE_ALONE = (
+    torch.ops.aten.clone.default,
+    torch.ops.aten._unsafe_view.default,
+)
 
 
 def gather_in_16_bits(
@@ -84,6 +98,7 @@ def _post_backward_of_all(group: Any, post_backward: Callable[..., None], *unuse
     post_backward(*unused)
 
 
+@torch.no_grad()
 def _cast_alone(
     model: torch.nn.Module,
     groups: Sequence[Any],
@@ -93,9 +108,82 @@ def _cast_alone(
 ) -> list[list[bool]]:
     """Returns, for each parameter of each group, whether passes only read it after a cast. The
     model is in evaluation mode then."""
-    reads = Reads(dtype, groups=groups)
-    watch_passes(model, reads, make_pass, device, dtype)
+    autocast = torch.autocast(device.type, dtype, cache_enabled=False)
+    with fork_rng([device]), autocast, _Reads(groups, dtype) as reads:
+        # a model that draws which blocks it calls draws the same ones on all ranks
+        torch.manual_seed(0)
+        for training in (True, False):
+            make_pass(model.train(training))
     return [
         [each in reads.cast and each not in reads.read for each in group.fsdp_params]
         for group in groups
     ]
+
+
+class _Reads(TorchDispatchMode):
+    """Which gathered parameters operations cast to the type of autocast, and which they read in
+    another way."""
+
+    def __init__(self, groups: Sequence[Any], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.cast = set[Any]()
+        self.read = set[Any]()
+        self._to = dtype
+        self._pending = list(groups)  # still to be gathered
+        self._of_storage: dict[int, Any] = {}  # by its address; FSDP2 keeps and resizes it
+        # the last copy in another order, and the parameter that it copies
+        self._moved: tuple[Any, Any] = (
+            None,
+            None,
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._find_gathered()
+        result = func(*args, **(kwargs or {}))
+        if _is_view(func) or func.namespace in _READ_NOTHING:
+            return result
+        parameters = self._parameters_in(_inputs(func, args, kwargs or {}))
+        if func in _MOVE_ALONE and parameters:
+            self._moved = result, parameters[0]
+        elif func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") is self._to:
+            self.cast.update(parameters)
+        else:
+            self.read.update(parameters)
+        return result
+
+    def _find_gathered(self) -> None:
+        for group in [group for group in self._pending if group.is_unsharded]:
+            self._pending.remove(group)
+            self._of_storage |= {
+                storage_of(each._unsharded_param): each for each in group.fsdp_params
+            }
+
+    def _parameters_in(self, tree: Any) -> list[Any]:
+        moved, of = self._moved
+        known = self._of_storage | ({storage_of(moved): of} if of else {})
+        tensors = [
+            leaf
+            for leaf in tree_leaves(tree)
+            if isinstance(leaf, torch.Tensor) and not hasattr(leaf, "_local_tensor")
+        ]
+        addresses = [storage_of(tensor) for tensor in tensors if tensor.layout == torch.strided]
+        return [known[address] for address in addresses if address in known]
+
+
+def _is_view(func: Any) -> bool:
+    return any(
+        result.alias_info is not None and not result.alias_info.is_write
+        for result in func._schema.returns
+    )
+
+
+def _inputs(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operation reads, without those that it writes to."""
+    written = {
+        argument.name
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
+    names = [argument.name for argument in func._schema.arguments]
+    by_name = [*zip(names, args, strict=False), *kwargs.items()]
+    return [value for name, value in by_name if name not in written]
