@@ -242,8 +242,8 @@ def test_scripts_get_the_variables_of_torchrun() -> None:
     assert (user["MASTER_ADDR"], user["MASTER_PORT"]) == ("n9", "5")
     with pytest.raises(
         UserError,
-        match=r"LOCAL_RANK=3 is set, but .* 5 of 6, whose LOCAL_RANK is 1\n.*\n  fix: unset "
-        r"LOCAL_RANK",
+        match=r"LOCAL_RANK=3 is set, but .* 5 of 6, which should have LOCAL_RANK=1\n.*\n"
+        r"  fix: unset LOCAL_RANK",
     ):
         variables_of_torch(place, {"LOCAL_RANK": "3"}, hosts)
 

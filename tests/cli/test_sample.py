@@ -158,5 +158,8 @@ def test_a_run_of_other_data_cannot_be_sampled(
     monkeypatch.chdir(tmp_path)
     assert main(["model.name=linear", "max_steps=1", "run=classes"]) == 0
     assert main(["sample", "classes", "--png", "other.png"]) == 2
-    have = "text have" if token_images() else "data.name=text has"
-    assert f"{have}; the run has data.name=digits" in capsys.readouterr().err
+    supported = "image_tokens and text" if token_images() else "text"
+    assert (
+        f"sample supports data.name={supported}; the run has data.name=digits"
+        in capsys.readouterr().err
+    )

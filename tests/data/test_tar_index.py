@@ -45,7 +45,7 @@ def test_incomplete_samples(tmp_path: Path) -> None:
         output = one_archive(tmp_path, members)
         assert (
             f"sample 2 has {has}\n  where: {tmp_path / 'train-0.tar'}: {first}\n  fix: one image "
-            "and one 2.cls, side by side" in output
+            "and one 2.cls, next to each other" in output
         )
     assert "the image is a file of 0 bytes" in one_archive(tmp_path, [("2.png", b""), label])
 

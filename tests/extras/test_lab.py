@@ -64,7 +64,7 @@ def test_a_folder_that_cannot_be_taken_is_three_lines(
             "a folder that can be written",
         ),
         str(tmp_path / "mine"): (
-            "{} holds other files, and no lab.json: thesis.tex",
+            "{} contains other files, and no lab.json: thesis.tex",
             "another --out, or remove that folder",
         ),
     }

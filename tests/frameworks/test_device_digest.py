@@ -17,7 +17,7 @@ def by_hand(data: bytes) -> int:
     """With integers of any size."""
     words = np.frombuffer(data + b"\0" * (-len(data) % 4), "<i4").tolist()
     whole = len(data) // 4
-    table = device_digest._random_words(device_digest.SPAN_WORDS, CPU).tolist()
+    table = device_digest._random_words(device_digest.SPAN_WORDS).tolist()
     per_span = device_digest.SPAN_WORDS
     total = 0
     for place, word in enumerate(words):

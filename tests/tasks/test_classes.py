@@ -130,7 +130,7 @@ def test_balanced_weights_are_those_of_scikit_learn_and_facts_make_the_task_agai
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"top_k": 3}, r"task\.top_k=3 of 3 classes\n.*\n  fix: 2 to 2"),
+        ({"top_k": 3}, r"task\.top_k=3 is not possible with 3 classes\n.*\n  fix: 2 to 2"),
         ({"class_weights": (1.0, 2.0)}, r"task\.class_weights has 2 weights, for 3 classes"),
         ({"class_weights": (1.0, -2.0, 1.0)}, r"task\.class_weights=\[1\.0, -2\.0, 1\.0\]"),
         ({"class_weights": (0.0, 0.0, 0.0)}, r"one number of 0 or more for each class"),

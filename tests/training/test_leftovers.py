@@ -320,7 +320,7 @@ def test_a_file_with_settings_beside_the_weights(name: str, tmp_path: Path) -> N
     assert found.keys() == Net().state_dict().keys()
     inner = {"module." + key: tensor for key, tensor in Net().state_dict().items()}
     torch.save({"model": Net().state_dict(), name: {"shadow": inner}}, tmp_path / "w.pt")
-    with pytest.raises(UserError, match=f"averages of them as '{name}'") as caught:
+    with pytest.raises(UserError, match=f"averages of them under '{name}'") as caught:
         read_state_dict(tmp_path / "w.pt", ["model"], "model.weights")
     assert caught.value.fix.endswith(f"the other is torch.load(FILE)['{name}']['shadow']")
 

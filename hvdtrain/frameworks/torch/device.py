@@ -44,6 +44,14 @@ def pick_device(
         gpus = torch.get_device_module(kind)
         if count := gpus.device_count():
             device = torch.device(kind, communicator.local_rank % count)
+            if not _has_float64(device):
+                if wanted == "auto":
+                    continue
+                raise UserError(
+                    f"{gpus.get_device_name(device)} has no float64, in which losses are summed",
+                    config.where("speed.device"),
+                    "speed.device=cpu",
+                )
             gpus.set_device(device)
             if config.speed.deterministic:
                 give_same_bits()
@@ -57,6 +65,12 @@ def pick_device(
     if wanted == "auto":
         check_no_gpu_is_hidden(config, files)
     return torch.device("cpu")
+
+
+def _has_float64(device: torch.device) -> bool:
+    """Some GPUs of Intel do not: Arc, and many of those in processors."""
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return bool(getattr(properties, "has_fp64", True))
 
 
 def check_no_gpu_is_hidden(config: Config, files: DriverFiles = HERE) -> None:

@@ -14,8 +14,8 @@ import functools
 import numpy as np
 import torch
 
-# words at a time; the device holds 28 bytes for each meanwhile
-SPAN_WORDS = 2**22
+# words at a time; the device holds 28 bytes for each meanwhile, and nothing afterwards
+SPAN_WORDS = 2**18
 _WORD_BYTES = 4
 
 
@@ -33,17 +33,18 @@ def sum_of_bytes(tensor: torch.Tensor) -> torch.Tensor:
         rest = data.new_zeros(_WORD_BYTES)
         rest[: len(data) - whole] = data[whole:]
         spans.append(rest.view(torch.int32))
+    most = max((len(span) for span in spans), default=0)
+    random_words = _random_words(SPAN_WORDS)[:most].to(tensor.device)
     for number, span in enumerate(spans):
-        products = span.to(torch.int64).mul_(_random_words(SPAN_WORDS, tensor.device)[: len(span)])
+        products = span.to(torch.int64).mul_(random_words[: len(span)])
         total += products.sum() * _odd(number)
     return total
 
 
 @functools.cache
-def _random_words(count: int, device: torch.device) -> torch.Tensor:
-    """Raw numbers of a counter-based generator, the same in each process."""
-    words = np.random.Philox(key=0).random_raw(count).view(np.int64)
-    return torch.from_numpy(words).to(device)
+def _random_words(count: int) -> torch.Tensor:
+    """Raw numbers of a counter-based generator, the same in each process; in host memory."""
+    return torch.from_numpy(np.random.Philox(key=0).random_raw(count).view(np.int64))
 
 
 @functools.cache

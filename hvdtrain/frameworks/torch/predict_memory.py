@@ -77,7 +77,7 @@ def _works(
 ) -> list[PlannedWork]:
     try:
         with side_effects_undone():
-            plain = _without_libraries(config)
+            plain = _with_bucket_size(_without_libraries(config), config, ranks, features)
             return [
                 _count(plain, task, step, ranks, features, stage, most_passes)
                 for stage in range(config.parallel.pipeline)
@@ -103,6 +103,16 @@ def _without_libraries(config: Config) -> Config:
         speed=config.speed.replace(compile="none", device="cpu"),
         comm=config.comm.replace(tune=False, reduce=reduce),
     )
+
+
+def _with_bucket_size(
+    plain: Config, config: Config, ranks: int, features: frozenset[Feature]
+) -> Config:
+    """The default size of a job on GPUs with NCCL: the plan computes on tensors of the CPU."""
+    by_nccl = "nccl" in features and config.speed.device != "cpu"
+    of_nccl = ranks // config.parallel.ranks if by_nccl else 0
+    bucket_mb = config.comm.bucket_bytes(of_nccl) / 2**20
+    return plain.replace(comm=plain.comm.replace(bucket_mb=bucket_mb))
 
 
 def _horovod_reduces(config: Config, ranks: int, features: frozenset[Feature]) -> bool:

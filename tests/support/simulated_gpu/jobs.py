@@ -96,13 +96,14 @@ class Run:
         gpu.reset_peak(self._device)
         before = gpu.memory(self._device)
         watched = Watched(gpu, self._device)
-        start = dict.fromkeys(("bytes", "peak_bytes"), 0)
+        start = dict.fromkeys(("bytes", "peak_bytes", "largest_words"), 0)
         predicted: dict[str, int] = {}
 
         def built(learner: Any) -> None:
             start["bytes"] = gpu.memory(self._device) - before
             start["peak_bytes"] = gpu.peak_memory(self._device) - before
             watched.put_around(learner)
+            start["largest_words"] = max(p.numel() for p in learner.parameters)
             if self._job.kind == "memory" and self._communicator.rank == 0:
                 predicted.update(self._predicted(learner.data.size))
 

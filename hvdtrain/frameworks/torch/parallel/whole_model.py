@@ -46,7 +46,9 @@ def select_strategy(
     """
     comm = config.comm
     communicator = mesh.data
-    bucket_bytes = comm.bucket_bytes(nccl_ranks(named[0][1].device, communicator))
+    # a stage of a pipeline may have no trained parameter
+    device = named[0][1].device if named else torch.device("cpu")
+    bucket_bytes = comm.bucket_bytes(nccl_ranks(device, communicator))
     if config.shard.stage in (1, 2):
         from hvdtrain.frameworks.torch.parallel.zero_1_and_2 import ZeroStrategy
 
