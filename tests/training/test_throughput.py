@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -54,6 +56,18 @@ class Small(nn.Module):
 class ReadsNumbers(Small):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * (1.0 if x.sum().item() > -1.0 else 0.0)
+
+
+class Draws(Small):
+    """From every generator, in its constructor and in each pass."""
+
+    def __init__(self, shape: Sequence[int], classes: int) -> None:
+        super().__init__(shape, classes)
+        self.start = random.random() + np.random.rand()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = random.random() + np.random.rand() + torch.rand(())
+        return super().forward(x) + noise
 
 
 CONV_1 = 2 * 3 * 3 * 1 * 3 * 8 * 8  # a multiply-add is two operations
@@ -113,10 +127,17 @@ def test_numbers_are_needed_or_not() -> None:
 
 
 def test_counting_draws_no_random_numbers_and_changes_no_model() -> None:
-    torch.manual_seed(5)
-    before = torch.random.get_rng_state()
-    counted(f"{HERE}:Small", is_small=True)
-    assert torch.equal(before, torch.random.get_rng_state())
+    def draw() -> tuple[float, float, float]:
+        return random.random(), np.random.rand(), float(torch.rand(()))
+
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(5)
+    expected = draw()
+    for is_small in (True, False):
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(5)
+        assert counted(f"{HERE}:Draws", is_small=is_small) == OF_SMALL
+        assert draw() == expected
 
 
 def test_counting_loads_no_compiler() -> None:

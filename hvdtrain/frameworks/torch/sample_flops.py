@@ -3,9 +3,13 @@ step."""
 
 from __future__ import annotations
 
+import contextlib
+import random
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from hvdtrain.config.schema import Config
@@ -37,7 +41,7 @@ def sample_flops(config: Config, task: Task, *, is_small: bool) -> float:
         speed=config.speed.replace(compile="none", device="cpu"),
     )
     try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        with torch.random.fork_rng(devices=[]), _same_draws(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the model's come again when it trains
             if is_small:
                 return _count(checked_model(plain, task), plain, task)
@@ -46,6 +50,18 @@ def sample_flops(config: Config, task: Task, *, is_small: bool) -> float:
         how = "" if is_small else " without numbers"
         what = f"{config.model.name} cannot be called{how}: {type(error).__name__}: "
         raise UserError(f"{what}{first_line(error)}", config.where("model.name")) from error
+
+
+@contextlib.contextmanager
+def _same_draws() -> Iterator[None]:
+    """A model may draw from the generators of Python and NumPy; only rank 0 makes it again."""
+    of_python = random.getstate()
+    of_numpy = np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 def _count_without_numbers(config: Config, task: Task) -> float:
