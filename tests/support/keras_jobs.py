@@ -359,7 +359,7 @@ def check_what_is_refused(folder: Path) -> None:
         ),
         (
             ["model.name=keras_jobs:too_few"],
-            "the model gives (2, 9), not logits (2, 10)",
+            "the model returns (2, 9), not logits (2, 10)",
             "without softmax",
         ),
         (
@@ -402,7 +402,7 @@ def check_what_is_refused(folder: Path) -> None:
         *[
             (
                 ["model.name=keras_jobs:spectral", f"framework={framework}"],
-                "call() of a layer assigns normed.kernel, a trainable variable",
+                "call() of a layer assigns to the trainable variable normed.kernel",
                 "KERAS_BACKEND=jax",
             )
             for framework in ("keras", "torch")
