@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensor
 from torch.nn.modules import module as hooks
 from torch.nn.parameter import is_lazy
 
+Count = Callable[[torch.nn.Module, str, Any], None]
 # modules, parameters and buffers of a model; each takes 4 kB in addition to its numbers
 _MOST_PARTS = 2**18
 
@@ -38,15 +39,12 @@ def counted(
     bytes.
     """
     too_large = error or TooLarge
-    thread = threading.get_ident()
     parts = 0
     nbytes = 0
     seen: set[int] = set()  # a tensor may be registered again, as a tied one
 
     def count(module: torch.nn.Module, name: str, part: Any) -> None:
         nonlocal parts, nbytes
-        if threading.get_ident() != thread:
-            return
         parts += 1
         nbytes += 0 if id(part) in seen else _bytes(part, of_meta)
         seen.add(id(part))
@@ -57,16 +55,44 @@ def counted(
                 f"more than the {most_bytes / 2**30:.1f} GiB of memory that this process can have"
             )
 
-    handles = [
-        hooks.register_module_parameter_registration_hook(count),
-        hooks.register_module_buffer_registration_hook(count),
-        hooks.register_module_module_registration_hook(count),
-    ]
-    try:
+    with _REGISTRATIONS.seen_by(count):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
+
+
+class _Registrations:
+    """Hooks of torch for all that modules register. They stay: torch has them in one dict of the
+    process, which must not change while another thread makes a model."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._are_hooked = False
+        self._counts: dict[int, list[Count]] = {}  # of each thread that counts
+
+    @contextlib.contextmanager
+    def seen_by(self, count: Count) -> Iterator[None]:
+        """Inside, calls count(module, name, part) for what this thread registers."""
+        thread = threading.get_ident()
+        with self._lock:
+            if not self._are_hooked:
+                hooks.register_module_parameter_registration_hook(self._call)
+                hooks.register_module_buffer_registration_hook(self._call)
+                hooks.register_module_module_registration_hook(self._call)
+                self._are_hooked = True
+            self._counts.setdefault(thread, []).append(count)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._counts[thread].pop()
+                if not self._counts[thread]:
+                    del self._counts[thread]
+
+    def _call(self, module: torch.nn.Module, name: str, part: Any) -> None:
+        for count in self._counts.get(threading.get_ident(), ()):
+            count(module, name, part)
+
+
+_REGISTRATIONS = _Registrations()
 
 
 def _bytes(part: Any, of_meta: bool) -> int:
