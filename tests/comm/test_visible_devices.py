@@ -287,6 +287,18 @@ def test_a_gpu_of_intel_is_taken_and_called_so(
     )
 
 
+@pytest.mark.parametrize("words", [[], ["speed.device=xpu"]])
+def test_a_gpu_without_float64_is_an_error(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a job on the CPU that says nothing."""
+    Gpus(monkeypatch, 1, "Intel(R) Arc(TM) A770", "1", kind="xpu")
+    found = SimpleNamespace(name="Intel(R) Arc(TM) A770", has_fp64=False)
+    monkeypatch.setattr("torch.xpu.get_device_properties", lambda device: found)
+    with pytest.raises(UserError, match=r"A770 has no float64.*\n.*\n  fix: speed.device=cpu"):
+        pick_device(configure(None, words), SingleProcessCommunicator())
+
+
 @pytest.mark.parametrize(("kind", "name"), [("cuda", "CUDA"), ("xpu", "XPU")])
 def test_a_gpu_that_is_asked_for_and_not_there(
     kind: str, name: str, monkeypatch: pytest.MonkeyPatch

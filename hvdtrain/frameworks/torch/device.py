@@ -44,15 +44,9 @@ def pick_device(
         gpus = torch.get_device_module(kind)
         if count := gpus.device_count():
             device = torch.device(kind, communicator.local_rank % count)
-            if not _has_float64(device):
-                if wanted == "auto":
-                    continue
-                raise UserError(
-                    f"{gpus.get_device_name(device)} has no float64, in which losses are summed",
-                    config.where("speed.device"),
-                    "speed.device=cpu",
-                )
             gpus.set_device(device)
+            if kind == "xpu":
+                check_float64(device, config)
             if config.speed.deterministic:
                 give_same_bits()
             return device
@@ -67,10 +61,16 @@ def pick_device(
     return torch.device("cpu")
 
 
-def _has_float64(device: torch.device) -> bool:
-    """Some GPUs of Intel do not: Arc, and many of those in processors."""
+def check_float64(device: torch.device, config: Config) -> None:
+    """Raises UserError if the GPU has no float64, in which losses are summed: some of Intel do not,
+    such as Arc and many of those in processors."""
     properties = torch.get_device_module(device).get_device_properties(device)
-    return bool(getattr(properties, "has_fp64", True))
+    if not getattr(properties, "has_fp64", True):
+        raise UserError(
+            f"{properties.name} has no float64, in which losses are summed",
+            config.where("speed.device"),
+            "speed.device=cpu",
+        )
 
 
 def check_no_gpu_is_hidden(config: Config, files: DriverFiles = HERE) -> None:
