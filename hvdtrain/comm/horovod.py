@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import importlib.util
 import math
 import os
 import sys
@@ -85,7 +86,11 @@ def note_on_speed(communicator: Communicator) -> str:
     """For the header, if mpi can be faster: among the ranks of one host, in host memory. Measured
     with benchmarks/engines.py on two ranks; large models take the same time with both."""
     one_host = 1 < communicator.size == communicator.local_size
-    if not one_host or "nccl" in communicator.features or _mpi4py() is None:
+    if (
+        not one_host
+        or "nccl" in communicator.features
+        or importlib.util.find_spec("mpi4py") is None
+    ):
         return ""
     return "comm.engine=mpi took 0.8 of the time for small models"
 
