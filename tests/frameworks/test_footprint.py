@@ -16,7 +16,7 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.data.field import Field
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.footprint import PlannedStep
+from hvdtrain.frameworks.footprint import Footprint, PlannedStep
 from hvdtrain.frameworks.torch.build import footprint
 from hvdtrain.frameworks.torch.predict_memory import LiveStorages
 from hvdtrain.tasks.classification import without_statistics
@@ -217,3 +217,17 @@ def test_a_model_that_reads_numbers_is_refused(
     step = PlannedStep(8, 1, 4, 0, writes_checkpoints=False)
     with pytest.raises(UserError, match="the memory of reads:Net cannot be predicted: "):
         footprint(configure(None, ["model.name=reads:Net"]), IMAGES, step, 1, MPI)  # type: ignore[arg-type]
+
+
+def test_buckets_of_nccl_are_predicted_at_their_size() -> None:
+    """25 MiB instead of 4, if the job is on GPUs: stage 2 has a buffer for a bucket."""
+    words = ["model.name=mlp", f"model.widths={[700] * 12}", "shard.stage=2"]
+    step = PlannedStep(8, 1, 4, 0, writes_checkpoints=False)
+    nccl = MPI | {"nccl"}
+
+    def of(*more: str) -> Footprint:
+        return footprint(configure(None, [*words, *more]), IMAGES, step, 2, nccl)  # type: ignore[arg-type]
+
+    default = of()
+    assert default == of("comm.bucket_mb=25") != of("comm.bucket_mb=4")
+    assert of("speed.device=cpu") == of("comm.bucket_mb=4", "speed.device=cpu")

@@ -445,6 +445,21 @@ def extremes(kind: Kind, communicator: Communicator, name: str) -> Claims:
         )
 
 
+def extremes_in_few_messages(communicator: Communicator, name: str) -> Claims:
+    """What more than FEW_RANKS ranks of torchdist do for a small array of integers."""
+    if communicator.name != "torchdist":
+        return
+    from hvdtrain.comm import torch_groups
+
+    rank, size = communicator.rank, communicator.size
+    ranks: Any = torch_groups.GroupRanks(communicator._group, rank, size)  # type: ignore[attr-defined]
+    expected: dict[Any, list[int]] = {"max": [size - 1, 0], "min": [0, 1 - size]}
+    for op, values in expected.items():
+        found = torch.tensor([rank, -rank])
+        torch_groups.extremes(found, op, ranks)
+        yield found, "torch", np.array(values), "int64"
+
+
 def kept_inputs(communicator: Communicator, name: str) -> Claims:
     """A read-only array is left alone, and a parameter that requires a gradient goes through."""
     shares = [share((6,), rank, communicator.size) for rank in range(communicator.size)]
@@ -618,6 +633,7 @@ def _table() -> dict[str, Check]:
         "broadcast_object": broadcast_object,
         "many_steps": many_steps,
         "kept_inputs": kept_inputs,
+        "extremes_in_few_messages": extremes_in_few_messages,
         "groups": groups,
         "messages": messages,
     }
