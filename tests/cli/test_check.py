@@ -256,7 +256,7 @@ def test_horovod_beside_plain_mpi(tmp_path: Path) -> None:
     assert result.returncode == 0, result
     tree = json.loads(result.stdout)
     assert not [finding for finding in tree["findings"] if finding["level"] == "error"]
-    note = "comm.engine=mpi took 0.8 of the time for small models"
+    note = "comm.engine=mpi is faster for small models (0.8 of the step time)"
     assert (
         tree["engine"] == f"horovod: comm.engine=horovod; {note}"
         and [facts["engine"] for facts in tree["ranks"]] == ["horovod"] * 2

@@ -125,7 +125,7 @@ def test_auto_takes_horovod_under_mpirun() -> None:
         "print(engine.name, engine.size, why)"
     )
     found = mpirun(2, ["-c", code])
-    note = "comm.engine=mpi took 0.8 of the time for small models"
+    note = "comm.engine=mpi is faster for small models (0.8 of the step time)"
     line = f"horovod 2 started by Open MPI's mpirun, Horovod is installed; {note}"
     assert found.stdout.splitlines() == [line] * 2
 
