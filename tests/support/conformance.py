@@ -447,8 +447,6 @@ def extremes(kind: Kind, communicator: Communicator, name: str) -> Claims:
 
 def extremes_in_few_messages(communicator: Communicator, name: str) -> Claims:
     """What more than FEW_RANKS ranks of torchdist do for a small array of integers."""
-    if communicator.name != "torchdist":
-        return
     from hvdtrain.comm import torch_groups
 
     rank, size = communicator.rank, communicator.size
@@ -633,7 +631,6 @@ def _table() -> dict[str, Check]:
         "broadcast_object": broadcast_object,
         "many_steps": many_steps,
         "kept_inputs": kept_inputs,
-        "extremes_in_few_messages": extremes_in_few_messages,
         "groups": groups,
         "messages": messages,
     }
@@ -699,10 +696,15 @@ def _refusals() -> dict[str, Check]:
 
 CHECKS = _table()
 REFUSALS = _refusals()  # not for the engine of one process, which has nothing to send
+OF_ONE_ENGINE: dict[str, dict[str, Check]] = {
+    "torchdist": {"extremes_in_few_messages": extremes_in_few_messages}
+}
 
 
 def checks_of(engine: str) -> dict[str, Check]:
-    return CHECKS if engine == "single" else CHECKS | REFUSALS
+    if engine == "single":
+        return CHECKS
+    return CHECKS | REFUSALS | OF_ONE_ENGINE.get(engine, {})
 
 
 def failures(communicator: Communicator) -> dict[str, str]:
