@@ -3,16 +3,20 @@ that names layer, pass and ranks."""
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import torch
-from layers_on_ranks import TASK, all_samples, batch
+from layers_on_ranks import TASK, all_samples, batch, not_waiting
 from pool import on_ranks
-from rank_threads import ThreadRank, in_threads
+from rank_threads import LIMIT_S, ThreadRank, in_threads
 from ranks import FULL, needs_extra, needs_mpirun, of_this_copy
 from torch import nn
 
 from hvdtrain.comm.communicator import Buffer, SingleProcessCommunicator
 from hvdtrain.comm.order import SameOrder
+from hvdtrain.comm.threads import ThreadRanks
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
@@ -226,6 +230,49 @@ def test_a_rank_that_evaluates_while_another_one_trains_is_named() -> None:
     nothing = "nothing after the end of the forward pass"
     text = f"ranks use different layers (rank 0: b; rank 1: {nothing})"
     assert in_threads(2, of_rank) == [text] * 2
+
+
+class DividedRank(ThreadRank):
+    """With groups, as an engine has."""
+
+    def split(self, color: int | None) -> DividedRank:
+        colors = self.allgather_object(color)
+        members = [rank for rank, theirs in enumerate(colors) if theirs == color]
+        ranks = ThreadRanks(len(members))
+        ranks.barrier = threading.Barrier(len(members), timeout=LIMIT_S)
+        of_firsts = self.allgather_object(ranks)
+        return DividedRank(of_firsts[members[0]], members.index(self.rank))
+
+
+def test_where_the_host_does_not_wait_an_evaluation_through_stages_is_compared_at_its_end() -> None:
+    """Ranks 2 and 3 have the blocks; the collectives of all blocks are alike, so that nothing else
+    shows it."""
+    words = (
+        "model.name=layers_on_ranks:StagedExperts parallel.pipeline=2 parallel.tensor=2 "
+        "parallel.balance=[1,2] speed.device=cpu speed.precision=fp64 batch.size=8"
+    )
+
+    def of_rank(communicator: ThreadRank) -> list[str]:
+        world = DividedRank(communicator._ranks, communicator.rank)
+        learner: Any = build_learner(configure(None, words.split()), TASK, world)
+        not_waiting(learner)
+        own = learner.to_device(all_samples([batch(0, 0, "alike"), batch(1, 0, "alike")]))
+        found = []
+        for evaluated in (2, world.rank % 2):
+            learner.model.evaluated = evaluated
+            try:
+                learner.evaluate(own)
+            except UserError as error:
+                found.append(error.what)
+            found.append(",".join(order.doing for order in learner.orders))
+        return found
+
+    named = (
+        "ranks use different layers (rank 2: forward pass of blocks.0.2; rank 3: forward pass of "
+        "blocks.1.2)"
+    )
+    at = "end of the evaluation"
+    assert in_threads(4, of_rank) == [["", ""]] * 2 + [["", named, at]] * 2
 
 
 def test_where_the_host_does_not_wait_a_step_of_any_depth_asks_once() -> None:

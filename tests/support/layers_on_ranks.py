@@ -227,6 +227,27 @@ class EvaluatedExperts(Blocks):
         return [0, 1, 2] if self.training else [int(x[0, 0] > 0.5)]
 
 
+class StagedExperts(Blocks):
+    """In evaluation one block, which each rank may have been told another one of."""
+
+    evaluated = 0
+
+    def choose(self, x: torch.Tensor) -> list[int]:
+        return [0, 1, 2] if self.training else [self.evaluated]
+
+    def pipeline_units(self) -> list[Unit]:
+        return [
+            Unit("inputs", (self.inputs,), lambda x: torch.tanh(self.inputs(x.flatten(1)))),
+            Unit("blocks", (self.blocks,), self._blocks),
+            Unit("outputs", (self.outputs,), self.outputs),
+        ]
+
+    def _blocks(self, h: torch.Tensor) -> torch.Tensor:
+        for i in self.choose(h):
+            h = h + self.call(i, h)
+        return h
+
+
 def batch(rank: int, step: int, how: str) -> Batch:
     """The first pixel of a sample, which chooses its expert, is that of its rank, or of `alike`
     samples now one and now the other."""

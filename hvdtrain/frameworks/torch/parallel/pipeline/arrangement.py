@@ -90,6 +90,7 @@ class PipelineStages(TensorParts):
             making.config,
             making.precision.autocast,
             making.device,
+            self.orders,
         )
 
     def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.order import SameOrder
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import WHOLE, Cut
 from hvdtrain.frameworks.learner import CurrentPass, TimedPass, Waited
@@ -44,9 +45,10 @@ class Pipelined:
         config: Config,
         autocast: Autocast,
         device: torch.device,
+        orders: Sequence[SameOrder] = (),
     ) -> None:
-        """first: the first unit of each stage. Raises UserError if a parameter is in no unit, or
-        the engine has no messages."""
+        """first: the first unit of each stage. orders: in which ranks compute the layers of a
+        stage. Raises UserError if a parameter is in no unit, or the engine has no messages."""
         where = config.where("parallel.pipeline")
         stages = stages_of(model, first, where)
         own: dict[int, Any] = {
@@ -56,6 +58,7 @@ class Pipelined:
         }
         self._pipeline = Pipeline(own, pipe, config.parallel.schedule, device, where)
         self._pipe = pipe
+        self._orders = orders
         self._tied = tied_parameters(model, stages)
         self._parameters = list(model.parameters())
         self._ranks: dict[nn.Parameter, set[int]] = {}  # of `pipe`, which have it
@@ -143,11 +146,14 @@ class Pipelined:
         return self._pipeline.under_way()
 
     def evaluate(self, micro: Sequence[Sized], inputs: InputsOf, outputs_to: OutputsTo) -> None:
+        """Raises UserError if ranks of a stage computed different layers."""
         self._pipeline.evaluate(
             [len(part) for part in micro],
             lambda number: inputs(micro[number]),
             lambda number, outputs: outputs_to(micro[number], outputs),
         )
+        for order in self._orders:  # stages have no forward hook of the model, which would ask
+            order.end("end of the evaluation")
 
     def add_tied(self) -> None:
         """Sums p.grad over all copies of a parameter that several stages use."""
