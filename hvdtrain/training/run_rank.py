@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.cores import gpus
 from hvdtrain.comm.cores.bind import bound, lines_of_seats
+from hvdtrain.comm.driver_files import HERE
 from hvdtrain.comm.launcher_variables import Placement, placement
 from hvdtrain.comm.mesh import place_of
 from hvdtrain.comm.on_all_ranks import on_rank_0
@@ -216,7 +216,7 @@ def gpu_address(config: Config, communicator: Communicator) -> str | None:
     if config.speed.device == "cpu" or config.framework == "numpy":
         return None
     first = communicator.local_rank * config.speed.devices  # of the devices of a rank of JAX
-    return gpus.address_of(first, os.environ)
+    return HERE.address_of(first, os.environ)
 
 
 def _before_connecting(

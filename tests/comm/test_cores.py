@@ -14,9 +14,9 @@ from rank_threads import ThreadRank, in_threads
 
 from hvdtrain.comm.cores import bind as binding
 from hvdtrain.comm.cores.bind import NO_GPU, bind_alone, bound, lines_of_seats, usable_cores
-from hvdtrain.comm.cores.gpus import address_of
 from hvdtrain.comm.cores.shares import KEPT, Share, Usable, divide, split_cores
 from hvdtrain.comm.cores.topology import Topology, number_ranges, read_ranges
+from hvdtrain.comm.driver_files import DriverFiles
 from hvdtrain.comm.launcher_variables import Placement
 
 # GPU 0 to 7 of a LUMI node: the NUMA node of each, where NUMA nodes 0 to 3 have GPUs 4 5, 2 3, 6 7,
@@ -59,7 +59,8 @@ def divided(root: Path, mask: str, ranks: int, bind: str = "gpu") -> list[str]:
     """The cores of each rank, and no note: rank i has GPU i."""
     host = Topology(root)
     cores = read_ranges(mask)
-    near = [host.near(address_of(rank, {}, root) or "") * (bind == "gpu") for rank in range(ranks)]
+    files = DriverFiles.under(root)
+    near = [host.near(files.address_of(rank, {}) or "") * (bind == "gpu") for rank in range(ranks)]
     shares = divide([Usable(cores, each) for each in near], host)
     assert all(share.is_bound and not share.note for share in shares), shares
     parts = [set(share.cores) for share in shares]
@@ -165,12 +166,12 @@ def test_the_gpu_of_a_local_rank(tmp_path: Path) -> None:
         ("-1", 0, None),
     ):
         environ = {} if listed is None else {visible: listed}
-        assert address_of(rank, environ, root) == expected, listed
+        assert DriverFiles.under(root).address_of(rank, environ) == expected, listed
     # of a batch system that shows all GPUs and permits one, which CUDA then numbers 0
     for gpu in (0, 2):
         (root / f"dev/nvidia{gpu}").unlink()
-    assert address_of(0, {visible: "0"}, root) == address(1)
-    assert address_of(0, {}, tmp_path / "no GPU") is None
+    assert DriverFiles.under(root).address_of(0, {visible: "0"}) == address(1)
+    assert DriverFiles.under(tmp_path / "no GPU").address_of(0, {}) is None
 
 
 def test_amds_gpus_in_the_order_of_their_driver(tmp_path: Path) -> None:
@@ -179,10 +180,12 @@ def test_amds_gpus_in_the_order_of_their_driver(tmp_path: Path) -> None:
         facts = f"simd_count {simds}\nlocation_id {place}\ndomain {domain}\ndrm_render_minor {minor}\n"  # noqa: E501  # fmt: skip
         write(tmp_path / f"sys/class/kfd/kfd/topology/nodes/{node}/properties", facts)
         write(tmp_path / f"dev/dri/renderD{minor}", "")
-    assert address_of(0, {}, tmp_path) == "0000:c1:00.0"
-    assert address_of(1, {}, tmp_path) == "0001:05:02.0"
-    assert address_of(0, {"ROCR_VISIBLE_DEVICES": "1"}, tmp_path) == "0001:05:02.0"
-    assert address_of(0, {"HIP_VISIBLE_DEVICES": "1"}, tmp_path) == "0001:05:02.0"
+    files = DriverFiles.under(tmp_path)
+    assert files.amd() == files.visible_amd({}) == 2
+    assert files.address_of(0, {}) == "0000:c1:00.0"
+    assert files.address_of(1, {}) == "0001:05:02.0"
+    assert files.address_of(0, {"ROCR_VISIBLE_DEVICES": "1"}) == "0001:05:02.0"
+    assert files.address_of(0, {"HIP_VISIBLE_DEVICES": "1"}) == "0001:05:02.0"
 
 
 class Kernel:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.cores.gpus import address_of
 from hvdtrain.comm.cores.shares import KEPT, Bind, Share, Usable, divide
 from hvdtrain.comm.cores.topology import Topology, number_ranges, read_ranges
+from hvdtrain.comm.driver_files import DriverFiles
 from hvdtrain.comm.launcher_variables import Placement
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -98,7 +98,8 @@ def bind_alone(
     cores = usable_cores()
     ranks = [Usable(cores)] * place.local_size
     if bind == "gpu":
-        addresses = [address_of(rank, os.environ, root) for rank in range(place.local_size)]
+        files = DriverFiles.under(root)
+        addresses = [files.address_of(rank, os.environ) for rank in range(place.local_size)]
         ranks = [_next_to(address, cores, host) for address in addresses]
     shares = divide(ranks, host)
     mine = shares[place.local_rank]

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.cores.gpus import address_of
+from hvdtrain.comm.driver_files import HERE
 from hvdtrain.comm.engines import Feature
 from hvdtrain.comm.mesh import make_mesh
 from hvdtrain.comm.staging import KINDS, Accelerator
@@ -172,7 +172,7 @@ def gpu_address(config: Config, communicator: Communicator) -> str | None:
         bus = properties.pci_bus_id
         slot = properties.pci_device_id
     except AttributeError:  # older torch
-        return address_of(communicator.local_rank, os.environ)
+        return HERE.address_of(communicator.local_rank, os.environ)
     return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
 
 
