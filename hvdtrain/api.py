@@ -45,6 +45,17 @@ def _like(found: np.ndarray, given: Any) -> Any:
     return as_tensor(found, given)
 
 
+def _encoded(x: Any, run: Path) -> Any:
+    """Encodes a DataFrame as the run's tables; anything else is not changed."""
+    if not hasattr(x, "columns"):
+        return x
+    from hvdtrain.data.columns.record import encoding_of_run
+    from hvdtrain.data.user_data.encoded_frame import with_encoded_x
+
+    encoding = encoding_of_run(run)
+    return x if encoding is None else with_encoded_x({"x": x}, encoding, (), "run.transform()")["x"]
+
+
 @dataclass(frozen=True)
 class Run:
     """The result of a job."""
@@ -68,6 +79,7 @@ class Run:
         """Transforms rows x (n, ...) of the data as the model got them: model(run.transform(x)). An
         array gives an array, a tensor a tensor.
 
+        A DataFrame of a run with data.columns gives what its columns became in training.
         For several inputs it takes and returns a dict: model(**run.transform({"image": image,
         "table": table})).
         """
@@ -77,7 +89,7 @@ class Run:
                 "run.transform()",
                 "call the task's inputs()",
             )
-        found = self.inputs(x)
+        found = self.inputs(_encoded(x, self.folder))
         return (
             {name: _like(of, x[name]) for name, of in found.items()}
             if isinstance(found, dict)

@@ -16,6 +16,7 @@ from hvdtrain.config.read import read_run_config
 from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.config.sections.section import is_object
 from hvdtrain.core.arrays import Arrays
+from hvdtrain.data.columns.record import FILE, encoding_of_run, to_json
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.optim.weight_average import averages
 from hvdtrain.tasks.several_inputs import transforms_of_facts
@@ -245,7 +246,19 @@ def metadata(run: Path, checkpoint: Checkpoint) -> Metadata:
     if not math.isnan(train_state.last):
         name = train_state.objective
         progress |= {name: str(train_state.last), f"{name}_of_step": str(train_state.evaluated)}
-    return Metadata(model.fields | inputs | progress, model.notes)
+    columns = _columns(run)
+    return Metadata(
+        model.fields | inputs | progress | columns.fields, [*model.notes, *columns.notes]
+    )
+
+
+def _columns(run: Path) -> Metadata:
+    """What the columns of the run's table become, as JSON; nothing where they are numbers."""
+    try:
+        encoding = encoding_of_run(run)
+    except UserError as error:
+        return Metadata({}, [f"what the columns become is unknown: {FILE}: {error.what[:200]}"])
+    return Metadata({} if encoding is None else {"columns": to_json(encoding).decode()}, [])
 
 
 def _inputs(data: dict[str, Any]) -> dict[str, str]:

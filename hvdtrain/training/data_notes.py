@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from hvdtrain.config.schema import Config
+from hvdtrain.data.columns.encoded_table import encoded_table_in
 from hvdtrain.data.source import Source
 from hvdtrain.data.stored.source import stored_in
+from hvdtrain.errors import short
 from hvdtrain.training.datasets import Datasets
 from hvdtrain.training.input import block_shuffle, ranks_read_own_blocks
 from hvdtrain.training.model_inputs import notes_on_fields
@@ -18,6 +20,7 @@ def notes(config: Config, datasets: Datasets) -> list[str]:
     lines = list(
         dict.fromkeys(line for source in (train, val) for line in source.notes)
     ) + _notes_on_blocks(config, train)
+    lines += _class_counts(train)
     lines += notes_on_fields(config, train, task.fields)
     lines += task.notes
     if (
@@ -58,6 +61,17 @@ def _notes_on_blocks(config: Config, train: Source) -> list[str]:
         f"{of} is {wanted_mb:,.0f} MB, and data.cache_mb={cache_mb:,.0f}: blocks are decoded "
         f"{often}; {fix}, or a larger cache"
     ]
+
+
+def _class_counts(train: Source) -> list[str]:
+    """A line with the samples of each class of a table with data.columns."""
+    names = train.class_names
+    labels = train.known_labels() if names and encoded_table_in(train) is not None else None
+    if labels is None:
+        return []
+    counts = np.bincount(labels, minlength=len(names)).tolist()
+    shown = ", ".join(f"{name} {count:,}" for name, count in zip(names, counts, strict=True))
+    return [f"classes of the training set: {short(shown, 200)}"]
 
 
 def _has_hidden_labels(source: Source) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import BATCH_KEYS
+from hvdtrain.data.columns.encoded_table import UnencodedTable, encoded_table_in
 from hvdtrain.data.configured.columns import check_columns, with_columns
 from hvdtrain.data.configured.opened import open_split, plugin_of, root_of, with_keys
 from hvdtrain.data.configured.pad import packed_rows
@@ -182,11 +184,13 @@ def build_source(config: Config, split: Split, array: CommonArray | None = None)
     """
     array = array or CommonArray(SingleProcessCommunicator())
     if config.data.val_share is not None:
-        source = getattr(
-            divided(config, config.data.val_share, _open(config, "train", array)), split
-        )
+        division = divided(config, config.data.val_share, _open(config, "train", array))
+        source = _encoded(getattr(division, split), array, lambda: division.train)
     else:
         source = _open(config, split, array)
+        source = _encoded(
+            source, array, lambda: source if split == "train" else _open(config, "train", array)
+        )
     return packed_rows(config, source, "training" if split == "train" else "validation")
 
 
@@ -194,7 +198,21 @@ def _open(config: Config, split: Split, array: CommonArray) -> Source:
     return open_split(config, split, array.finish, lambda: names_to_keep(config))
 
 
+def _encoded(source: Source, array: CommonArray, train: Callable[[], Source]) -> Source:
+    """Returns the source with the columns of its table encoded as the training rows say; other data
+    are not changed."""
+    if encoded_table_in(source) is None:
+        return source
+    return array.finish(UnencodedTable(source), lambda: UnencodedTable(train()))
+
+
 def _open_sources(config: Config, array: CommonArray) -> Division:
+    """Opens both sets. Raises as _open_division()."""
+    train, val = _open_division(config, array)
+    return Division(*(_encoded(source, array, lambda: train) for source in (train, val)))
+
+
+def _open_division(config: Config, array: CommonArray) -> Division:
     """Opens both sets. Raises UserError; mismatched class folders are reported before an image is
     decoded."""
     if config.data.val_share is not None:

@@ -10,8 +10,10 @@ import numpy as np
 
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.section import DEFAULT, Given, name_of_object
+from hvdtrain.data.columns.options import column_options
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.user_data.arrays import is_array, to_numpy
+from hvdtrain.data.user_data.encoded_frame import frame_to_encode
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.by_name import makes_groups
 from hvdtrain.tasks.task import Task
@@ -62,12 +64,16 @@ def given_model(model: Any) -> Given:
 def given_data(train: Any, val: Any) -> Given:
     """Converts two sets, or one that data.val_share splits."""
 
-    def of(split: Split) -> Any:
+    def of(split: Split, *, columns: Any = None, missing: Any = "error", rare: int = 0) -> Any:
+        """Returns the data; the others are data.columns, data.missing and data.rare."""
         source = train if split == "train" else val
         if source is None:
             fix = "val_data= of the same kind, or data.val_share=0.1"
             raise UserError("val_data is missing", "hvdtrain.train()", fix)
-        return source
+        options = column_options(columns, missing, rare)
+        if options is None:
+            return source
+        return frame_to_encode(source, train, options, "hvdtrain.train()")
 
     if train is None:
         raise UserError("val_data without train_data", "hvdtrain.train()", "both")

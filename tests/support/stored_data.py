@@ -139,3 +139,52 @@ def check_column_of_split(library: str, build: Callable[..., Any], path: Path) -
         split_val=[2001],
     )
     assert last.read(np.arange(len(last)))["x"].tolist() == [1, 4]
+
+
+def patients(samples: int, seed: int) -> Any:
+    """A DataFrame with text, dates, truth values, missing cells, an identifier, and y: ill or
+    well."""
+    import pandas
+
+    random = np.random.default_rng(seed)
+
+    def some(values: Sequence[object], missing: float = 0.1) -> list[object]:
+        chosen = random.integers(0, len(values), samples)
+        gone = random.random(samples) < missing
+        return [None if no else values[n] for n, no in zip(chosen, gone, strict=True)]
+
+    towns = ["Bonn", "Köln", "Ulm, Neu-", 'the "Gate"', *(["Wesel"] if seed else [])]
+    days = [f"2021-{month:02}-17" for month in range(1, 13)]
+    frame = pandas.DataFrame(
+        {
+            "patient": [f"p{random.integers(2**40)}" for _ in range(samples)],
+            "age": some([20.5, 34.0, 51.0, 1 / 3, 1e-7], 0.2),
+            "sex": some(["f", "m"]),
+            "visit": some(days),
+            "smokes": random.random(samples) < 0.4,
+            "town": some([*towns, *towns, *towns, "Celle"]),
+            "ward": random.integers(1, 4, samples),
+        }
+    )
+    ill = frame["age"].fillna(40).to_numpy() + 9 * frame["smokes"].to_numpy() > 36
+    return frame.assign(label=np.where(ill, "ill", "well"))
+
+
+PATIENTS: dict[str, Any] = {
+    **{key: value for key, value in JOB.items() if key != "data.val_share"},
+    "task.name": "classification",
+    "data.name": "csv",
+    "data.root": ".",
+    "data.columns": {"patient": "drop", "ward": "category"},
+    "data.missing": "mean",
+    "data.rare": 12,
+}
+
+
+def train_patients_on_ranks(folder: str) -> int:
+    """A job on train.csv and val.csv on these ranks; rank 0 leaves the weights."""
+    os.chdir(folder)
+    run = hvdtrain.train(PATIENTS, "run=on-ranks")
+    if placement(os.environ).rank == 0:
+        np.savez("on-ranks.npz", **run.weights)
+    return 0

@@ -15,14 +15,16 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.cli.evaluate.arguments import OF_A_FILE, Arguments, parse, read_former_run
-from hvdtrain.cli.evaluate.command import load_model
+from hvdtrain.cli.evaluate.command import load_model, run_folder
 from hvdtrain.cli.evaluate.masks import check_folder_of_masks, write_masks
 from hvdtrain.cli.evaluate.of_data import WITHOUT_TARGETS, AskedData, predict_data
-from hvdtrain.cli.evaluate.table import NO_TABLE, TableFormat, read_table, table_of
+from hvdtrain.cli.evaluate.table import NO_TABLE, TableFormat, read_encoded, read_table, table_of
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.section import Given
 from hvdtrain.core.folder import Folder
+from hvdtrain.data.columns.encoding import Encoding
+from hvdtrain.data.columns.record import encoding_of_run
 from hvdtrain.data.datasets import npz
 from hvdtrain.data.images.decode import SUFFIXES
 from hvdtrain.data.images.image_source import (
@@ -47,7 +49,7 @@ hvdtrain predict RUN --images DIR|--data FILE|package.module:function --to FILE.
   RUN            the run folder
   --images       the folder of image files, also in folders of its own; they are read as those of the training set were
   --data         numbers instead of images: a table .csv with the columns of x in their order (y, label, labels and target are left
-                 out), .npy with rows of x or tokens, .npz and .safetensors with arrays by name; or your own function, as of data.name
+                 out; of a run with data.columns also .parquet), .npy with rows of x or tokens, .npz and .safetensors with arrays by name; or your own function, as of data.name
   --to           the table to write: file or number of the sample, class, and the model's probability of that class (squared_error: its
                  output); of tokens the next one; of regression and losses of your own what the model gives; - for the screen; with
                  task.name=segmentation a folder for a PNG of each image, whose pixels are classes (every rank writes its own)
@@ -118,7 +120,11 @@ def _predict_data(rank: ConnectedRank, parsed: Arguments) -> int:
     config = rank.config
     name = parsed.options["data"]
     if config.data.given is OF_A_FILE:
-        samples = read_data_file(Path(os.path.expanduser(name)), table_of(config.data.options))
+        samples = read_data_file(
+            Path(os.path.expanduser(name)),
+            table_of(config.data.options),
+            encoding_of_run(run_folder(rank)),
+        )
     else:
         samples = plugins.call_own(
             config.data, {"name": name, "root": config.data.root, "split": "val"}
@@ -281,13 +287,19 @@ def _write(to: str, head: Sequence[str], rows: Sequence[Sequence[str]], unit: st
     print(f"{len(rows):,} {unit} -> {to}")
 
 
+ENCODED_SUFFIXES = (".csv", ".tsv", ".parquet", ".pq")
 TABLE_SUFFIXES = (".csv", ".npy", ".npz", ".safetensors")
 
 
-def read_data_file(path: Path, table: TableFormat = NO_TABLE) -> Any:
+def read_data_file(
+    path: Path, table: TableFormat = NO_TABLE, encoding: Encoding | None = None
+) -> Any:
     """An array of a table or of a .npy file, arrays by name of the others. Nothing pickled is read.
-    Raises UserError."""
-    if path.suffix not in TABLE_SUFFIXES:
+    Raises UserError.
+
+    encoding: what the columns of the run's table become; None if they are numbers.
+    """
+    if path.suffix not in (*TABLE_SUFFIXES, *(ENCODED_SUFFIXES if encoding else ())):
         fix = (
             f"a file that ends in {', '.join(SUFFIXES)}; or your own package.module:function, or "
             "--images DIR"
@@ -297,6 +309,8 @@ def read_data_file(path: Path, table: TableFormat = NO_TABLE) -> Any:
         raise UserError(
             f"there is no file {path}", "--data", "the path of a file, or package.module:function"
         )
+    if encoding is not None and path.suffix in ENCODED_SUFFIXES:
+        return read_encoded(path, table, encoding)
     if path.suffix == ".csv":
         return read_table(path, table)
     if path.suffix == ".safetensors":

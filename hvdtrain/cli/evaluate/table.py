@@ -11,9 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hvdtrain.data.columns import cells
+from hvdtrain.data.columns.encoding import Encoding, lines_of_unknown, numbers_of
+from hvdtrain.data.columns.raw_table import RawColumn, RawTable, RowsOfFile
 from hvdtrain.data.datasets import csv as csv_files
+from hvdtrain.data.datasets import parquet
+from hvdtrain.data.stored.options import Wanted
 from hvdtrain.data.stored.selection import name_and_words
-from hvdtrain.data.stored.text_tables import cells
+from hvdtrain.data.stored.stored_array import StoredFile
 from hvdtrain.data.user_data.arrays import TARGETS
 from hvdtrain.errors import UserError, first_line, short
 
@@ -25,6 +30,7 @@ class TableFormat(NamedTuple):
     delimiter: str = ","
 
 
+_MOST_BYTES = 2**31  # of a row group, unpacked
 NO_TABLE = TableFormat()  # a run that was not trained on a table
 
 
@@ -82,6 +88,33 @@ def read_table(path: Path, table: TableFormat = NO_TABLE) -> np.ndarray:
     ]
     whole = all(map(cells.is_int64, itertools.chain.from_iterable(numbers)))
     return np.array(numbers, str).astype(np.int64 if whole else np.float64).T.copy()
+
+
+def read_encoded(path: Path, table: TableFormat, encoding: Encoding) -> np.ndarray:
+    """Reads float64 (n, features) of a CSV or Parquet file whose columns become what they became in
+    training. Columns are found by name; a line on stderr lists others, and unknown categories.
+
+    Raises UserError for a missing column, and for cells that cannot be read.
+    """
+    names = [column.name for column in encoding.columns]
+    file: StoredFile
+    if path.suffix in (".parquet", ".pq"):
+        file = parquet.ParquetFile.open(path, _MOST_BYTES)
+    else:
+        file = csv_files.CsvFile.open(path, table.delimiter, Wanted({"x": names}))
+    _chosen(file.names, len(file.names), TableFormat(tuple(names)), path)
+    texts = file.texts(names)
+    raw = RawTable(
+        dict(zip(names, map(RawColumn.of, texts.columns), strict=True)),
+        (RowsOfFile(path.name, len(texts.columns[0]), texts.lines),),
+    )
+    rows = np.arange(len(raw))
+    if not len(rows):
+        raise UserError(f"{path} has no rows", "--data", "a row for each sample")
+    encoded = encoding.encode(raw, rows, str(path))
+    for line in lines_of_unknown(raw, encoded, rows):
+        print(f"{path}: {line}", file=sys.stderr)
+    return numbers_of(raw, encoded, rows)
 
 
 def _chosen(names: list[str], width: int, table: TableFormat, path: Path) -> list[int]:

@@ -117,17 +117,18 @@ def _open_own(config: Config, split: Split, kept: Callable[[], tuple[str, ...]])
             config.where("data.stage"),
             "leave it out",
         )
-    found = plugins.call_own(
-        config.data, {"name": config.data.name, "root": root_of(config), "split": split}
-    )
-    return as_source(
-        found,
-        f"{config.data.name}, {split}",
-        where,
-        config.data.workers,
-        kept(),
-        padding_of(config),
-    )
+    with with_keys(config):
+        found = plugins.call_own(
+            config.data, {"name": config.data.name, "root": root_of(config), "split": split}
+        )
+        return as_source(
+            found,
+            f"{config.data.name}, {split}",
+            where,
+            config.data.workers,
+            kept(),
+            padding_of(config),
+        )
 
 
 def plugin_of(config: Config) -> ModuleType:

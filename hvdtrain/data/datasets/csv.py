@@ -5,13 +5,24 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from hvdtrain.data.columns.cells import (
+    EXACT,
+    NUMBER,
+    is_int64,
+    is_missing,
+    kind_of,
+    number,
+    truth,
+    whole_number,
+)
+from hvdtrain.data.columns.options import column_options
 from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import Source, Split
@@ -23,18 +34,9 @@ from hvdtrain.data.stored.stored_array import (
     Blocks,
     StoredArray,
     StoredFile,
-    is_missing,
+    Texts,
     leaving_out,
     no_such,
-)
-from hvdtrain.data.stored.text_tables.cells import (
-    EXACT,
-    NUMBER,
-    is_int64,
-    kind_of,
-    number,
-    truth,
-    whole_number,
 )
 from hvdtrain.data.stored.text_tables.header import check_header, check_kind
 from hvdtrain.data.stored.text_tables.lines import (
@@ -66,6 +68,9 @@ def build(
     split_val: list[bool | int | str] | None = None,
     cache_mb: int = 256,
     delimiter: str | None = None,
+    columns: dict[str, str] | str | None = None,
+    missing: Literal["error", "mean", "median", "drop", 0] = "error",
+    rare: int = 0,
 ) -> Source:
     """Columns of train.csv and val.csv in data.root, of several such files, or of one file with
     data.val_share or data.split_by.
@@ -82,6 +87,12 @@ def build(
     cache_mb: most megabytes of parsed blocks that a rank keeps for each set
     delimiter: separator of columns, such as ; or tab or space (default: a comma; a tab in .tsv
         files)
+    columns: kinds of columns of x, {visit: date, town: category, id: drop}: number, bool, date,
+        category or drop; the kinds of other columns are detected (auto: of all columns); default:
+        all columns of x are numbers
+    missing: mean, median or 0 replaces missing cells of x and adds a number that marks them; drop
+        leaves their rows out
+    rare: categories that fewer training rows have are joined
 
     Raises UserError if a line is damaged, with its number, and for columns without numbers.
     """
@@ -90,7 +101,8 @@ def build(
         between = delimiter_of(delimiter) or ("\t" if path.suffix == ".tsv" else ",")
         return CsvFile.open(path, between, wanted)
 
-    wanted = Wanted(fields, dtypes or {}, split_by, split_val, cache_mb)
+    encoded = column_options(columns, missing, rare)
+    wanted = Wanted(fields, dtypes or {}, split_by, split_val, cache_mb, encoded)
     return build_stored(name, root, split, (".csv", ".tsv"), opened, wanted)
 
 
@@ -183,6 +195,17 @@ class CsvFile(StoredFile):
             else np.array(texts, str)
         )
 
+    def texts(self, names: Sequence[str]) -> Texts:
+        places = [self.place(name) for name in names]
+        columns: list[list[str]] = [[] for _ in names]
+        lines = []
+        for block in range(len(self.edges) - 1):
+            for line, row in self.rows(block):
+                lines.append(line)
+                for column, place in zip(columns, places, strict=True):
+                    column.append(row[place])
+        return Texts(columns, lines)
+
     def place(self, name: str) -> int:
         if name not in self.header:
             raise no_such(f"column {name}", self.header, self.file.path)
@@ -239,8 +262,10 @@ class CsvFile(StoredFile):
             or name in self.coordinates
         ]
         without = leaving_out(self.header, {*texts, self.header[place]})
+        is_input = self.field_names[place] == "x"
         if is_missing(text):
             fix = f"fill it, or remove the line; {without}"
+            fix += "; data.missing=mean fills empty cells of x" if is_input else ""
         elif _THOUSANDS.fullmatch(text) and self.delimiter == ",":
             fix = (
                 "1260 instead of 1,260: pandas.read_csv(FILE, thousands=',').to_csv(NEW, "
@@ -257,6 +282,7 @@ class CsvFile(StoredFile):
             fix = f"data.dtypes={{{self.field_names[place] or 'FIELD'}: float64}}"
         else:
             fix = f"a number in its place, or remove the line; {without}"
+            fix += "; data.columns=auto also reads text and dates" if is_input else ""
         return UserError(
             f"column {short(self.header[place], 60)}: expected {kind}: {error}",
             f"{self.file.path}:{line}",

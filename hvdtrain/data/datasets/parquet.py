@@ -7,10 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from hvdtrain.data.columns.options import column_options
+from hvdtrain.data.columns.raw_table import text_of
 from hvdtrain.data.field import padded_by
 from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.option_error import OptionError
@@ -23,6 +25,7 @@ from hvdtrain.data.stored.stored_array import (
     Blocks,
     StoredArray,
     StoredFile,
+    Texts,
     leaving_out,
     no_such,
     whole,
@@ -43,6 +46,9 @@ def build(
     split_by: str | None = None,
     split_val: list[bool | int | str] | None = None,
     cache_mb: int = 256,
+    columns: dict[str, str] | str | None = None,
+    missing: Literal["error", "mean", "median", "drop", 0] = "error",
+    rare: int = 0,
 ) -> Source:
     """Columns of train.parquet and val.parquet in data.root, of several such files, or of one with
     data.val_share or data.split_by.
@@ -54,11 +60,18 @@ def build(
         of split_val
     split_val: values of split_by that mark validation samples
     cache_mb: most megabytes of decoded row groups that a rank keeps for each set
+    columns: kinds of columns of x, {visit: date, town: category, id: drop}: number, bool, date,
+        category or drop; the kinds of other columns are detected (auto: of all columns); default:
+        all columns of x are numbers
+    missing: mean, median or 0 replaces missing cells of x and adds a number that marks them; drop
+        leaves their rows out
+    rare: categories that fewer training rows have are joined
 
     Raises UserError without pyarrow, where files are damaged or lack a column, and for columns with
     missing values or without numbers.
     """
-    wanted = Wanted(fields, dtypes or {}, split_by, split_val, cache_mb)
+    encoded = column_options(columns, missing, rare)
+    wanted = Wanted(fields, dtypes or {}, split_by, split_val, cache_mb, encoded)
     return build_stored(
         name,
         root,
@@ -157,6 +170,21 @@ class ParquetFile(StoredFile):
             if are_numbers
             else np.array([str(value).strip() for value in values], str)
         )
+
+    def texts(self, names: Sequence[str]) -> Texts:
+        """Raises UserError for columns of lists."""
+        columns: list[list[str]] = [[] for _ in names]
+        for group in range(len(self.edges) - 1):
+            for name, column, values in zip(names, columns, self.read(group, names), strict=True):
+                cells = values.to_pylist()
+                if any(isinstance(cell, (list, dict, bytes)) for cell in cells):
+                    raise UserError(
+                        f"column {name} is {values.type}, expected one value for each row",
+                        str(self.file.path),
+                        f"data.columns={{{name}: drop}}",
+                    )
+                column.extend(map(text_of, cells))
+        return Texts(columns)
 
     def _check_size(self, metadata: Any, group: int, names: Sequence[str]) -> None:
         """Raises UserError if columns of a row group would take more memory than they may."""
@@ -288,7 +316,8 @@ def _numbers(table: ParquetFile, group: int, names: Sequence[str]) -> np.ndarray
             raise UserError(
                 f"column {name} is {values.type}, expected integers or floats",
                 str(path),
-                f"{_as_numbers(str(values.type), f'frame[{name!r}]')}; {without}",
+                f"{_as_numbers(str(values.type), f'frame[{name!r}]')}; {without}; "
+                "data.columns=auto also reads text and dates as x",
             )
         columns.append(column)
     rows = int(table.edges[group + 1] - table.edges[group])

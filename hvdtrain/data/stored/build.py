@@ -6,10 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
+
+from hvdtrain.data.columns.encoded_table import EncodedTable
 from hvdtrain.data.field import Field
 from hvdtrain.data.option_error import OptionError, expanded
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.cache import BlockCache
+from hvdtrain.data.stored.cells_of_x import rows_without_missing, table_of_x
 from hvdtrain.data.stored.class_names import class_names_of, column_of_texts
 from hvdtrain.data.stored.fields import fields_of, names_split
 from hvdtrain.data.stored.files import FileOnDisk, files_of_split
@@ -60,18 +64,22 @@ def build_stored(
         and column_of_texts(files[0], fields, may_be_names=True)
         else []
     )
+    table = table_of_x(files, paths, fields, wanted)
+    if table is not None and wanted.fields is None:
+        fields["x"] = list(table.columns)
+    stored = {field: texts for field, texts in fields.items() if table is None or field != "x"}
     names = (
         class_names_of(map(open_file, others), others, wanted)
         if others
         else class_names_of(iter(files), paths, wanted)
     )
-    kinds, parts = parts_of_files(files, paths, fields, wanted, names)
+    kinds, parts = parts_of_files(files, paths, stored, wanted, names)
     samples = _samples(
         f"{name} {paths[0]}" if len(paths) == 1 else f"{name} {paths[0].parent}",
         parts,
         kinds,
         paths,
-        fields,
+        stored,
         wanted,
     )
     if not samples.parts:
@@ -84,27 +92,36 @@ def build_stored(
             str(paths[0].parent),
             "data.root=FOLDER with fewer of them",
         )
-    numbers = {field: texts for field, texts in fields.items() if field != "y" or not names}
+    numbers = {field: texts for field, texts in stored.items() if field != "y" or not names}
     notes = [*_left_out(files[0], fields, wanted), *_notes(files, paths, numbers, wanted)]
-    if split == "val" and of_split_alone:
+    if split == "val" and of_split_alone and table is None:
         notes += _not_read(files[0], paths[0], fields, wanted)
     values = (
         split_values(files, paths, parts, wanted.split_by) if wanted.split_by is not None else None
     )
     if values is not None and wanted.split_val is None:
         notes += in_neither(values, split, f"data.split_by={wanted.split_by}")
-    is_table = wanted.fields is None and files[0].columns(fields["x"]) is not None
+    is_table = wanted.fields is None and (
+        table is not None or files[0].columns(fields["x"]) is not None
+    )
     source = StoredSource(
         samples, tuple(notes), class_names=names, columns=fields if is_table else {}
     )
-    checked = images_of(source) or CheckedSource(source, samples.name)
+    checked: Source = images_of(source) or CheckedSource(source, samples.name)
+    rows = None
+    if table is not None and wanted.columns is not None:
+        rows = rows_without_missing(table, wanted.columns, paths[0])
+        dtype = wanted.dtypes.get("x", "float64")
+        encoded = EncodedTable(source, table, rows, wanted.columns, samples.name, dtype)
+        checked = CheckedSource(encoded, samples.name)
     if values is not None:
-        return subset(checked, samples_of_split(values, paths, wanted, split))
+        chosen = samples_of_split(values, paths, wanted, split)
+        return subset(checked, chosen if rows is None else chosen[np.isin(chosen, rows)])
     if split == "val" and not of_split_alone and not names_split(wanted):
         what = f"{paths[0].name} contains all samples, without a validation set"
         fix = "data.val_share=0.1; data.split_by=COLUMN; or a folder with train and val files"
         raise UserError(what, str(paths[0]), fix)
-    return checked
+    return checked if rows is None or len(rows) == len(source) else subset(checked, rows)
 
 
 def _notes(

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
+from hvdtrain.data.columns.cells import is_missing
 from hvdtrain.data.stored.fields import fields_of
 from hvdtrain.data.stored.options import Wanted
 from hvdtrain.data.stored.selection import name_and_words
 from hvdtrain.data.stored.stored_array import (
     Labels,
     StoredFile,
-    is_missing,
 )
 from hvdtrain.errors import UserError, short
 

@@ -65,7 +65,7 @@ def fields_of(wanted: Wanted, split: Split, file: StoredFile, path: Path) -> dic
         )
     others = [name for name in names if name.lstrip("/") != target]
     inputs = [known["x"]] if "x" in known else others
-    if len(inputs) > 1 and file.columns(inputs) is None:
+    if len(inputs) > 1 and wanted.columns is None and file.columns(inputs) is None:
         raise UserError(f"which of {', '.join(others[:24])} is x?", str(path), FIELDS_KEY)
     return {"x": inputs, "y": [known[target]]}
 

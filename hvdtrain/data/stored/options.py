@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hvdtrain.data.columns.options import ColumnOptions
 from hvdtrain.data.option_error import OptionError
 
 
@@ -17,6 +18,7 @@ class Wanted:
     split_by: str | None = None
     split_val: Sequence[bool | int | str] | None = None
     cache_mb: int = 256
+    columns: ColumnOptions | None = None  # None: the columns of a table have only numbers
 
 
 def check_options(wanted: Wanted) -> None:

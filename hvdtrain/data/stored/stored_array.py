@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -74,6 +74,13 @@ class PlainRows:
 StoredArray = PlainRows | Blocks
 
 
+class Texts(NamedTuple):
+    """Columns of a table as text."""
+
+    columns: list[list[str]]  # of each column, a text for each row; an empty one is a missing cell
+    lines: Sequence[int] = ()  # of the file, for each row; empty for files without lines
+
+
 class StoredFile(ABC):
     """A file, or a folder that is one, with arrays or columns by name.
 
@@ -114,6 +121,10 @@ class StoredFile(ABC):
         """Returns several columns as one array (n, columns) if the format reads them together; else
         None."""
         return None
+
+    def texts(self, names: Sequence[str]) -> Texts:
+        """Returns all cells of columns of a table as text. Only tables have them."""
+        raise NotImplementedError(f"{type(self).__name__} is not a table")
 
     def note(self, name: str) -> str:
         """Returns a line for the user if a part of an array was never written, so that its fill
@@ -198,13 +209,6 @@ class Labels:
 
     def decode(self, block: int, box: SelectionBox) -> np.ndarray:
         return self.numbers[self.edges[block] : self.edges[block + 1]].copy()
-
-
-def is_missing(text: str) -> bool:
-    """Whether a string means a missing value."""
-    text = text.strip()
-    words = ("", "na", "n/a", "#n/a", "<na>", "nan", "null")
-    return text.lower() in words or text in ("None", "NaT")  # "none" may be a class
 
 
 def leaving_out(names: Sequence[str], wrong: Collection[str]) -> str:

@@ -28,6 +28,7 @@ from hvdtrain.data.user_data.arrays import (
     read_safetensors,
 )
 from hvdtrain.data.user_data.dataset import DatasetSource, from_dataset
+from hvdtrain.data.user_data.encoded_frame import FrameToEncode, source_of_frame
 from hvdtrain.data.user_data.sequences import from_ragged, is_ragged
 from hvdtrain.data.user_data.user_source import MEMBERS, user_source
 from hvdtrain.errors import UserError
@@ -66,7 +67,11 @@ def as_source(
     names of fields that are not renamed to x and y: image, label. padding: of variable-length
     fields. Raises UserError for anything else, and for invalid data.
     """
-    source = _as_source(given, name, where, workers, kept, padding)
+    source = (
+        source_of_frame(given, name, where)
+        if isinstance(given, FrameToEncode)
+        else _as_source(given, name, where, workers, kept, padding)
+    )
     if not len(source):
         raise UserError(f"{name} has no samples", where, "data with one sample or more")
     columns = _columns(given)

@@ -1,1 +1,1 @@
-"""Tables of text: their first line, the ends of their lines, and the numbers in their cells."""
+"""Tables of text: their first line, and the ends of their lines."""

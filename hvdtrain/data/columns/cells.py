@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 import re
 
-from hvdtrain.data.stored.stored_array import (
-    is_missing,
-)
 from hvdtrain.errors import short
 
 WHOLE = re.compile(r"[-+]?[0-9]+")
@@ -16,6 +13,13 @@ NUMBER = re.compile(
 )
 EXACT = 2.0**53  # a float64 has all whole numbers up to it
 _TRUTH = {"true": 1, "false": 0}
+
+
+def is_missing(text: str) -> bool:
+    """Whether a string means a missing value."""
+    text = text.strip()
+    words = ("", "na", "n/a", "#n/a", "<na>", "nan", "null")
+    return text.lower() in words or text in ("None", "NaT")  # "none" may be a class
 
 
 def kind_of(texts: list[str]) -> str:
