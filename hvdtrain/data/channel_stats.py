@@ -1,5 +1,5 @@
-"""Mean and standard deviation of each channel of a data set, or of a fixed part: the same bits on
-every rank, in any order of samples."""
+"""Mean and standard deviation of each channel of a data set or of a fixed part of it. The bits are
+the same on every rank and in any order of samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdtrain.core.progress import fold
 if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch
 
-_BLOCK_BYTES = 2**22  # of pixels counted at once: np.bincount takes eight times as much
+_BLOCK_BYTES = 2**22  # of pixels counted at a time: np.bincount takes eight times as much memory
 
 
 class ChannelStats(NamedTuple):
@@ -63,8 +63,8 @@ _BLOCK_VALUES = 2**24  # read at once
 
 
 class Images(Protocol):
-    """A source of images (data/source.py), as far as statistics and codebooks read it:
-    {"x": uint8 (n, H, W, C)}."""
+    """The part of a source of images that statistics and codebooks use: it reads {"x": uint8 (n, H,
+    W, C)}."""
 
     @property
     def shape(self) -> tuple[int, int, int]: ...
@@ -73,11 +73,11 @@ class Images(Protocol):
 
 
 def sampled_stats(source: Images) -> ChannelStats:
-    """Computes statistics over a fixed part of a source's images: exact over that part, and equal
-    on all ranks.
+    """Computes exact statistics over a fixed part of a source's images; they are equal on all
+    ranks.
 
-    At most 2,000 images, drawn by counters; fewer of large ones, so that at most 2**28 values are
-    read.
+    Reads at most 2,000 images, drawn by counters, and at most 2**28 values: fewer images if they
+    are large.
     """
     values = math.prod(source.shape)
     images = len(source)

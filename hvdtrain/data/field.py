@@ -11,32 +11,33 @@ from hvdtrain.errors import UserError
 
 
 class Padding(NamedTuple):
-    """The padding after the rows of a sample that is read together with a longer one."""
+    """How a sample is padded when it is read together with a longer one."""
 
     value: float
-    mask: str  # the field, bool (T,), that says which rows are real; empty: this is a mask itself
+    # name of the field, bool (T,), that marks the real rows; empty if this field is a mask itself
+    mask: str
 
 
 _TARGETS = ("y", "label", "labels", "target", "targets")
 
 
 def padded_by(field: str) -> str:
-    """Returns the configuration that pads a field. Targets are padded with the value that torch's
-    cross_entropy() ignores, since 0 would be a class."""
+    """Returns the configuration text that pads a field. Targets are padded with the value that
+    torch's cross_entropy() ignores, since 0 would be a class."""
     return f"data.pad={{{field}: {-100 if field in _TARGETS else 0}}}"
 
 
 class Field(NamedTuple):
     """One named value of each sample: its dtype, shape and range."""
 
-    dtype: str  # as numpy calls it: "uint8", "int64", "float32"
+    dtype: str  # a NumPy name: "uint8", "int64", "float32"
     shape: tuple[int, ...]  # of one sample
     values: int = 0  # integers are in 0 ... values - 1; 0: any number
     ignored: int | None = (
-        None  # a further value that integers may have: of samples that a task leaves out
+        None  # one more value that integers may have; it marks samples that a task ignores
     )
     padding: Padding | None = (
-        None  # samples have 0 to shape[0] rows: a read pads to the longest that it reads
+        None  # samples have 0 to shape[0] rows: a read pads to the longest sample that it reads
     )
 
     def __str__(self) -> str:
@@ -89,8 +90,8 @@ def field_of_facts(facts: Sequence[Any]) -> Field:
 def check_numbers(
     name: str, array: np.ndarray, field: Field, where: str, samples: np.ndarray | None = None
 ) -> None:
-    """Raises UserError if a number is not finite, or is an integer outside the field's range; reads
-    about 16 MB at once.
+    """Raises UserError if a number is not finite, or if an integer is outside the field's range.
+    Reads about 16 MB at a time.
 
     samples: the indices of the rows, for the message; None: 0, 1, 2 and so on.
     """

@@ -1,4 +1,5 @@
-"""OptionError: an error in an option of a data set, which does not know how the user set it."""
+"""OptionError: an error in an option of a data set, raised without knowledge of how the user set
+it."""
 
 from __future__ import annotations
 
@@ -9,15 +10,15 @@ from hvdtrain.errors import UserError
 
 
 class OptionError(UserError):
-    """An error whose `where` is the name of an option of the data set's build().
+    """An error whose `where` is an option name of the data set's build().
 
     The caller adds the key and where it was set: with_keys() of configured/opened.py.
     """
 
 
 def expanded(path: str | Path, option: str) -> Path:
-    """The path that an option names, with ~ or ~user replaced. Raises OptionError if expand()
-    fails."""
+    """Returns the path that an option names, with ~ or ~user replaced. Raises OptionError if
+    expand() fails."""
     try:
         return expand(path, option)
     except UserError as error:

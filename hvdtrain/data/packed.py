@@ -19,33 +19,33 @@ if TYPE_CHECKING:
 
 TOKENS = "tokens"
 SEGMENTS = "segments"
-# of the sequences before they are packed
+# padding of the sequences before they are packed
 PADDING: Mapping[str, Padding] = {TOKENS: Padding(0, "real_tokens")}
-# rows that are searched for room, so that millions of sequences are packed in seconds
+# rows that are searched for room; the limit lets millions of sequences be packed in seconds
 _OPEN = 64
 
 
 def is_packed(fields: Mapping[str, Field]) -> bool:
-    """Whether the fields belong to PackedRows, whose segments mark real tokens and the sequence of
-    each."""
+    """Whether the fields are from PackedRows, whose segments mark the real tokens and the sequence
+    of each token."""
     return SEGMENTS in fields and fields[SEGMENTS].is_mask and fields[SEGMENTS].dtype == "int64"
 
 
 def segment_fields(tokens: Field) -> dict[str, Field]:
-    """The fields of packed rows of these tokens."""
+    """Returns the fields of packed rows of these tokens."""
     return {TOKENS: tokens, SEGMENTS: Field("int64", tokens.shape[:1], padding=Padding(0, ""))}
 
 
 def first_fit(lengths: np.ndarray, length: int) -> Ragged:
-    """Returns the sequences of each row, int64; a row has at most `length` tokens in all.
+    """Returns the sequences of each row, int64. A row has at most `length` tokens.
 
-    In order, each sequence goes into the first of the 64 newest rows with room for it, else into a
-    new row (first-fit, Johnson et al. 1974, except that only 64 rows are searched). Sequences of
-    less than two tokens are dropped, since nothing in them is predicted.
+    In order, each sequence is put into the first of the 64 newest rows with room for it, else into
+    a new row. This is first-fit (Johnson et al. 1974), except that only 64 rows are searched.
+    Sequences of less than two tokens are dropped, since nothing in them is predicted.
     """
     rows: list[list[int]] = []
     open_rows: list[list[int]] = []
-    room: list[int] = []  # of each open row
+    room: list[int] = []  # free tokens of each open row
     for sequence, size in enumerate(lengths.tolist()):
         if size < LEAST:
             continue
@@ -64,16 +64,15 @@ def first_fit(lengths: np.ndarray, length: int) -> Ragged:
 
 @dataclass(frozen=True, eq=False)
 class PackedRows(AroundSource):
-    """A source whose samples are rows of `length` tokens, in which sequences of another source lie
-    one after the other.
+    """A source whose samples are rows of `length` tokens: concatenated sequences of another source.
 
     segments, int64 (length,): 1, 2, ... for the tokens of the first sequence of a row, the second,
-    ...; 0 for the padding behind them.
+    ...; 0 for the padding after them.
     """
 
-    source: Source  # whose field tokens has sequences of different lengths
+    source: Source  # its field `tokens` has sequences of different lengths
     rows: Ragged  # the sequences of each row
-    lengths: np.ndarray  # int64, of every sequence
+    lengths: np.ndarray  # int64, the length of every sequence
     length: int
     note: str = ""
 
@@ -88,7 +87,8 @@ class PackedRows(AroundSource):
         return len(self.rows)
 
     def read(self, indices: np.ndarray) -> Batch:
-        """Raises UserError if a sequence has another length than at the start of the job."""
+        """Reads rows. Raises UserError if the length of a sequence has changed since the start of
+        the job."""
         sequences, row, segment = self._members(indices)
         return self._packed(self.source.read(sequences), len(indices), sequences, row, segment)
 
@@ -103,8 +103,8 @@ class PackedRows(AroundSource):
         )
 
     def _members(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns the sequences of these rows, int64 (m,), the row of each, and its number there,
-        from 1 on."""
+        """Returns the sequences of these rows, int64 (m,), the row of each, and its number in that
+        row, from 1."""
         check_indices(indices, len(self))
         counts = self.rows.lengths[indices]
         mask = mask_of(counts, int(counts.max(initial=0)))
@@ -173,7 +173,8 @@ def packed(source: Source, length: int, name: str, where: str) -> PackedRows:
     """Packs the sequences of a source into rows of `length` tokens; name: of the set, for the
     header.
 
-    Raises UserError if one is longer, none has two tokens, or their lengths are not known.
+    Raises UserError if a sequence is longer, if none has two tokens, or if their lengths are not
+    known.
     """
     if SEGMENTS in source.fields:
         what = f"the data have a field {SEGMENTS}, but data.pack creates a field of that name"

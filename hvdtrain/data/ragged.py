@@ -1,5 +1,5 @@
-"""Variable-length samples, stored one after the other, and padded to the longest of those that are
-read together."""
+"""Variable-length samples, stored one after the other, and padded to the longest sample of a
+read."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from hvdtrain.errors import UserError
 if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch
 
-LEAST = 2  # rows that a sample is padded to: of a language one token is read, and one predicted
+LEAST = 2  # least number of rows to pad to: a language model reads one token and predicts one
 
 
 def padded_length(lengths: np.ndarray, longest: int) -> int:
-    """Returns the number of rows that samples of these lengths are padded to: the longest length,
-    or `longest` without samples."""
+    """Returns the number of rows to pad samples of these lengths to: the largest length, or
+    `longest` if there are no samples."""
     return max(min(LEAST, longest), int(lengths.max())) if len(lengths) else longest
 
 
 def mask_of(lengths: np.ndarray, rows: int) -> np.ndarray:
-    """bool (n, rows): which rows of samples of these lengths are real."""
+    """Returns bool (n, rows): which rows of samples with these lengths are real."""
     mask: np.ndarray = np.arange(rows) < lengths[:, None]
     return mask
 
@@ -39,7 +39,7 @@ class Ragged:
     1]]."""
 
     values: np.ndarray
-    edges: np.ndarray  # int64 (n + 1,), from 0 on
+    edges: np.ndarray  # int64 (n + 1,), starting at 0
 
     def __len__(self) -> int:
         return len(self.edges) - 1
@@ -50,8 +50,8 @@ class Ragged:
         return np.diff(self.edges)
 
     def padded(self, indices: np.ndarray, rows: int, value: float) -> np.ndarray:
-        """Returns (n, rows, ...): the samples at `indices`, each padded with `value`; none is
-        longer than `rows`."""
+        """Returns the samples at `indices`, (n, rows, ...), each padded with `value`. No sample may
+        be longer than `rows`."""
         mask = mask_of(self.lengths[indices], rows)
         filled = np.full((*mask.shape, *self.values.shape[1:]), value, self.values.dtype)
         filled[mask] = self.values[(self.edges[indices][:, None] + np.arange(rows))[mask]]
@@ -59,7 +59,8 @@ class Ragged:
 
 
 def ragged(samples: Sequence[np.ndarray], what: str, where: str) -> Ragged:
-    """Concatenates the arrays. Raises UserError if they differ in more than their first axis."""
+    """Concatenates the arrays along their first axis. Raises UserError if other axes or the dtypes
+    differ."""
     first = next((sample for sample in samples if len(sample)), samples[0])
     for number, sample in enumerate(samples):
         alike = sample.shape[1:] == first.shape[1:] and (
@@ -82,13 +83,14 @@ class PaddedArrays(Source):
     """A source of arrays in memory, some with variable-length samples.
 
     A read pads these to the longest sample that it reads, and returns a mask of the real rows for
-    each. Raises UserError if the arrays do not have the same samples, or a number is not finite.
+    each. Raises UserError if the arrays have different numbers of samples, or if a number is not
+    finite.
     """
 
     arrays: Mapping[str, np.ndarray | Ragged]
-    padding: Mapping[str, Padding]  # of each Ragged
+    padding: Mapping[str, Padding]  # for each Ragged
     where: str  # a path or a name, for messages
-    # of another set too, in place of the arrays' own
+    # bounds that cover another set, too; they replace the bounds of the arrays
     longest: Mapping[str, int] = field(default_factory=dict)
     values: Mapping[str, int] = field(default_factory=dict)  # Field.values
     nested_inputs: tuple[str, ...] = ()
@@ -193,8 +195,8 @@ def padded_fields(name: str, kind: Field, padding: Padding) -> dict[str, Field]:
 
 
 def check_padding(padding: Mapping[str, Padding], dtypes: Mapping[str, str], where: str) -> None:
-    """Raises UserError if there is no such field, a mask has the name of another field, or a
-    field cannot have the value."""
+    """Raises UserError if there is no such field, if a mask has the name of another field, or if a
+    field cannot store the padding value."""
     for name, pad in padding.items():
         if name not in dtypes:
             fix = "a field of the data, or leave it out"

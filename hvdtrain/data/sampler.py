@@ -1,8 +1,8 @@
-"""Which samples a rank reads, as a pure function of the samples consumed.
+"""Which samples a rank reads, as a pure function of the number of samples consumed.
 
-The job reads one endless stream of samples. Position p of the stream is in epoch p // dataset, and
-holds sample order(seed, epoch, dataset)[p % dataset]; with weights it holds the sample that (seed,
-p) draws. A step reads the next `batch` positions, divided among the ranks.
+The job reads one endless stream of samples. Position p is in epoch p // dataset and holds sample
+order(seed, epoch, dataset)[p % dataset]. With weights it holds the sample drawn by (seed, p). A
+step reads the next `batch` positions, divided among the ranks.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import numpy as np
 
 from hvdtrain.core.progress import fold
 
-# samples whose order is one array, 128 MiB; that of more is computed position by position
+# up to this many samples the order is one array of 128 MiB; for larger sets it is computed position
+# by position
 LARGEST_SORTED = 2**24
 
-_EVALUATION = 2**63  # in place of an epoch: no epoch of training has this order
+_EVALUATION = 2**63  # used instead of an epoch, so that no training epoch has this order
 
 Sampling = Literal["global", "partition"]
 
@@ -30,16 +31,16 @@ class Positions(NamedTuple):
     same length."""
 
     samples: np.ndarray  # int64 (n,), each in 0 ... dataset - 1
-    # int64 (n,), non-decreasing; of draws with replacement the position, so that each has random
-    # numbers of its own
+    # int64 (n,), non-decreasing; for draws with replacement the position, so that each draw has
+    # separate random numbers
     epochs: np.ndarray
 
     def part(self, low: int, high: int) -> Positions:
         return Positions(self.samples[low:high], self.epochs[low:high])
 
     def split(self, parts: int) -> list[Positions]:
-        """Contiguous parts whose lengths differ by at most 1, the longer ones first, as
-        numpy.array_split makes them."""
+        """Splits the positions into contiguous parts whose lengths differ by at most 1, longer
+        parts first, as numpy.array_split does."""
         pairs = zip(
             np.array_split(self.samples, parts), np.array_split(self.epochs, parts), strict=True
         )
@@ -47,7 +48,7 @@ class Positions(NamedTuple):
 
 
 class _EpochRange(NamedTuple):
-    """Positions of one epoch, counted from its beginning: [first, last)."""
+    """The positions [first, last) of one epoch, counted from its beginning."""
 
     epoch: int
     first: int
@@ -55,11 +56,11 @@ class _EpochRange(NamedTuple):
 
 
 class BlockShuffle(NamedTuple):
-    """A shuffle for data whose neighbouring samples are read together: blocks in a random order,
-    samples shuffled within a window."""
+    """A shuffle for data whose neighbouring samples are read together. Blocks have a random order,
+    and samples are shuffled within a window of blocks."""
 
-    block: int  # samples, neighbours in the data set; the last block may have fewer
-    window: int  # blocks, neighbours in the order of an epoch
+    block: int  # neighbouring samples of the data set; the last block may have fewer
+    window: int  # blocks that are neighbours in the order of an epoch
 
     def positions(self, start: int, count: int, dataset: int, seed: int) -> Positions:
         """Returns positions of the stream, sorted by block within each window and epoch."""
@@ -101,10 +102,10 @@ class BlocksOfRanks(NamedTuple):
     """A full shuffle in which each rank reads different blocks of neighbouring samples, as far as
     equal shares allow.
 
-    The blocks have a random order in each epoch, by which the samples of a step are sorted.
+    Each epoch has a random order of blocks, and the samples of a step are sorted by it.
     """
 
-    block: int  # samples, neighbours in the data set
+    block: int  # neighbouring samples of the data set
 
     def positions(self, start: int, count: int, dataset: int, seed: int) -> Positions:
         """Returns positions of the stream, sorted by block within each epoch."""
@@ -118,7 +119,7 @@ class BlocksOfRanks(NamedTuple):
 
 Shuffle = BlockShuffle | BlocksOfRanks | WeightedDraws
 _OWNERS = 0x6F776E6572  # a stream of counters
-_DRAWS = 0x647261777321  # a stream of counters, apart from those of other random numbers
+_DRAWS = 0x647261777321  # a stream of counters, distinct from the streams of other random numbers
 
 
 def positions_of_rank(
@@ -131,18 +132,17 @@ def positions_of_rank(
     sampling: Sampling = "global",
     shuffle: Shuffle | None = None,
 ) -> Positions:
-    """This rank's share of the positions [start, start + count) of the stream, as fresh arrays.
+    """Returns this rank's share of the positions [start, start + count) of the stream, as new
+    arrays.
 
     Invariants, for either sampling:
-    - the ranks together read each of the positions once, for any `size`;
-    - in the `dataset` positions of an epoch each sample is read once, but for draws with
-      replacement;
-    - the result depends on the arguments alone, so a job can start at any position without reading
-      earlier ones.
+    - together the ranks read each of the positions once, for any `size`; - each sample is read once
+    in an epoch of `dataset` positions, except with replacement; - the result depends only on the
+    arguments, so a job can start at any position without reading earlier ones.
 
     "global": rank r reads the r-th contiguous share of the positions; shares differ by at most 1.
-    "partition": rank r reads every position whose index in its epoch is r modulo size. During an
-    epoch a rank reads the same 1 / size of the data set for any batch size; shares differ by at
+    "partition": rank r reads every position whose index in its epoch is r modulo size. So in an
+    epoch a rank reads the same 1 / size of the data set for any batch size. Shares differ by at
     most 1 for each epoch that the positions touch. shuffle: "global" only; the positions of a
     window of BlockShuffle, or of a step of BlocksOfRanks, are divided by block, so that few blocks
     are read by two ranks.
@@ -188,12 +188,12 @@ def parts_of_rank(
     sampling: Sampling = "global",
     shuffle: Shuffle | None = None,
 ) -> list[Positions]:
-    """This rank's share of each of so many contiguous parts of the positions [start, start +
-    count), the longer parts first.
+    """Divides the positions [start, start + count) into contiguous `parts`, longer ones first, and
+    returns this rank's share of each.
 
-    A part has the same positions for any `size`. "global": the shares of a part are contiguous and
-    differ by at most 1, as do the shares that ranks have of all positions; one part is divided as
-    positions_of_rank() divides.
+    A part has the same positions for any `size`. "global": shares of a part are contiguous and
+    differ by at most 1, and so do the ranks' shares of all positions. A single part is divided as
+    by positions_of_rank().
     """
     if parts == 1:
         return [positions_of_rank(start, count, rank, size, dataset, seed, sampling, shuffle)]
@@ -221,11 +221,11 @@ def parts_of_rank(
 def parts_by_length(
     step: Positions, lengths: np.ndarray, parts: int, rank: int, size: int
 ) -> list[Positions]:
-    """This rank's share of each of so many parts of a step's positions: samples of similar lengths
-    are in one part, and on one rank.
+    """Divides a step's positions into `parts` and returns this rank's share of each. Samples of
+    similar lengths are in the same part and on the same rank.
 
-    step: all positions of the step; lengths: int64 (dataset,). Parts and shares have as many
-    positions as those of parts_of_rank().
+    step: all positions of the step; lengths: int64 (dataset,). Parts and shares have the same
+    numbers of positions as in parts_of_rank().
     """
     order = np.argsort(lengths[step.samples], kind="stable")
     step = Positions(step.samples[order], step.epochs[order])
@@ -238,7 +238,7 @@ def parts_by_length(
 
 
 def _share_of_part(first: int, last: int, rank: int, size: int) -> tuple[int, int]:
-    """[low, high): the rank's contiguous share of the part [first, last) of a step."""
+    """Returns [low, high), the rank's contiguous share of the part [first, last) of a step."""
     low, high = (
         first + _dealt_below(last, r, size) - _dealt_below(first, r, size) for r in (rank, rank + 1)
     )
@@ -264,16 +264,16 @@ def indices(
 
 
 def share_bounds(count: int, rank: int, size: int) -> tuple[int, int]:
-    """[low, high): the rank's contiguous share of range(count). Shares differ by at most 1, and
-    each index is in one share."""
+    """Returns [low, high), the rank's contiguous share of range(count). Shares differ by at most 1,
+    and each index is in exactly one share."""
     return count * rank // size, count * (rank + 1) // size
 
 
 def evaluation_batches(samples: int, batch: int, rank: int, size: int) -> list[np.ndarray]:
-    """This rank's share of range(samples) in batches of at most `batch`, int64 (n,) each; the
-    shares of all ranks have each sample once.
+    """Returns this rank's share of range(samples) in batches of at most `batch`, int64 (n,) each.
+    Each sample is in the share of exactly one rank.
 
-    Every rank has equally many batches; the last may be empty.
+    Every rank has the same number of batches; the last one may be empty.
     """
     start, end = share_bounds(samples, rank, size)
     firsts = range(start, start + -(-samples // size), batch)
@@ -281,15 +281,15 @@ def evaluation_batches(samples: int, batch: int, rank: int, size: int) -> list[n
 
 
 def evaluated_samples(samples: int, count: int, seed: int) -> np.ndarray:
-    """Returns `count` of range(samples), ascending, int64 (count,): those that the keyed
-    permutation of `seed` puts first."""
+    """Returns the `count` samples that the keyed permutation of `seed` puts first, ascending, int64
+    (count,)."""
     return np.sort(permuted(np.arange(count), samples, seed, _EVALUATION))
 
 
 def largest_share(
     start: int, count: int, size: int, dataset: int, sampling: Sampling = "global"
 ) -> int:
-    """An upper bound of len(indices(start, count, ...)) over all ranks; the same number on every
+    """Returns an upper bound of len(indices(start, count, ...)) over all ranks; the same on every
     rank."""
     if sampling == "global":
         return -(-count // size)
@@ -315,8 +315,8 @@ def _order(seed: int, epoch: int, dataset: int, positions: range) -> np.ndarray:
 
 @lru_cache(maxsize=4)
 def permutation(seed: int, epoch: int, dataset: int) -> np.ndarray:
-    """The order of one epoch, int64 (dataset,), read-only: 7 ms for 60,000 samples, then cached.
-    Equal for every version of numpy."""
+    """Returns the order of one epoch, int64 (dataset,), read-only. Takes 7 ms for 60,000 samples,
+    then it is cached. It is equal for every version of NumPy."""
     order = np.argsort(
         fold(seed, epoch, np.arange(dataset, dtype=np.uint64)), kind="stable"
     ).astype(np.int64, copy=False)
@@ -324,8 +324,8 @@ def permutation(seed: int, epoch: int, dataset: int) -> np.ndarray:
     return order
 
 
-_BLOCKS = 0x626C6F63  # a stream of counters: the order of blocks is that of no set of samples
-BLOCKS_VERSION = "blocks-1"  # of the order of shuffled_by_blocks(), which a checkpoint names
+_BLOCKS = 0x626C6F63  # a stream of counters, so that no data set has the same order as the blocks
+BLOCKS_VERSION = "blocks-1"  # version of the order of shuffled_by_blocks(), stored in checkpoints
 
 
 def _by_block(start: int, count: int, dataset: int, seed: int, shuffle: BlockShuffle) -> Positions:
@@ -342,12 +342,11 @@ def _by_block(start: int, count: int, dataset: int, seed: int, shuffle: BlockShu
 def shuffled_by_blocks(
     seed: int, epoch: int, dataset: int, shuffle: BlockShuffle, first: int, last: int
 ) -> np.ndarray:
-    """The samples at positions [first, last) of one epoch, int64. Each sample is in an epoch once;
-    all depends on the arguments alone.
+    """Returns the samples at positions [first, last) of one epoch, int64. An epoch has each sample
+    once; the result depends only on the arguments.
 
-    The blocks of an epoch are shuffled; of each `window` of them, in that order, all samples are
-    shuffled. So samples that are neighbours in the order are of one block with a probability of
-    about 1 / window.
+    The blocks of an epoch are shuffled, then all samples within each `window` of blocks. So two
+    consecutive samples are from the same block with a probability of about 1 / window.
     """
     return np.concatenate(
         [np.empty(0, np.int64), *_pieces(seed, epoch, dataset, shuffle, first, last)]
@@ -357,7 +356,7 @@ def shuffled_by_blocks(
 def _pieces(
     seed: int, epoch: int, dataset: int, shuffle: BlockShuffle, first: int, last: int
 ) -> Iterator[np.ndarray]:
-    """The positions [first, last) of one epoch by window."""
+    """Yields the samples at positions [first, last) of one epoch, window by window."""
     _, edges = _windows(seed, epoch, dataset, shuffle)
     window = int(np.searchsorted(edges, first, "right")) - 1
     while first < last:
@@ -372,8 +371,8 @@ def _pieces(
 def _windows(
     seed: int, epoch: int, dataset: int, shuffle: BlockShuffle
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The blocks of one epoch in their order, and the positions at which windows begin, with the
-    end of the epoch."""
+    """Returns the blocks of one epoch in order, and the positions where windows begin, followed by
+    the end of the epoch."""
     blocks = -(-dataset // shuffle.block)
     order = permutation(fold(seed, _BLOCKS), epoch, blocks)
     sizes = np.where(order == blocks - 1, dataset - (blocks - 1) * shuffle.block, shuffle.block)
@@ -385,7 +384,7 @@ def _windows(
 
 @lru_cache(maxsize=8)
 def _window(seed: int, epoch: int, dataset: int, shuffle: BlockShuffle, window: int) -> np.ndarray:
-    """The samples of one window in their order, read-only."""
+    """Returns the samples of one window in order, read-only."""
     order, _ = _windows(seed, epoch, dataset, shuffle)
     blocks = order[window * shuffle.window : (window + 1) * shuffle.window]
     samples = (blocks[:, None] * shuffle.block + np.arange(shuffle.block)).ravel()
@@ -396,7 +395,7 @@ def _window(seed: int, epoch: int, dataset: int, shuffle: BlockShuffle, window: 
 
 
 def _epochs(start: int, stop: int, dataset: int) -> Iterator[_EpochRange]:
-    """The positions [start, stop) by epoch."""
+    """Splits the positions [start, stop) by epoch."""
     while start < stop:
         epoch, first = divmod(start, dataset)
         last = min(dataset, first + stop - start)
@@ -404,11 +403,11 @@ def _epochs(start: int, stop: int, dataset: int) -> Iterator[_EpochRange]:
         start += last - first
 
 
-# of the order of permuted(), which a checkpoint names: another number of rounds would be another
-# order
+# version of the order of permuted(), stored in checkpoints: another number of rounds would change
+# the order
 KEYED_VERSION = "feistel-1"
 _ROUNDS = 16
-_STREAM = 0x66656973  # of counters, apart from those of other random numbers
+_STREAM = 0x66656973  # a stream of counters, distinct from the streams of other random numbers
 
 
 def permuted(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
@@ -416,9 +415,10 @@ def permuted(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray
     int64 (m,) for int64 (m,).
 
     A Feistel network on pairs (left, right) of Z_b x Z_a with a b >= n, whose rounds add a hash of
-    one half to the other (Black, Rogaway 2002, "Ciphers with arbitrary finite domains", method 3);
-    what falls on n ... a b - 1 is permuted again until it does not (cycle walking, method 2). With
-    a = ceil(sqrt(n)) that is one position in b at most. Equal for every version of numpy.
+    one half to the other (Black, Rogaway 2002, "Ciphers with arbitrary finite domains", method 3).
+    Results in n ... a b - 1 are permuted again until they are below n (cycle walking, method 2).
+    With a = ceil(sqrt(n)) that is at most one position in b. The result is equal for every version
+    of NumPy.
     """
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
@@ -432,7 +432,7 @@ def permuted(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray
 
 
 def _network(x: np.ndarray, a: int, b: int, keys: np.ndarray) -> np.ndarray:
-    """One pass over uint64 (m,), a permutation of 0 ... a b - 1."""
+    """Applies the network once to x, uint64 (m,): a permutation of 0 ... a b - 1."""
     # in 0 ... b - 1 and in 0 ... a - 1
     left = x // np.uint64(a)
     right = _remainder(x, a)
@@ -443,13 +443,14 @@ def _network(x: np.ndarray, a: int, b: int, keys: np.ndarray) -> np.ndarray:
 
 
 def _remainder(x: np.ndarray, divisor: int) -> np.ndarray:
-    """x % divisor in a third of the time: numpy's division is vectorized, its remainder is not."""
+    """Returns x % divisor in a third of the time, because NumPy vectorizes division but not the
+    remainder."""
     return x - x // np.uint64(divisor) * np.uint64(divisor)
 
 
 def _hash(x: np.ndarray) -> np.ndarray:
-    """63 bits for each of x, uint64 (m,), which is overwritten: splitmix64's mixing function, as
-    core/progress.py has it."""
+    """Hashes each of x, uint64 (m,), to 63 bits in place, with splitmix64's mixing function as in
+    core/progress.py."""
     x ^= x >> np.uint64(30)
     x *= np.uint64(0xBF58476D1CE4E5B9)
     x ^= x >> np.uint64(27)

@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch
 
 Split = Literal["train", "val"]
-_MOST_AHEAD = 2**17  # samples that are known in advance: about 10 us of the processor each, once
-LARGE_BYTES = 2**30  # of arrays that are not read whole at the start of a job
+_MOST_AHEAD = 2**17  # samples known in advance: each costs about 10 us of CPU time, once
+LARGE_BYTES = 2**30  # size from which arrays are not read completely at the start of a job
 
 
 class Foresight(NamedTuple):
-    """How a source can use advance knowledge of the samples that are read next: it keeps some
-    neighbours that are decoded together."""
+    """How a source can use advance knowledge of the samples to be read: it keeps some samples that
+    are decoded together."""
 
-    samples: int  # of the set
-    rows: int  # neighbours that are decoded together
+    samples: int  # samples in the set
+    rows: int  # neighbouring samples that are decoded together
     kept: int  # samples that fit into memory
 
     @property
     def ahead(self) -> int:
-        """Samples to know in advance, so that 0.85 of `kept` are in memory, and seldom more than
-        `kept`.
+        """Returns how many samples to know in advance, so that about 0.85 of `kept` are in memory
+        and rarely more than `kept`.
 
-        With L samples known in advance, L^2 / (2 (L + samples / rows)) are in memory: a block is
+        With L samples known in advance, L^2 / (2 (L + samples / rows)) are in memory. A block is
         decoded once in L + samples / rows reads, and its samples among the next L wait for L / 2
-        reads.
+        reads on average.
         """
         most = 0.85 * self.kept
         return min(
@@ -52,7 +52,8 @@ class Foresight(NamedTuple):
 
     @property
     def decoded(self) -> float:
-        """Returns the number of blocks that are decoded per sample, with what is kept."""
+        """Returns the number of blocks that are decoded per sample, given the samples that are
+        kept."""
         return 1 / (1 + (self.rows - 1) * self.ahead / self.samples)
 
     def divided(self, ranks: int) -> Foresight:
@@ -72,10 +73,11 @@ class Pictures(Protocol):
 
 
 class Source(ABC):
-    """Samples by index, each with named fields: no rank, no randomness, no framework.
+    """Samples by index, each with named fields. A source knows no rank, no randomness and no
+    framework.
 
-    The abstract members are what every source has; the defaults of the others assume that nothing
-    is known about samples before they are read.
+    Every source implements the abstract members. The defaults of the other members assume that
+    nothing is known about samples before they are read.
     """
 
     @property
@@ -88,18 +90,18 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, indices: np.ndarray) -> Batch:
-        """{name: array (n, *shape)} for each field, in fresh arrays. Safe to call from several
-        threads.
+        """Reads samples: {name: array (n, *shape)} for each field, in new arrays. Safe to call from
+        several threads.
 
         Raises UserError for a damaged sample.
         """
 
     @abstractmethod
     def digests(self, seed: int) -> dict[str, str]:
-        """Returns 64 bits over the samples in their order, as 16 hex digits, by what they cover:
+        """Returns 64-bit digests of the samples in order, as 16 hex digits, by what they cover:
         "labels", "images".
 
-        They cover all samples, or, if that takes too long, some that the seed draws.
+        They cover all samples or, if that takes too long, some samples drawn by the seed.
         """
 
     @abstractmethod
@@ -107,15 +109,15 @@ class Source(ABC):
         """Returns digests that do not depend on a seed; a checkpoint keeps them to recognize the
         data."""
 
-    if TYPE_CHECKING:  # a field of dataclasses, whose default a property would become
+    if TYPE_CHECKING:  # a field in dataclasses, where a property would become its default
 
         @property
         def where(self) -> str:
-            """Its path or name, for messages; empty if it has none."""
+            """The path or name of the source, for messages; empty if it has none."""
 
         @property
         def class_names(self) -> tuple[str, ...]:
-            """The name of each class y; empty if the data have none."""
+            """The name of each class y; empty if the data have no names."""
 
         @property
         def columns(self) -> Mapping[str, Sequence[str]]:
@@ -126,8 +128,8 @@ class Source(ABC):
         columns = MappingProxyType({})
 
     def read_in_epochs(self, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
-        """Reads samples as they are trained on in these epochs, int64 (n,), if they change from
-        epoch to epoch; read() then returns those of evaluations."""
+        """Reads samples for training in these epochs, int64 (n,). If samples change from epoch to
+        epoch, read() returns them as for evaluation."""
         return self.read(indices)
 
     @property
@@ -137,8 +139,8 @@ class Source(ABC):
         return False
 
     def known_labels(self) -> np.ndarray | None:
-        """Returns integers (n,), the field y of every sample, if no sample has to be read for
-        them."""
+        """Returns integers (n,), the field y of every sample, if it is available without reading
+        samples."""
         return None
 
     def known_lengths(self, name: str) -> np.ndarray | None:
@@ -159,9 +161,9 @@ class Source(ABC):
 
     def expect(self, indices: np.ndarray, anew: bool) -> None:
         """Announces to a source with foresight that these samples, int64 (n,), will be read after
-        all announced before. anew: these replace all announced before.
+        all announced before. anew: the samples replace all announced before.
 
-        What is read does not depend on it, only how fast. A sample is announced as often as it
+        It changes only the speed of reading, not the samples. A sample is announced as often as it
         will be read.
         """
         raise NotImplementedError(f"{type(self).__name__} has a foresight and no expect()")
@@ -173,8 +175,8 @@ class Source(ABC):
 
     @property
     def reads_in_process(self) -> bool:
-        """Whether reading runs the user's own code in this process: then on the thread that needs
-        the samples, and on no other."""
+        """Whether reading runs user code in this process. Then only the thread that needs the
+        samples reads them."""
         return False
 
     @property
@@ -184,7 +186,7 @@ class Source(ABC):
 
     @property
     def nested_inputs(self) -> tuple[str, ...]:
-        """The fields inside x, as in {"x": {"image": ..., "table": ...}}, which are inputs of the
+        """The fields nested in x, as in {"x": {"image": ..., "table": ...}}; they are inputs of the
         model."""
         return ()
 
@@ -195,18 +197,18 @@ class Source(ABC):
 
     @property
     def run_files(self) -> Mapping[str, bytes]:
-        """name -> content of files in the run folder: what its samples depend on."""
+        """name -> content of the files that a run folder keeps because the samples depend on
+        them."""
         return {}
 
 
 class LabelledImages(Source):
-    """A source of {"x": uint8 (n, H, W, C), "y": int64 (n,)}: images, each with the number of its
-    class.
+    """A source of {"x": uint8 (n, H, W, C), "y": int64 (n,)}: images with class numbers.
 
-    The defaults are digests of all labels and of some images, and statistics of at most 2,000.
+    By default, digests cover all labels and some images, and statistics at most 2,000 images.
     """
 
-    if TYPE_CHECKING:  # at run time a dataclass would take these for the defaults of its fields
+    if TYPE_CHECKING:  # at run time a dataclass would use these as defaults of its fields
 
         @property
         def shape(self) -> tuple[int, int, int]:
@@ -217,7 +219,7 @@ class LabelledImages(Source):
 
     @abstractmethod
     def labels(self) -> np.ndarray:
-        """int64 (n,): the label of every sample, without reading an image."""
+        """Returns the label of every sample, int64 (n,), without reading an image."""
 
     @property
     def fields(self) -> Mapping[str, Field]:
@@ -227,16 +229,16 @@ class LabelledImages(Source):
         return self.labels()
 
     def stats(self) -> ChannelStats:
-        """Mean and standard deviation of x / 255: the same bits on all ranks."""
+        """Returns mean and standard deviation of x / 255; the bits are the same on all ranks."""
         return sampled_stats(self)
 
     def label_digest(self) -> str:
-        """64 bits over all labels in their order, as 16 hex digits."""
+        """Returns a 64-bit digest of all labels in order, as 16 hex digits."""
         return digest_of_labels(self.labels())
 
     def image_digest(self, seed: int) -> str:
-        """Returns 64 bits over the images in order: all of them or, if that takes too long, some
-        that the seed draws."""
+        """Returns a 64-bit digest of the images in order: of all or, if that takes too long, of
+        some drawn by the seed."""
         return digest_of_some(self, seed)
 
     def digests(self, seed: int) -> dict[str, str]:
@@ -247,13 +249,13 @@ class LabelledImages(Source):
 
 
 _DIGEST_IMAGES = 64
-_DIGEST_VALUES = 2**24  # at most: 0.1 s of large JPEG files
-_DRAWN = 0x64726177  # a stream of counters apart from those of the sampler
+_DIGEST_VALUES = 2**24  # at most; decoding large JPEG files takes 0.1 s
+_DRAWN = 0x64726177  # a stream of counters, distinct from the sampler's
 
 
 def digest_of_some(source: LabelledImages, seed: int) -> str:
-    """A digest of at most 64 images and their labels, fewer of large ones: drawn by counters, equal
-    on all ranks."""
+    """Returns a digest of at most 64 images and their labels, or fewer if images are large. They
+    are drawn by counters, equal on all ranks."""
     most = max(1, min(_DIGEST_IMAGES, _DIGEST_VALUES // math.prod(source.shape)))
     drawn = fold(seed, _DRAWN, np.arange(most, dtype=np.uint64)) % np.uint64(len(source))
     batch = source.read(np.unique(drawn).astype(np.int64))
@@ -262,21 +264,20 @@ def digest_of_some(source: LabelledImages, seed: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class NamedArrays(Source):
-    """A source of arrays (n, ...) of any type and shape, in memory or memory-mapped: one for each
-    field.
+    """A source of one array (n, ...) for each field, of any dtype and shape, in memory or
+    memory-mapped.
 
-    Raises UserError if they do not have the same samples, an integer is outside of 0 ... values
-    - 1, or a number is not finite: arrays of more than LARGE_BYTES are checked when a sample is
-    read.
+    Raises UserError if the numbers of samples differ, an integer is outside of 0 ... values - 1, or
+    a number is not finite. Arrays of more than LARGE_BYTES are checked when a sample is read.
     """
 
     arrays: Mapping[str, np.ndarray]
     # Field.values of the integer fields that have a bound
     values: Mapping[str, int] = field(default_factory=dict)
     where: str = ""  # a path or a name, for messages
-    ignored: Mapping[str, int] = field(default_factory=dict)  # Field.ignored, where it is set
+    ignored: Mapping[str, int] = field(default_factory=dict)  # Field.ignored, if it is set
     nested_inputs: tuple[str, ...] = ()
-    columns: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of fields of DataFrames
+    columns: Mapping[str, Sequence[str]] = field(default_factory=dict)  # for fields from DataFrames
     reads_from_memory = True
 
     def __post_init__(self) -> None:
@@ -340,14 +341,14 @@ class NamedArrays(Source):
 
 
 def _rows_of_digest(samples: int) -> np.ndarray:
-    """Returns at most 4,096 rows, always the same ones."""
+    """Returns at most 4,096 rows, the same in every call."""
     return np.unique(fold(np.arange(4096, dtype=np.uint64)) % np.uint64(samples)).astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class ArraySource(LabelledImages):
-    """A source in memory, or in a memory-mapped file. Raises UserError if the arrays are not as
-    described."""
+    """A source in memory or in a memory-mapped file. Raises UserError if the arrays do not have the
+    dtypes and shapes below."""
 
     x: np.ndarray  # uint8 (n, H, W, C)
     y: np.ndarray  # integers (n,), each in 0..classes-1
@@ -391,16 +392,16 @@ class ArraySource(LabelledImages):
         return {"x": self.x[indices], "y": read_labels(self.y, indices)}
 
     def stats(self) -> ChannelStats:
-        """Exact over all samples; about 1 s for 200 million values."""
+        """Computes exact statistics over all samples; takes about 1 s for 200 million values."""
         return channel_stats(self.x)
 
     def image_digest(self, seed: int) -> str:
-        """A digest of all images: 0.1 s for 200 million values."""
+        """Returns a digest of all images; takes 0.1 s for 200 million values."""
         return digest({"x": self.x})
 
 
 def arrays_in_memory(source: Source) -> Mapping[str, np.ndarray] | None:
-    """The whole arrays of a source by field, where reading a sample is a copy from them; else
+    """Returns the arrays of a source by field, if reading a sample is a copy from them; else
     None."""
     if isinstance(source, ArraySource):
         return {"x": source.x, "y": source.y.astype(np.int64, copy=False)}

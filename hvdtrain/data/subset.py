@@ -1,5 +1,5 @@
-"""Data sets derived from another one: a part of it, some of its fields, the two parts of a training
-set, images with other label numbers."""
+"""Data sets derived from another one: a subset of samples or fields, the two parts of a training
+set, images with renumbered labels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch
 
 
-_SEED = 1618  # of the division, which is the same in every run and for every seed
+_SEED = 1618  # seed of the division, which is the same in every run, whatever the job's seed
 
 
 class Division(NamedTuple):
@@ -38,12 +38,12 @@ class Division(NamedTuple):
 
 def divide(source: Source, val_share: float, labels: np.ndarray | None = None) -> Division:
     """Divides a source into training and validation samples: val_share of the samples (for labelled
-    images, of each class) are for validation, the same ones in every run.
+    images, of each class) are for validation, the same in every run.
 
     labels: class numbers (n,) for samples that are not labelled images.
 
-    A class with at least two samples has one in each part; the only sample of a class is trained
-    on. Raises UserError if nothing is left to validate with.
+    A class with at least two samples has one in each part; the only sample of a class is for
+    training. Raises UserError if nothing is left to validate with.
     """
     if isinstance(source, LabelledImages):
         labels = source.labels()
@@ -64,9 +64,9 @@ def divide(source: Source, val_share: float, labels: np.ndarray | None = None) -
 def validation_mask(labels: np.ndarray, share: float) -> np.ndarray:
     """Returns bool (n,): which samples are for validation; labels start at 0."""
     count = np.bincount(labels)
-    # of each class; -1 of a class without samples
+    # validation samples of each class; -1 for a class without samples
     wanted = np.minimum(np.maximum(np.rint(share * count).astype(np.int64), 1), count - 1)
-    # by class, within it in an order of its own
+    # sorted by class, and shuffled within each class
     order = np.lexsort((fold(_SEED, np.arange(len(labels), dtype=np.uint64)), labels))
     first_of_class = np.cumsum(count) - count
     mask = np.empty(len(labels), bool)
@@ -167,8 +167,7 @@ class _WithoutFields(AroundSource):
 
 @dataclass(frozen=True, eq=False)
 class SubsetOfImages(LabelledImages):
-    """A subset of labelled images, by default all; at most 2,000 of them are read for mean and
-    deviation."""
+    """A subset of labelled images. At most 2,000 of them are read for mean and deviation."""
 
     source: LabelledImages
     indices: np.ndarray | None
@@ -233,7 +232,7 @@ class _RelabelledRows(AroundSource):
     """A table whose labels are renumbered."""
 
     source: Source
-    numbers: np.ndarray  # int64 (classes of the source,): the new label of each
+    numbers: np.ndarray  # int64 (classes of the source,): the new label of each class
     names: Sequence[str]
 
     @property
@@ -269,7 +268,7 @@ class Relabelled(LabelledImages):
     """A source whose labels are renumbered."""
 
     source: LabelledImages
-    numbers: np.ndarray  # int64 (classes of the source,): the new label of each
+    numbers: np.ndarray  # int64 (classes of the source,): the new label of each class
     class_names: tuple[str, ...]
 
     @property

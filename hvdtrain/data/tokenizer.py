@@ -1,4 +1,5 @@
-"""Tokenizer: a tokenizer.json of the package tokenizers; every mistake in it is a UserError."""
+"""Tokenizer: reads a tokenizer.json of the tokenizers package. Every mistake in it raises
+UserError."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ from hvdtrain.errors import BUG, UserError, exit_code_of, first_line, short
 
 _MOST_BYTES = 2**28  # of the file
 _MOST_VOCABULARY = 2**24  # tokens; a model has a row for each
-_MOST_GROWTH = 2**12  # of a text by the file's replacements
+_MOST_GROWTH = 2**12  # factor by which the file's replacements may lengthen a text
 _FIX = "restore the file from a copy"
-# how the library says that a word has no token, and no other one stands for it
+# the library's errors for a word without a token if there is no unknown token
 _NO_UNKNOWN = re.compile(r"Missing .* token|Unk token .* not found|`unk_id` is missing")
 
 T = TypeVar("T")
@@ -32,17 +33,18 @@ class Tokenizer:
 
     path: Path
     of_library: Any  # tokenizers.Tokenizer
-    vocabulary: int  # the largest number and one more
+    vocabulary: int  # the largest token plus 1
 
     @property
     def digest(self) -> str:
-        """The digest of all tokens with their numbers; a file that was merely rewritten has the
-        same one."""
+        """Returns the digest of all tokens with their numbers. It does not depend on the formatting
+        of the file."""
         tokens = json.dumps(sorted(self.of_library.get_vocab(True).items()))
         return digest({"tokens": np.frombuffer(tokens.encode(), np.uint8)})
 
     def encode(self, text: str) -> list[int]:
-        """Raises UserError if the tokenizer fails, for example for an unknown word."""
+        """Returns the tokens of a text. Raises UserError if the tokenizer fails, for example for an
+        unknown word."""
         try:
             tokens: list[int] = _called(
                 lambda: self.of_library.encode(text, add_special_tokens=False).ids,
@@ -65,10 +67,11 @@ class Tokenizer:
         return tokens
 
     def _dropped(self, text: str, found: Sequence[int]) -> str:
-        """Finds a word with a character that the library silently drops, because a BPE model
-        without an unknown token lacks it. found: the tokens of the text.
+        """Finds a word with a character that the library silently drops because a BPE model lacks
+        it and has no unknown token. found: the tokens of the text.
 
-        Empty where there is none, and where these words do not have the tokens that were found.
+        Returns an empty string if there is none, and if these words do not have the tokens that
+        were found.
         """
         from tokenizers.pre_tokenizers import ByteLevel
 
@@ -81,14 +84,14 @@ class Tokenizer:
         last = model.end_of_word_suffix or ""
         is_of_bytes = "ByteLevel" in str(library.pre_tokenizer) and not first and not last
         if is_of_bytes and known.issuperset(ByteLevel.alphabet()):
-            return ""  # as GPT-2's: each byte has a token
+            return ""  # as in GPT-2, each byte has a token
         words = list(self._words(text))
         unsure = [
             word
             for word in dict.fromkeys(word for word in words if isinstance(word, str))
             if not known.issuperset(_letters(word, first, last))
         ]
-        # the library's own tokens of a word end before it does where a character was dropped
+        # if a character was dropped, the library's tokens end before the word does
         dropped = next((word for word in unsure if _end(model.tokenize(word)) < _bytes(word)), "")
         if not dropped:
             return ""
@@ -105,8 +108,9 @@ class Tokenizer:
         return dropped if expected == list(found) else ""
 
     def _words(self, text: str) -> Iterator[str | int]:
-        """The words of a text as the model gets them, and the numbers of added tokens between them,
-        which the library finds before the normalizer or, of normalized ones, behind it."""
+        """Yields the words of a text as the model gets them, and the numbers of added tokens
+        between them. The library finds added tokens before the normalizer, or after it if they are
+        normalized."""
         library = self.of_library
         added = library.get_added_tokens_decoder()
         normalize = library.normalizer.normalize_str if library.normalizer is not None else str
@@ -144,7 +148,7 @@ class Tokenizer:
         return True
 
     def decode(self, numbers: Sequence[int]) -> str:
-        """Raises UserError if the tokenizer fails."""
+        """Returns the text of tokens. Raises UserError if the tokenizer fails."""
         return str(
             _called(
                 lambda: self.of_library.decode(numbers), "makes no text of its numbers", self.path
@@ -179,16 +183,16 @@ class _Added:
 
 
 def _pattern(content: str, token: Any) -> str:
-    """Returns the pattern of an added token: with the spaces that it strips, and only whole words
-    if it is defined so."""
+    """Returns the pattern of an added token: with the spaces that it strips, and only for whole
+    words if the token requires that."""
     left = r"\s*" * token.lstrip + r"(?<!\w)" * token.single_word
     right = r"(?!\w)" * token.single_word + r"\s*" * token.rstrip
     return left + re.escape(content) + right
 
 
 def _letters(word: str, first: str, last: str) -> set[str]:
-    """Returns the tokens that BPE begins with: letters; all but the first have a prefix, and the
-    last one a suffix."""
+    """Returns the tokens that BPE starts from: single letters. All except the first have a prefix,
+    and the last has a suffix."""
     ends = {word[:1], first + word[-1:] + last} if len(word) > 1 else {word + last}
     return ends | {first + letter for letter in set(word[1:-1])}
 
@@ -203,7 +207,7 @@ def _bytes(word: str) -> int:
 
 
 def read_tokenizer(path: Path, notes: list[str] | None = None) -> Tokenizer:
-    """Reads a tokenizer without truncation and padding; appends to `notes` if the file asks for
+    """Reads a tokenizer without truncation and padding; appends to `notes` if the file requests
     these, or if its numbers have gaps.
 
     Raises UserError if the package is missing, or the file is absent, damaged, or would make a
@@ -259,7 +263,7 @@ def read_tokenizer(path: Path, notes: list[str] | None = None) -> Tokenizer:
 
 def _check_added_tokens(of_library: Any, path: Path) -> None:
     """Raises UserError for an added token that the normalizer removes completely: the library
-    (0.23) finds it everywhere and takes all memory."""
+    (0.23) would find it everywhere and use up all memory."""
     if of_library.normalizer is None:
         return
     for token in of_library.get_added_tokens_decoder().values():
@@ -273,7 +277,7 @@ def _check_added_tokens(of_library: Any, path: Path) -> None:
 
 
 def _check_file(path: Path) -> None:
-    """Raises UserError for a file that is not there, or whose texts would take all memory."""
+    """Raises UserError for a missing file, or if its strings would use up all memory."""
     try:
         if check_regular(path).st_size > _MOST_BYTES:
             raise UserError(f"more than {_MOST_BYTES} bytes", str(path), "a tokenizer.json")
@@ -293,7 +297,7 @@ def _check_file(path: Path) -> None:
 
 
 def _growths(tree: Any) -> list[int]:
-    """Returns the factors by which its replacements may lengthen a string."""
+    """Returns the factors by which the file's replacements may lengthen a string."""
     if isinstance(tree, list):
         return [growth for inner in tree for growth in _growths(inner)]
     if not isinstance(tree, dict):

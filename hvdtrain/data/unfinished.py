@@ -12,21 +12,21 @@ from hvdtrain.data.source import Source
 
 
 class Unfinished(ABC):
-    """Returned by build() of a data set whose samples depend on an array computed from the training
-    samples, as tokens depend on a codebook.
+    """What build() returns if the samples depend on an array computed from the training samples,
+    such as a codebook.
 
-    Rank 0 computes it once (training/common_array.py), and Source.run_files keeps it.
+    Rank 0 computes the array once (training/common_array.py), and Source.run_files keeps it.
     """
 
-    array: ClassVar[str]  # what ranks call it when they broadcast it
+    array: ClassVar[str]  # the name under which ranks broadcast it
 
     @abstractmethod
     def compute(self) -> np.ndarray:
-        """Completes the data set with the array, computed from these samples. Raises UserError."""
+        """Computes the array from these samples. Raises UserError."""
 
     @abstractmethod
     def read(self, run: Path) -> np.ndarray:
-        """The array that a run folder has kept. Raises UserError if it is absent or damaged."""
+        """Reads the array from a run folder. Raises UserError if it is absent or damaged."""
 
     @abstractmethod
     def finish(self, array: np.ndarray) -> Source: ...

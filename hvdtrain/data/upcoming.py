@@ -20,11 +20,13 @@ class _Told(NamedTuple):
 
 
 class Upcoming:
-    """Announces samples to the source in the order of steps, as far ahead as its foresight goes.
+    """Announces samples to the source in the order of steps, as far ahead as its foresight asks
+    for.
 
-    samples_of: the samples that this rank reads in the step that follows some progress, int64 (n,).
-    following: the progress after each step from a progress on, up to the end of the job.
-    ranks: the number of ranks, including this one, that each read different blocks.
+    samples_of: returns the samples that this rank reads in the step after some progress, int64
+    (n,).
+    following: yields the progress after each later step, up to the end of the job.
+    ranks: the number of ranks that read different blocks, including this one.
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class Upcoming:
         self._samples_of = samples_of
         self._following = following
         self._told: deque[_Told] = deque()
-        self._samples = 0  # of the steps in it
+        self._samples = 0  # samples of the announced steps
         self._steps: Iterator[Progress] = iter(())
 
     def reads(self, progress: Progress) -> None:
@@ -48,7 +50,7 @@ class Upcoming:
         read."""
         if not self._ahead:
             return
-        # the first step, or another one than was expected
+        # the first step, or a step other than expected
         anew = not self._told or self._told[0].progress != progress
         if anew:
             self._told.clear()
@@ -58,7 +60,7 @@ class Upcoming:
         self._samples -= self._told.popleft().samples
 
     def forget(self) -> None:
-        """The next steps may change: the next one is announced again."""
+        """Called if the next steps may change; the next step is announced again."""
         self._told.clear()
 
     def _tell(self, anew: bool) -> None:

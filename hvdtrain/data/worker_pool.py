@@ -1,8 +1,8 @@
-"""Processes that read samples for a rank: started without fork, fed through pipes, their samples
-left in shared memory.
+"""Processes that read samples for a rank. They are started without fork, get commands through
+pipes, and leave samples in shared memory.
 
-A worker has nothing that outlives its rank: it ends when the rank's end of its pipe closes, and its
-memory has no name.
+Nothing of a worker outlives its rank: it ends when the rank's end of its pipe closes, and its
+shared memory has no name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import math
 import mmap
 import os
-import pickle  # of our own processes, through a pipe
+import pickle  # only unpickles what our own processes send through a pipe
 import queue
 import signal
 import subprocess
@@ -33,15 +33,15 @@ from hvdtrain.core.own_line import own_line
 from hvdtrain.data.field import Field
 from hvdtrain.errors import UserError, first_line
 
-_SHARED_BYTES = 2**23  # of a worker's samples
-_MOST_AT_ONCE = 256  # samples that a worker is asked for
-# not `python -m`: __main__ of a worker is the rank's program. sys.path comes first, for hvdtrain
-# itself
+_SHARED_BYTES = 2**23  # shared memory for the samples of a worker
+_MOST_AT_ONCE = 256  # samples requested from a worker at a time
+# not `python -m`, because __main__ of a worker is the rank's program. sys.path is set first, to
+# import hvdtrain
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from hvdtrain.data.worker_pool "
     "import work; work()"
 )
-# a worker is not a rank, whatever MPI the user's code imports
+# removed from a worker's environment: it is not a rank, whatever MPI user code imports
 _LAUNCHERS = (
     "OMPI_COMM_",
     "OMPI_UNIVERSE_",
@@ -55,7 +55,7 @@ _LAUNCHERS = (
 
 
 class Readable(Protocol):
-    """What a worker has a copy of, pickled."""
+    """The interface of what a worker reads from; each worker gets a pickled copy."""
 
     @property
     def fields(self) -> Mapping[str, Field]:
@@ -63,43 +63,43 @@ class Readable(Protocol):
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name of the data, for messages."""
 
     @property
     def defined_at(self) -> str:
-        """The file and line of its class, for a message that it cannot be pickled."""
+        """Returns the file and line of its class, for the error if it cannot be pickled."""
 
     def read_into(
         self, arrays: Mapping[str, np.ndarray], indices: np.ndarray, seeds: np.ndarray | None
     ) -> None:
-        """Writes the samples into the first rows of the arrays: each as its seed has it, or as it
-        is evaluated. Raises UserError."""
+        """Writes the samples into the first rows of the arrays: each with its seed, or as for
+        evaluation without seeds. Raises UserError."""
 
 
 class WorkerPool:
-    """Workers that are started by the first read(). Raises UserError if they cannot have the
-    samples.
+    """Workers that the first read() starts. Raises UserError if the samples cannot be sent to them.
 
-    of: what set their number, for messages.
+    of: the setting of their number, for messages.
     """
 
     def __init__(self, samples: Readable, workers: int, of: str = "data.workers") -> None:
         self._samples = samples
         self._count = workers
         self._of = of
-        self.workers: list[_Worker] = []  # once they are started
+        self.workers: list[_Worker] = []  # empty until they are started
         self._packed: bytes | None = _pack(samples)
         self._at_once = max(1, min(_MOST_AT_ONCE, _SHARED_BYTES // max(1, _bytes(samples.fields))))
         self._lock = threading.Lock()
         weakref.finalize(self, _end, self.workers)
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        self._threads: ThreadPoolExecutor | None = None  # as many as workers: each waits for one
+        # one thread for each worker, waiting for it
+        self._threads: ThreadPoolExecutor | None = None
 
     def read(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
-        """The samples in fresh arrays, divided among the workers. seeds: of Readable.read_into(),
-        uint64 (n,).
+        """Reads samples into new arrays, divided among the workers. seeds: as for
+        Readable.read_into(), uint64 (n,).
 
-        Raises UserError: a worker's own, or that one ended.
+        Raises UserError if a worker raised one, or if a worker ended.
         """
         threads = self._start()
         batch = {
@@ -121,7 +121,7 @@ class WorkerPool:
         return batch
 
     def close(self) -> None:
-        """Ends the workers; nobody may be reading."""
+        """Ends the workers; no thread may be reading."""
         if self._threads is not None:
             self._threads.shutdown()
         _end(self.workers)
@@ -147,8 +147,8 @@ class WorkerPool:
             return self._threads
 
     def _start_workers(self, packed: bytes) -> None:
-        """All at once, since each takes a while. Raises UserError if one cannot be started, or
-        cannot have the samples."""
+        """Starts all workers at once, since each takes a while. Raises UserError if one cannot be
+        started, or if the samples cannot be sent."""
         for _ in range(self._count):
             try:
                 self.workers.append(_Worker(self._samples, self._at_once, self._of))
@@ -168,7 +168,7 @@ class WorkerPool:
 
 
 class _Worker:
-    """One process, and the memory that it leaves samples in."""
+    """A worker process and its shared memory for samples."""
 
     def __init__(self, samples: Readable, at_once: int, of: str) -> None:
         self._of = of
@@ -211,7 +211,7 @@ class _Worker:
             if len(indices) < 6
             else f"it read sample {indices[0]} and {len(indices) - 1} more"
         )
-        with contextlib.suppress(OSError):  # it ended: answer() says so
+        with contextlib.suppress(OSError):  # it ended; answer() reports that
             self.send(pickle.dumps((indices, seeds)))
         self.answer(what)
         for name, array in self.arrays.items():
@@ -222,8 +222,8 @@ class _Worker:
             self._commands.send_bytes(message)
 
     def answer(self, what: str) -> None:
-        """Waits until the worker has done `what`. Raises the UserError that it sent, or that it
-        ended."""
+        """Waits until the worker has done `what`. Raises the UserError that it sent, or a UserError
+        if it ended."""
         try:
             error = pickle.loads(self._answers.recv_bytes())
         except (EOFError, OSError):
@@ -264,7 +264,7 @@ class _Worker:
 
 
 def _end(workers: list[_Worker]) -> None:
-    """Removes them from the list, so that none is ended twice."""
+    """Ends workers and removes them from the list, so that none is ended twice."""
     while workers:
         workers.pop().end()
 
@@ -272,7 +272,7 @@ def _end(workers: list[_Worker]) -> None:
 def shared_arrays(
     memory: mmap.mmap, fields: Mapping[str, Field], rows: int
 ) -> dict[str, np.ndarray]:
-    """Arrays (rows, *shape) of the fields, one after the other in memory."""
+    """Returns arrays (rows, *shape) of the fields, one after the other in memory."""
     arrays = {}
     start = 0
     for name, field in fields.items():
@@ -283,7 +283,7 @@ def shared_arrays(
 
 
 def _bytes(fields: Mapping[str, Field]) -> int:
-    """Bytes of one sample."""
+    """Returns the number of bytes of one sample."""
     return sum(_padded(field) for field in fields.values())
 
 
@@ -292,15 +292,15 @@ def _padded(field: Field) -> int:
 
 
 def _pack(samples: Readable) -> bytes:
-    """What a worker unpickles: the rank's program, if it defines the samples' code, and the
-    samples."""
+    """Pickles what a worker needs: the samples, and the rank's program if it defines their
+    classes."""
     fix = (
         "define class, transforms and collate function at the top of a module, no lambda; open "
         "files in __getitem__; or data.workers=0"
     )
     try:
         packed = pickle.dumps(samples)
-    except Exception as error:  # pickle raises what the user's objects raise
+    except Exception as error:  # pickle passes on the exceptions of user objects
         what = (
             f"{samples.name} cannot be sent to a worker process: {type(error).__name__}: "
             f"{first_line(error)}"
@@ -321,14 +321,14 @@ def _pack(samples: Readable) -> bytes:
 
 
 def _program() -> str | None:
-    """The path of the script that this process runs."""
+    """Returns the path of the script that this process runs."""
     main: Any = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
     return os.path.abspath(path) if path is not None and os.path.isfile(path) else None
 
 
 _is_worker = False
-# a rank acts on them, and ends its workers
+# signals that a rank handles, and then ends its workers
 _SOFT = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -339,19 +339,20 @@ _SOFT = (
 
 
 class EndOfScript(BaseException):
-    """Raised where the user's script starts training: a worker needs what is defined before."""
+    """Raised where the user's script starts training, because a worker only needs the definitions
+    before."""
 
 
 def end_script_of_worker() -> None:
-    """Called where training starts. Raises EndOfScript in a worker process, whose script has no `if
-    __name__ == "__main__"`."""
+    """Called where training starts. Raises EndOfScript in a worker process, if its script has no
+    `if __name__ == "__main__"`."""
     if _is_worker:
         raise EndOfScript
 
 
 def work() -> NoReturn:
-    """The whole of a worker: it has the numbers of its two pipes and of its memory from the command
-    line."""
+    """Runs a worker process. The command line has the file descriptors of its two pipes and of its
+    memory."""
     global _is_worker  # noqa: PLW0603 (of this process, for its whole life)
     _is_worker = True
     for number in _SOFT:
@@ -381,8 +382,8 @@ def work() -> NoReturn:
 
 
 def _receive(commands: Connection, inbox: queue.SimpleQueue[bytes]) -> None:
-    """Ends this process, whatever it does, when the rank has gone: its end of the pipe closes
-    then."""
+    """Receives commands. Ends this process, whatever it is doing, when the rank's end of the pipe
+    closes."""
     try:
         while True:
             inbox.put(commands.recv_bytes())
@@ -404,9 +405,8 @@ def _unpack(message: bytes) -> Readable:
 
 
 def _define(program: str) -> None:
-    """Runs the rank's script as a module, up to where it starts training; it is __main__ here, as
-    it is there."""
-    # as multiprocessing names it
+    """Runs the rank's script as __main__, as on the rank, up to where training starts."""
+    # the name that multiprocessing uses
     spec = importlib.util.spec_from_file_location("__mp_main__", program)
     assert spec is not None and spec.loader is not None, program
     module = importlib.util.module_from_spec(spec)

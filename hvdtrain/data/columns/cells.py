@@ -11,7 +11,7 @@ WHOLE = re.compile(r"[-+]?[0-9]+")
 NUMBER = re.compile(
     r"[-+]?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?|nan|inf(inity)?)", re.IGNORECASE
 )
-EXACT = 2.0**53  # a float64 has all whole numbers up to it
+EXACT = 2.0**53  # float64 represents all integers up to this
 _TRUTH = {"true": 1, "false": 0}
 
 
@@ -23,8 +23,8 @@ def is_missing(text: str) -> bool:
 
 
 def kind_of(texts: list[str]) -> str:
-    """The kind of a column: whole, float, truth, empty; words, which may name classes; text, if any
-    cell is not a number."""
+    """Returns the kind of a column: whole, float, truth, empty; words, if cells may be class names;
+    else text, if any cell is not a number."""
     if texts and not any(texts):
         return "empty"
     if all(map(WHOLE.fullmatch, texts)):
@@ -58,7 +58,7 @@ def whole_number(text: str) -> int:
     """Parses an int64. Raises ValueError if the string is not one."""
     text = text.strip()
     if not WHOLE.fullmatch(text):
-        found = float(text) if NUMBER.fullmatch(text) else math.nan  # 2.0 is one
+        found = float(text) if NUMBER.fullmatch(text) else math.nan  # 2.0 is a whole number
         if not found.is_integer() or abs(found) >= EXACT:
             raise ValueError(f"could not convert {short(repr(text), 40)}")
         return int(found)

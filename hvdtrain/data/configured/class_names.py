@@ -15,7 +15,8 @@ def with_class_names(config: Config, source: Source) -> Config:
     """Returns the configuration with the names of the classes, if the data set or the user gives
     them.
 
-    Raises UserError if both do and they differ, and if the numbers of names and classes differ.
+    Raises UserError if both give different names, or if the number of names is not the number of
+    classes.
     """
     where = config.where("data.class_names")
     own = list(source.class_names)

@@ -1,4 +1,4 @@
-"""data.fields of a table in which only the header line shows which columns are x and y."""
+"""data.fields of a table whose header line alone shows which columns are x and y."""
 
 from __future__ import annotations
 

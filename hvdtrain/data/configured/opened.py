@@ -37,7 +37,7 @@ def open_split(
 ) -> Source:
     """Opens a set with the plugin of data.name or the user's function. Raises UserError.
 
-    finish: see CommonArray. kept: see as_source(); only called for the user's own data.
+    finish: see CommonArray. kept: see as_source(); it is only called for user data.
     """
     if plugins.is_users_own(config.data):
         return _open_own(config, split, kept)
@@ -79,7 +79,7 @@ def _check_workers(
 ) -> None:
     """Raises UserError if worker processes would have nothing to read. make: build() of the data
     set."""
-    # of a data set of image files, else None
+    # the workers of a data set of image files, else None
     packed = options.get("packed", _default_of(make, "packed"))
     if config.data.workers is None or packed is False or _default_of(make, "cache_mb"):
         return
@@ -105,7 +105,7 @@ def _default_of(make: Callable[..., object], option: str) -> object:
 
 
 def _open_own(config: Config, split: Split, kept: Callable[[], tuple[str, ...]]) -> Source:
-    """Calls the user's own package.module:function, with split and root if it has parameters of
+    """Calls the user's package.module:function, with `split` and `root` if it has parameters with
     these names.
 
     Raises UserError if as_source() does not support the result.

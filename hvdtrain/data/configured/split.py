@@ -12,7 +12,8 @@ from hvdtrain.data.source import Source
 from hvdtrain.data.subset import Division, divide, subset
 from hvdtrain.errors import UserError
 
-_LOSSES_OF_CLASSES = ("CrossEntropyLoss", "NLLLoss")  # of torch, given to hvdtrain.train()
+# torch's losses that a script passes to hvdtrain.train()
+_LOSSES_OF_CLASSES = ("CrossEntropyLoss", "NLLLoss")
 
 
 def divided(config: Config, val_share: float, source: Source) -> Division:
@@ -24,8 +25,8 @@ def divided(config: Config, val_share: float, source: Source) -> Division:
 
 
 def _are_classes(config: Config, source: Source, labels: np.ndarray) -> bool:
-    """Whether integers y are classes, according to the task, the data or the loss, or because they
-    are at most as many as the validation samples."""
+    """Whether integers y are classes: according to the task, the data or the loss, or because there
+    are at most as many different values as validation samples."""
     task = config.task.name
     if (
         task == "classification"

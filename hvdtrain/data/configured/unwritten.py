@@ -34,7 +34,7 @@ def unwritten(config: Config, scratch: Path) -> Config:
 
 
 def _unwritten_options(name: str, where: str, scratch: Path) -> dict[str, Any]:
-    """Options of a data set by which it writes nothing outside of `scratch`."""
+    """Returns the options with which a data set writes nothing outside of `scratch`."""
     known = inspect.signature(plugins.load("data/datasets", name, where).build).parameters
     return {
         option: value
@@ -44,8 +44,8 @@ def _unwritten_options(name: str, where: str, scratch: Path) -> dict[str, Any]:
 
 
 def published(config: Config) -> tuple[int, tuple[int, int, int], int] | None:
-    """Returns samples, image shape and classes of the whole training set of data.name, if they are
-    known without its files."""
+    """Returns the number of samples, the image shape and the number of classes of the full training
+    set of data.name, if they are known without its files."""
     if plugins.is_users_own(config.data) or config.data.val_share is not None:
         return None
     sizes: tuple[int, tuple[int, int, int], int] | None = getattr(

@@ -1,5 +1,5 @@
-"""Sampling weights: a field of the samples, the inverse frequency of their classes, or an array of
-a script."""
+"""Sampling weights: from a field of the samples, from the inverse frequency of their classes, or
+from an array of a script."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _GIVE = "hvdtrain.train(sample_weights=array), a number for each training sample
 
 
 def draws_of(config: Config, train: Source) -> WeightedDraws | None:
-    """Returns what data.sample_weights draws; None without it. Raises UserError if these weights do
-    not exist."""
+    """Returns the weighted draws of data.sample_weights; None if it is not set. Raises UserError if
+    these weights do not exist."""
     asked = config.data.sample_weights
     where = config.where("data.sample_weights")
     if asked is None:
@@ -40,8 +40,8 @@ def draws_of(config: Config, train: Source) -> WeightedDraws | None:
 
 
 def _ignored_label(config: Config) -> int | None:
-    """Returns the label of samples without a class: of the task, or of a script's torch loss; None
-    if there is none."""
+    """Returns the label that marks samples without a class, from the task or a script's torch loss;
+    None if there is no such label."""
     if not plugins.is_dotted(config.task.name):
         label: int | None = plugins.convert_options(config.task, "tasks").get("ignore_label")
         return label
@@ -50,8 +50,8 @@ def _ignored_label(config: Config) -> int | None:
 
 
 def read_weights(source: Source, asked: str, ignored: int | None, where: str) -> np.ndarray:
-    """Returns weights, float64 (n,): of the field `asked`, or for "balanced" 1 / the number of
-    samples in the class, and 0 for the label `ignored`.
+    """Returns weights, float64 (n,): the field `asked`, or for "balanced" 1 / the number of samples
+    in the class and 0 for the label `ignored`.
 
     Raises UserError if there is no such field, or its values are not weights.
     """
@@ -72,8 +72,8 @@ def read_weights(source: Source, asked: str, ignored: int | None, where: str) ->
 
 
 def checked_weights(weights: np.ndarray, samples: int, where: str) -> np.ndarray:
-    """float64 (n,). Raises UserError if they are not one number for each sample, finite and not
-    negative, one of them above 0."""
+    """Returns the weights as float64 (n,). Raises UserError unless there is one finite,
+    non-negative number for each sample, and at least one above 0."""
     if weights.shape != (samples,) or weights.dtype.kind not in "iufb":
         what = (
             f"weights are {weights.dtype} {weights.shape}, but there are {samples:,} training "

@@ -1,5 +1,5 @@
-"""CIFAR-10 and CIFAR-100 in their binary version; the pickled version, which could run code, is
-never read."""
+"""CIFAR-10 and CIFAR-100 in their binary version. The pickled version is never read, because it
+could run code."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Edition(NamedTuple):
     files: dict[Split, tuple[str, ...]]
     label_bytes: int  # the last of them is the class
     classes: tuple[str, ...]  # their names
-    pickled_folder: str  # of the version that is not read
+    pickled_folder: str  # the folder of the pickled version, which is not read
 
 
 _EDITIONS = {
@@ -81,7 +81,7 @@ TRAINING = {
 
 
 def build(name: str, root: Path | None, split: Split, *, download: bool = True) -> LabelledImages:
-    """cifar10 or cifar100 (its 100 fine classes): 50000 training and 10000 validation images,
+    """cifar10, or cifar100 with its 100 fine classes: 50000 training and 10000 validation images,
     32x32x3.
 
     The files are in <root>/cifar-10-batches-bin or <root>/cifar-100-binary. Without a root:
@@ -89,7 +89,7 @@ def build(name: str, root: Path | None, split: Split, *, download: bool = True) 
 
     download: fetch missing files, by one process on a machine while the others wait (true or false)
 
-    Raises UserError for another name, and where files are missing or damaged.
+    Raises UserError for another name, and if files are missing or damaged.
     """
     if name not in _EDITIONS:
         raise OptionError(
@@ -138,8 +138,8 @@ def _download_archive(edition: _Edition, folder: Path) -> None:
 
 
 def _read_records(path: Path, label_bytes: int, most: int) -> np.ndarray:
-    """uint8 (n, label bytes + 3072), one row for each image. Raises UserError if the length is
-    not of whole records, or above `most`."""
+    """Reads uint8 (n, label bytes + 3072), one row for each image. Raises UserError if the file is
+    longer than `most` or does not contain whole records."""
     record = label_bytes + _PIXELS
     try:
         length = path.stat().st_size

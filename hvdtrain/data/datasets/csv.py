@@ -114,9 +114,9 @@ class CsvFile(StoredFile):
     edges: np.ndarray  # int64 (blocks + 1,): rows
     offsets: np.ndarray  # int64 (blocks + 1,): bytes
     lines: np.ndarray  # int64 (blocks + 1,): of the file, for messages
-    # of each column, by its first lines: whole, float, truth, words, text, empty
+    # the kind of each column, from its first lines: whole, float, truth, words, text, empty
     kinds: tuple[str, ...] = ()
-    field_names: tuple[str, ...] = ()  # of each column, empty of those in no field
+    field_names: tuple[str, ...] = ()  # of each column; empty if it is in no field
 
     @staticmethod
     def open(path: Path, delimiter: str, wanted: Wanted) -> CsvFile:
@@ -185,7 +185,7 @@ class CsvFile(StoredFile):
         return TextColumns.named(self, names, False)
 
     def values(self, name: str) -> np.ndarray:
-        """Numbers, or texts without blanks around them."""
+        """Returns numbers, or strings without surrounding blanks."""
         place = self.place(name)
         blocks = range(len(self.edges) - 1)
         texts = [row[place].strip() for block in blocks for _, row in self.rows(block)]
@@ -225,8 +225,8 @@ class CsvFile(StoredFile):
         return decoded(raw, self.file.path, int(self.lines[block]))
 
     def rows(self, block: int) -> list[tuple[int, list[str]]]:
-        """Yields rows with the line of the file that each begins in. Raises UserError if a row does
-        not have as many columns as the first line."""
+        """Returns rows, each with the line of the file where it begins. Raises UserError if a row
+        does not have as many columns as the first line."""
         first = int(self.lines[block])
         rows = split_rows(self.text(block), self.delimiter, self.file.path, first)
         columns = len(self.header)
@@ -296,7 +296,8 @@ def delimiter_of(option: str | None) -> str | None:
 
 
 def column_name(text: str, place: int) -> str:
-    """A column's name, without blanks around it; one without a name is numbered, as by pandas."""
+    """Returns a column's name without surrounding blanks; a column without a name is numbered, as
+    in pandas."""
     return text.strip() or f"Unnamed: {place}"
 
 
@@ -311,7 +312,7 @@ def _fields_of_columns(wanted: Wanted) -> dict[str, str]:
 
 @dataclass(frozen=True, eq=False)
 class TextColumns:
-    """Some columns of a table: one of shape (n,), or several of shape (n, columns)."""
+    """Columns of a table: a single one has shape (n,), several have shape (n, columns)."""
 
     table: CsvFile
     places: tuple[int, ...]
@@ -348,7 +349,7 @@ class TextColumns:
             for line in lines.splitlines()
         ):
             return None
-        # of integers with a point or an exponent NumPy below 2.4 leaves the fraction out
+        # NumPy below 2.4 drops the fraction of integers with a point or an exponent
         is_rounded = self.dtype.kind == "i" and re.search("[.A-Za-z]", lines) is not None
         try:
             numbers = np.loadtxt(

@@ -1,4 +1,4 @@
-"""The 8x8 handwritten digits that scikit-learn contains, in this package: nothing to download."""
+"""The 8x8 handwritten digits of scikit-learn, included in this package: nothing to download."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from hvdtrain.data.source import ArraySource, LabelledImages, Split
 # scikit-learn would take 1.5 s on every rank.
 _FILE = Path(__file__).with_suffix(".npz")
 _TRAIN = 1437  # of 1797; the other 360 validate
-_SPLIT_SEED = 1797  # of the shuffle that splits them, the same in every run
+_SPLIT_SEED = 1797  # seed of the shuffle that splits them, the same in every run
 
 
 STAGING = Staging(has_files=False)
 
 
 def build(name: str, root: Path | None, split: Split) -> LabelledImages:
-    """1797 digits, 8x8x1, 10 classes: 1437 training and 360 validation images, the same ones in
-    every run.
+    """1797 digits, 8x8x1, 10 classes: 1437 training and 360 validation images. The split is the
+    same in every run.
 
     The file's values 0..16 become v * 255 // 16: 0 stays 0, 16 is 255.
 

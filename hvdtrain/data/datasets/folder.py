@@ -1,4 +1,4 @@
-"""A folder of images for each class; decoded once into array files, or each image whenever it is
+"""A folder of images for each class. They are decoded once into array files, or each time they are
 read."""
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def build(
     cache: Path | None = None,
     exif: Literal["ignore", "apply"] = "ignore",
 ) -> LabelledImages:
-    """Images in <root>/<split>/<class>/ and folders in it; `split` is train, and val, validation or
-    test (the first that exists).
+    """Images in <root>/<split>/<class>/ and its subfolders; `split` is train, and val, validation
+    or test (the first that exists).
 
     Files are jpg, jpeg, png, bmp, webp, tif, tiff, gif, ppm and pgm, of several frames the first;
-    others are named in the header. Class numbers follow the sorted names of train's folders. The
-    first run decodes every image once and keeps the pixels in array files of 1 GiB; a change of any
-    file's name, size or time makes new ones. Mean and deviation are of all images if one file holds
-    them, else of at most 2,000, the same in every run.
+    all other files are listed in the header. Class numbers follow the sorted names of train's
+    folders. The first run decodes every image once and keeps the pixels in array files of 1 GiB; a
+    change of any file's name, size or time makes new ones. Mean and deviation are computed from all
+    images if they fit into one file, else from at most 2,000, the same in every run.
 
     size: height and width of the images, made from the centre square of each (pixels; none: all
         have one size already)
@@ -72,7 +72,7 @@ def build(
     exif: apply: images are turned as the EXIF orientation in the file says; ignore: pixels are as
         they are stored
 
-    Raises UserError without a root, and where images cannot be listed or decoded.
+    Raises UserError without a root, and if images cannot be listed or decoded.
     """
     if root is None:
         raise OptionError(
@@ -119,13 +119,13 @@ class _SplitFiles(NamedTuple):
 
     folder: Path
     classes: ImagesByClass
-    first_of_train: str  # the image whose height and width all must have, where no size is set
+    first_of_train: str  # if no size is set, all images must have this image's height and width
     left_out: list[str]  # files and folders in `folder`
 
 
 def check_splits(root: Path | None) -> None:
-    """Raises UserError if train or val is missing, or they have different classes. It reads the
-    names of folders alone: no image."""
+    """Raises UserError if train or val is missing, or if they have different classes. Reads only
+    the names of folders."""
     if root is None:  # build() refuses it
         return
     root = expanded(root, "root")
@@ -140,11 +140,11 @@ def check_splits(root: Path | None) -> None:
 
 
 def _find_images(root: Path, split: Split) -> _SplitFiles:
-    """Raises UserError if train and the split have different classes, or a class has no images;
-    OSError.
+    """Finds the image files of a split. Raises OSError, and UserError if train and the split have
+    different classes or a class has no images.
 
-    A validation set without train has the classes of its own folders: a model that exists already
-    is evaluated with it.
+    A validation set without train takes the classes from its own folders, so that an existing model
+    can be evaluated with it.
     """
     folder = _split_folder(root, split)
     train_folder = (
@@ -165,7 +165,7 @@ def _compare_classes(train: Collection[str], classes: Collection[str], folder: P
 
 
 def _split_folder(root: Path, split: Split) -> Path:
-    """Raises UserError if there is none; OSError."""
+    """Returns the folder of a split. Raises UserError if it does not exist, and OSError."""
     check_folder(root, f"data.root=DIR, with images in DIR/{split}/<class>/")
     for folder in _FOLDERS[split]:
         if (root / folder).is_dir():
@@ -177,15 +177,15 @@ def _split_folder(root: Path, split: Split) -> Path:
 
 
 def _class_names(folder: Path) -> list[str]:
-    """The names of the class folders, sorted; hidden ones are skipped."""
+    """Returns the sorted names of the class folders; hidden folders are skipped."""
     return sorted(
         entry.name for entry in os.scandir(folder) if entry.is_dir() and not is_hidden(entry.name)
     )
 
 
 def _list_classes(folder: Path) -> tuple[ImagesByClass, list[str]]:
-    """The image files of each class, and what else is there. Raises UserError if a class has
-    none."""
+    """Returns the image files of each class, and the names of all other files. Raises UserError if
+    a class has no images."""
     by_class = {name: find_images(str(folder / name)) for name in _class_names(folder)}
     classes = {name: images for name, (images, _) in by_class.items()}
     left_out = sorted(
@@ -206,8 +206,8 @@ def _list_classes(folder: Path) -> tuple[ImagesByClass, list[str]]:
 
 
 def _key(found: _SplitFiles, options: str) -> str:
-    """Names the array files: changes with the options, any file's name, size or time, and the
-    content of each class's first image.
+    """Returns the name of the array files. It changes with the options, with any file's name, size
+    or time, and with the content of each class's first image.
 
     The content is hashed too because unpacking an archive may give all files the same time. Raises
     OSError, UserError.

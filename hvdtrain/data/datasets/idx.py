@@ -1,4 +1,4 @@
-"""MNIST, Fashion-MNIST and KMNIST in IDX files, whose headers and lengths are checked."""
+"""MNIST, Fashion-MNIST and KMNIST in IDX files; headers and lengths are checked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hvdtrain.errors import UserError
 
 
 class _Dataset(NamedTuple):
-    """One of the MNIST family."""
+    """A data set of the MNIST family."""
 
     folder: str  # the name of torchvision's class and of its folder
     url: str  # for a download by hand
@@ -60,14 +60,12 @@ _FILES: dict[Split, tuple[str, str]] = {
 }
 _CLASSES = 10
 _BLOCK_BYTES = 2**20
-# by number of axes. Images: six times MNIST; labels: each takes eight bytes of memory
+# limits by number of axes. Images: six times MNIST; labels: each takes eight bytes of memory
 _MOST_BYTES = {
     3: 2**28,
     1: 2**24,
 }
-_DEFLATE_RATIO = (
-    1032  # no gzip stream holds more bytes for each byte of file (zlib's technical details)
-)
+_DEFLATE_RATIO = 1032  # no gzip stream expands by a larger factor (zlib's technical details)
 
 
 def _selections(name: str, source: Path) -> tuple[FileSelection, ...]:
@@ -86,13 +84,12 @@ def build(name: str, root: Path | None, split: Split, *, download: bool = True) 
     """mnist, fashion_mnist or kmnist: 60000 training and 10000 validation images, 28x28x1, 10
     classes.
 
-    The files are in <root>/<MNIST|FashionMNIST|KMNIST>/raw, or in <root> itself, as they are or as
-    .gz. The default of <root> is $XDG_CACHE_HOME/hvdtrain/data, or ~/.cache/hvdtrain/data.
+    The files are in <root>/<MNIST|FashionMNIST|KMNIST>/raw or in <root> itself, plain or as .gz.
+    The default of <root> is $XDG_CACHE_HOME/hvdtrain/data, or ~/.cache/hvdtrain/data.
 
     download: fetch missing files, by one process on a machine while the others wait (true or false)
 
-    Raises UserError for another name, and where files are missing, damaged or do not belong
-    together.
+    Raises UserError for another name, and if files are missing, damaged or do not belong together.
     """
     if name not in _FAMILY:
         raise OptionError(
@@ -113,8 +110,8 @@ def build(name: str, root: Path | None, split: Split, *, download: bool = True) 
 
 
 def _find_or_download(name: str, root: Path, split: Split, allowed: bool) -> list[Path]:
-    """Paths of the split's images and labels. A download brings both splits. Raises UserError if
-    files are missing."""
+    """Returns the paths of the split's images and labels; a download fetches both splits. Raises
+    UserError if files are missing."""
     dataset = _FAMILY[name]
     if not all(_find(root, dataset, file) for file in _FILES[split]):
         absent = [
@@ -149,8 +146,8 @@ def _download_files(dataset: _Dataset, folder: Path) -> None:
 
 
 def _read_idx(path: Path, dimensions: int) -> np.ndarray:
-    """The uint8 array of an IDX file with so many dimensions. Raises UserError, before memory is
-    taken, where its length does not fit."""
+    """Reads the uint8 array of an IDX file with `dimensions` axes. Raises UserError, before memory
+    is allocated, if the length of the file does not match."""
     try:
         with path.open("rb") as raw:
             length = os.fstat(raw.fileno()).st_size
@@ -169,8 +166,8 @@ def _read_idx(path: Path, dimensions: int) -> np.ndarray:
 def _parse(
     file: IO[bytes] | gzip.GzipFile, capacity: int, path: Path, dimensions: int
 ) -> np.ndarray:
-    """`capacity` is the length of a plain file, and an upper bound of the content of a compressed
-    one, in bytes."""
+    """Parses an opened IDX file. `capacity` in bytes is the length of a plain file, and an upper
+    bound for the content of a compressed file."""
     compressed = path.suffix == ".gz"
     start = 4 + 4 * dimensions
     header = file.read(start)
@@ -203,7 +200,7 @@ def _parse(
 
 
 def _read_blocks(file: IO[bytes] | gzip.GzipFile, limit: int) -> bytearray:
-    """At most `limit` bytes. Memory grows with the bytes that are read, not with `limit`."""
+    """Reads at most `limit` bytes. Memory grows with the bytes that are read, not with `limit`."""
     body = bytearray()
     while len(body) < limit and (block := file.read(min(_BLOCK_BYTES, limit - len(body)))):
         body += block

@@ -1,5 +1,5 @@
-"""A folder of images beside one of masks, of the same names: each pixel of a mask is the number of
-a class."""
+"""A folder of images beside a folder of masks with the same names; each pixel of a mask is a class
+number."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ _DIGEST_SAMPLES = 16
 
 @dataclass(frozen=True, eq=False)
 class MaskedImages(Source):
-    """A source of {"x": uint8 (n, H, W, C), "y": uint8 (n, H, W)}, each pair decoded whenever it is
-    read. Several threads may read."""
+    """A source of {"x": uint8 (n, H, W, C), "y": uint8 (n, H, W)}, each pair is decoded every time
+    it is read. Safe to read from several threads."""
 
     folder: str
     images: tuple[str, ...]  # below images/
     masks: tuple[str, ...]  # below masks/
     shape: tuple[int, int, int]  # (H, W, C)
-    crop: bool  # take the centre square; else every image must have the size of the first of train
+    # take the centre square; otherwise every image must have the size of the first training image
+    crop: bool
     notes: tuple[str, ...] = ()  # for the user
 
     @property
@@ -89,7 +90,7 @@ class MaskedImages(Source):
         return pixels, mask_numbers(content, self.shape[:2], box, lambda: mask_file)
 
     def digests(self, seed: int) -> dict[str, str]:
-        """Digests of all names, and of 16 pairs that the seed draws."""
+        """Returns digests of all names, and of 16 pairs drawn by the seed."""
         drawn = fold(seed, np.arange(_DIGEST_SAMPLES, dtype=np.uint64)) % np.uint64(len(self))
         return {
             **self.identity(),
@@ -104,17 +105,17 @@ class MaskedImages(Source):
 def build(
     name: str, root: Path | None, split: Split, *, size: int | None = None, channels: int = 3
 ) -> MaskedImages:
-    """Images in <root>/<split>/images/, with masks of the same names but for the suffix in
-    <root>/<split>/masks/.
+    """Images in <root>/<split>/images/, with masks in <root>/<split>/masks/, whose names may only
+    differ in the suffix.
 
-    Masks are images of 8 bits without colours, or with a palette, whose numbers are classes:
-    task.classes=N. `split` is train, and val, validation or test (the first that exists).
+    Masks are 8-bit grey or palette images; their pixel values are class numbers: task.classes=N.
+    `split` is train, and val, validation or test (the first that exists).
 
     size: height and width of the images, made from the centre squares, of masks by the nearest
         pixel (none: all have one size already)
     channels: 3 for colour, 1 for grey
 
-    Raises UserError without a root, where an image has no mask, and where one cannot be read.
+    Raises UserError without a root, if an image has no mask, and if a file cannot be read.
     """
     if root is None:
         raise OptionError(
@@ -146,8 +147,8 @@ def _split_folder(root: Path, split: Split) -> Path:
 
 
 def _pairs(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...], list[str]]:
-    """Names of images and of their masks, and what is left out. Raises UserError if one is
-    without the other."""
+    """Returns the names of images, the names of their masks, and the files that are skipped. Raises
+    UserError for an image without a mask or a mask without an image."""
     for part in ("images", "masks"):
         if not (folder / part).is_dir():
             raise UserError(f"no folder {part}", str(folder), f"data.root=DIR, with {_HOW}")

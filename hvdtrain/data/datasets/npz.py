@@ -1,5 +1,5 @@
-"""Arrays of .npz files: those that numpy.savez wrote are read row by row from the archive, those of
-savez_compressed whole."""
+"""Arrays of .npz files. Arrays written by numpy.savez are read row by row from the archive;
+compressed arrays are read as a whole."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from hvdtrain.data.stored.stored_array import (
 )
 from hvdtrain.errors import UserError, first_line
 
-# of a zip file's member: signature, lengths of its name and of what follows
+# header of a zip file's member: signature, length of the name, length of the extra field
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
-_NPY = b"\x93NUMPY"  # how a file of numpy.save begins
+_NPY = b"\x93NUMPY"  # the first bytes of a numpy.save file
 _HEADER_BYTES = 2**16  # at most, of an array
-_MOST_VALUES = 2**34  # bytes of an array that is read whole
+_MOST_VALUES = 2**34  # bytes of an array that is read as a whole
 _DAMAGE = (
     zipfile.BadZipFile,
     zlib.error,
@@ -85,7 +85,7 @@ class NpzFile(StoredFile):
 
     @staticmethod
     def open(path: Path) -> NpzFile:
-        """Raises UserError if it is not an archive of arrays."""
+        """Opens the archive. Raises UserError if it is not an archive of arrays."""
         file = FileOnDisk.at(path)
         with file.opened() as opened:
             if opened.read(0, min(len(_NPY), file.size)) == _NPY:
@@ -143,7 +143,7 @@ class NpzFile(StoredFile):
         return WholeMember(self.file, name, dtype, shape) if is_fortran and len(shape) > 1 else rows
 
     def values(self, name: str) -> np.ndarray:
-        """Also reads strings."""
+        """Reads a whole array (n,); strings are supported, too."""
         if name not in self.members:
             raise no_such(name, self.names, self.file.path)
         dtype, shape = _compressed_header(self.file, self.members[name], name)
@@ -175,8 +175,8 @@ def _compressed_header(
 
 
 def _array_header(file: IO[bytes]) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
-    """Type, shape and whether the first axis is the fastest; the file is then at the numbers.
-    Raises ValueError."""
+    """Returns dtype, shape and whether the array is in Fortran order, and moves the file to the
+    first value. Raises ValueError."""
     try:
         version = np.lib.format.read_magic(file)
         read = (
@@ -197,7 +197,7 @@ def _array_header(file: IO[bytes]) -> tuple[np.dtype[Any], tuple[int, ...], bool
 def _load(file: FileOnDisk, name: str) -> np.ndarray:
     """Reads a whole array. Raises UserError if it is damaged or its checksum is wrong, or if it
     contains objects."""
-    with file.opened():  # that it has not changed
+    with file.opened():  # checks that the file has not changed
         pass
     try:
         with np.load(file.path, allow_pickle=False) as archive:
@@ -208,7 +208,8 @@ def _load(file: FileOnDisk, name: str) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class WholeMember:
-    """An array that can only be read whole: compressed, or stored by columns. It is one block."""
+    """An array that can only be read as a whole, because it is compressed or in Fortran order. It
+    is one block."""
 
     file: FileOnDisk
     name: str

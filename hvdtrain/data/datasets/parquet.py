@@ -1,4 +1,4 @@
-"""Columns of Parquet files: a row group is read when a sample of it is."""
+"""Columns of Parquet files; a row group is read when one of its samples is needed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def build(
         leaves their rows out
     rare: categories that fewer training rows have are joined
 
-    Raises UserError without pyarrow, where files are damaged or lack a column, and for columns with
+    Raises UserError without pyarrow, if files are damaged or lack a column, and for columns with
     missing values or without numbers.
     """
     encoded = column_options(columns, missing, rare)
@@ -92,7 +92,7 @@ def _pyarrow() -> Any:
     return pyarrow
 
 
-_BLOCKS = 4  # times data.cache_mb: what a row group may take while it is unpacked
+_BLOCKS = 4  # a row group may take this many times data.cache_mb while it is unpacked
 _ITEM_BYTES = {"INT64": 8, "DOUBLE": 8, "FLOAT": 4}
 
 
@@ -102,7 +102,7 @@ class ParquetFile(StoredFile):
     columns_in_file: list[str]
     edges: np.ndarray  # int64 (row groups + 1,)
     index_columns: Collection[str]
-    most_bytes: int  # of a row group, unpacked
+    most_bytes: int  # the largest unpacked row group
     with_texts: Collection[str] = ()  # columns
 
     @staticmethod
@@ -187,7 +187,7 @@ class ParquetFile(StoredFile):
         return Texts(columns)
 
     def _check_size(self, metadata: Any, group: int, names: Sequence[str]) -> None:
-        """Raises UserError if columns of a row group would take more memory than they may."""
+        """Raises UserError if columns of a row group would exceed the memory limit."""
         columns = [metadata.column(place) for place in range(metadata.num_columns)]
         size = sum(
             _bytes_of(column)
@@ -206,12 +206,12 @@ class ParquetFile(StoredFile):
             )
 
     def read(self, group: int, names: Sequence[str]) -> list[Any]:
-        """Columns of a row group, as arrays of pyarrow. Raises UserError if they are damaged."""
+        """Reads columns of a row group as pyarrow arrays. Raises UserError if they are damaged."""
         missing = next((name for name in names if name not in self.columns_in_file), None)
         if missing is not None:
             raise no_such(f"column {missing}", self.columns_in_file, self.file.path)
         pyarrow = _pyarrow()
-        with self.file.opened():  # that it has not changed
+        with self.file.opened():  # checks that the file has not changed
             pass
         try:
             with pyarrow.parquet.ParquetFile(
@@ -237,8 +237,7 @@ def _bytes_of(column: Any) -> int:
 
 
 def _index_columns(names: Sequence[str], metadata: Mapping[bytes, bytes]) -> list[str]:
-    """The columns that hold the index of a frame of pandas, whose writer names them in the file's
-    metadata."""
+    """Returns the columns that hold a pandas index, as named by the file's metadata."""
     try:
         listed = json.loads(metadata.get(b"pandas", b"{}"))["index_columns"]
     except (ValueError, LookupError, TypeError):
@@ -250,8 +249,8 @@ def _index_columns(names: Sequence[str], metadata: Mapping[bytes, bytes]) -> lis
 
 @dataclass(frozen=True, eq=False)
 class RowGroups:
-    """One column of numbers, or of lists of equally many, (n, ...); or several columns of single
-    numbers (n, columns)."""
+    """One column of numbers or of lists of equal length, (n, ...), or several columns of numbers,
+    (n, columns)."""
 
     table: ParquetFile
     names: tuple[str, ...]

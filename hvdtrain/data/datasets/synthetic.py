@@ -1,5 +1,5 @@
-"""Images computed from counters: of any size and number, without files or memory, and with classes
-that can be learned."""
+"""Images computed from counters, of any size and number. They need no files or memory, and their
+classes can be learned."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def build(
     shape: tuple[int, int, int] = (32, 32, 3),
     classes: int = 10,
 ) -> LabelledImages:
-    """A quarter class pattern, three quarters noise, computed at each read.
+    """Images of one quarter class pattern and three quarters noise, computed at each read.
 
     samples: training images
     val_samples: validation images
@@ -84,7 +84,7 @@ class _Synthetic(LabelledImages):
     shape: tuple[int, int, int]
     classes: int
     length: int
-    stream: int  # training and validation images have the same patterns and different noise
+    stream: int  # training and validation images have the same patterns but different noise
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -104,8 +104,8 @@ class _Synthetic(LabelledImages):
         return {"x": self._pattern(y) // 4 + (noise - noise // 4), "y": y}  # at most 63 + 192 = 255
 
     def stats(self) -> ChannelStats:
-        """Exact over the first 1024 samples or all, if fewer; for large images over 2**28 values.
-        All samples have the same distribution."""
+        """Computes exact statistics over the first 1024 samples, or over 2**28 values of large
+        images. All samples have the same distribution."""
         samples = min(self.length, _STATS_SAMPLES, -(-_STATS_VALUES // math.prod(self.shape)))
         return stats_of_images(self, np.arange(samples))
 
@@ -114,7 +114,7 @@ class _Synthetic(LabelledImages):
         return digest_of_labels(np.array([self.classes, self.length]))
 
     def _pattern(self, y: np.ndarray) -> np.ndarray:
-        """The patterns of classes y, int64 (n,): uint8 (n, H, W, C)."""
+        """Returns the patterns of classes y, int64 (n,), as uint8 (n, H, W, C)."""
         height, width, channels = self.shape
         cells = np.arange(_GRID * _GRID * channels, dtype=np.uint64)
         grid = (
@@ -127,7 +127,7 @@ class _Synthetic(LabelledImages):
         return grid[:, rows[:, None], columns]  # (n, H, W, C)
 
     def _noise(self, indices: np.ndarray) -> np.ndarray:
-        """Random bytes of the samples, uint8 (n, H, W, C)."""
+        """Returns random bytes for the samples, uint8 (n, H, W, C)."""
         values = math.prod(self.shape)
         counters = np.arange(-(-values // 8), dtype=np.uint64)
         # (n, counters), eight values each

@@ -1,5 +1,5 @@
-"""Text as windows of tokens: the bytes of a UTF-8 file, or the tokens of a file of the tokenizers
-package."""
+"""Text as windows of tokens. A token is a byte of a UTF-8 file, or comes from a tokenizer of the
+tokenizers package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hvdtrain.errors import UserError
 if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch
 
-MOST_BYTES = 2**31  # of a text: its tokens are kept in memory
+MOST_BYTES = 2**31  # limit for a text, whose tokens are kept in memory
 _BYTES = 256
 _NAMES: dict[Split, str] = {"train": "train.txt", "val": "val.txt"}
 
@@ -35,15 +35,15 @@ def build(
     """A file of text, or a folder with train.txt and val.txt, for task.name=language: windows of
     context + 1 tokens.
 
-    A window begins with the last token of the one before it, so that each token but the first is
-    predicted once; a rest that is shorter is left out. One file has no validation set of its own:
-    data.val_share=0.1 takes a tenth of its windows.
+    A window begins with the last token of the previous window, so that each token except the first
+    is predicted once. A shorter rest is dropped. For a single file, data.val_share=0.1 takes a
+    tenth of its windows for validation.
 
     context: number of tokens from which the next one is predicted
     tokenizer: a tokenizer.json of the tokenizers package (none: each byte is a token)
 
-    Raises UserError without a root, where the text is not UTF-8 or shorter than a window, and where
-    a file is damaged.
+    Raises UserError without a root, if the text is not UTF-8 or shorter than a window, and if a
+    file is damaged.
     """
     if root is None:
         raise OptionError(
@@ -101,7 +101,7 @@ class Windows(Source):
     context: int
     vocabulary: int
     notes: tuple[str, ...] = ()  # lines for the header
-    tokenizer: str = ""  # its digest; empty of bytes
+    tokenizer: str = ""  # its digest; empty if tokens are bytes
     reads_from_memory = True
 
     @property
@@ -117,7 +117,7 @@ class Windows(Source):
         return {"tokens": self.tokens[places].astype(np.int64)}
 
     def digests(self, seed: int) -> dict[str, str]:
-        """A digest of all tokens."""
+        """Returns a digest of all tokens."""
         return self.identity()
 
     def identity(self) -> dict[str, str]:
@@ -126,7 +126,8 @@ class Windows(Source):
 
 
 def encode(text: bytes, path: Path, tokenizer: Tokenizer | None) -> tuple[np.ndarray, int]:
-    """The tokens of a text, and how many there may be. Raises UserError if it is not UTF-8."""
+    """Returns the tokens of a text and the size of the vocabulary. Raises UserError if the text is
+    not UTF-8."""
     try:
         characters = text.decode()
     except UnicodeDecodeError as error:
@@ -145,7 +146,7 @@ def encode(text: bytes, path: Path, tokenizer: Tokenizer | None) -> tuple[np.nda
 
 
 def decode(tokens: np.ndarray, tokenizer: Tokenizer | None) -> str:
-    """The text of integer tokens (m,); bytes that are not UTF-8 are shown as such."""
+    """Returns the text of integer tokens (m,); bytes that are not UTF-8 are shown escaped."""
     if tokenizer is None:
         return bytes(tokens.astype(np.uint8)).decode(errors="backslashreplace")
     return tokenizer.decode(tokens.tolist())

@@ -1,5 +1,5 @@
-"""Images in WebDataset's tar archives, read by their position in any order, so shuffled and resumed
-like any other data set."""
+"""Images in WebDataset tar archives. They are read by position in any order, so they are shuffled
+and resumed like any other data set."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _PLACES = "places.npy"
 _LABELS = "labels.npy"
 _HEAD_BYTES = (
-    4096  # of each archive, part of the key of its index: copying may give all files the same time
+    # bytes of each archive that enter the key of its index, because copying may give all files the
+    # same time
+    4096
 )
 
 
@@ -56,9 +58,9 @@ def build(
     """Samples KEY.jpg (jpeg, png, webp) with KEY.cls, in <root>/<split>/*.tar or
     <root>/<split>-*.tar, `split` as for image folders.
 
-    The archives are plain tar files. The first run writes an index of the images; each is then
-    decoded from its archive whenever it is read, in any order. Mean and deviation are of at most
-    2,000 images, the same in every run.
+    The archives are plain tar files. The first run writes an index of the images; each image is
+    then decoded from its archive every time it is read, in any order. Mean and deviation are
+    computed from at most 2,000 images, the same in every run.
 
     size: height and width of the images, made from the centre square of each (pixels; none: all
         have one size already)
@@ -72,7 +74,7 @@ def build(
     exif: apply: images are turned as the EXIF orientation in the file says; ignore: pixels are as
         they are stored
 
-    Raises UserError without a root, and where an archive is damaged.
+    Raises UserError without a root, and if an archive is damaged.
     """
     if root is None:
         fix = "data.root=DIR, with archives DIR/train/*.tar and DIR/val/*.tar"
@@ -113,7 +115,7 @@ def build(
 
 
 class _Archive(NamedTuple):
-    """One tar file, as it was when its index was made or checked."""
+    """One tar file in the state in which its index was made or checked."""
 
     path: Path
     size: int
@@ -127,22 +129,22 @@ class _Archives:
     where: str
     files: list[_Archive]
     key: str  # changes with the name, size, time and beginning of each archive
-    # of the index, whose two arrays are mapped: ranks read no more of it than the places of their
+    # folder of the index. Its two arrays are memory-mapped, so a rank only reads the places of its
     # own images
     folder: Path
-    places: np.ndarray  # int64 (3, n): number of the archive, offset in it, size
-    labels: np.ndarray  # of the smallest unsigned type, (n,)
+    places: np.ndarray  # int64 (3, n): archive number, offset in the archive, size
+    labels: np.ndarray  # smallest unsigned dtype that fits, (n,)
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """A worker process maps the index itself."""
+        """Pickles the path of the index, which a worker process maps itself."""
         return _mapped, (self.where, self.files, self.key, self.folder)
 
     def place(self, index: int) -> tuple[_Archive, int, int]:
-        """The archive of one image file, the offset in it and the size. Raises UserError if the
-        index has been damaged."""
+        """Returns the archive of an image file, its offset and its size. Raises UserError if the
+        index is damaged."""
         number, offset, size = self.places[:, index].tolist()
         if (
             0 <= number < len(self.files)
@@ -155,11 +157,11 @@ class _Archives:
         )
 
     def content(self, index: int) -> bytes:
-        """The bytes of one image file.
+        """Returns the bytes of one image file.
 
-        The archive is opened each time: there may be more archives than a process may hold open,
-        and the page cache makes it cheap. Raises UserError if it has changed since the index was
-        made, or cannot be read.
+        The archive is opened each time, because there may be more archives than a process can keep
+        open; the page cache makes that cheap. Raises UserError if it has changed since the index
+        was made, or cannot be read.
         """
         archive, offset, size = self.place(index)
         try:
@@ -199,8 +201,8 @@ def _check_unchanged(archive: _Archive, status: os.stat_result) -> None:
 
 
 def _open_archives(root: Path, split: Split, cache: Path) -> _Archives:
-    """The archives of one split and their index, which is read from the cache or made. Raises
-    UserError."""
+    """Returns the archives of one split with their index, which is read from the cache or made.
+    Raises UserError."""
     try:
         shards = _find_archives(root, split)
         if shards is None:
@@ -229,8 +231,8 @@ def _open_archives(root: Path, split: Split, cache: Path) -> _Archives:
 
 
 def _has_train(root: Path) -> bool:
-    """Whether there are training archives; a model that exists already is evaluated without them.
-    Raises UserError."""
+    """Whether there are training archives; an existing model can be evaluated without them. Raises
+    UserError."""
     try:
         return _find_archives(root, "train") is not None
     except OSError as error:
@@ -240,13 +242,13 @@ def _has_train(root: Path) -> bool:
 
 
 class _TarShards(NamedTuple):
-    where: str  # for messages: the folder, or the folder and how the names begin
+    where: str  # for messages: the folder, or the folder and the prefix of the names
     paths: list[Path]  # by name
 
 
 def _find_archives(root: Path, split: Split) -> _TarShards | None:
-    """The tar files in <root>/<split>/ or, if there are none, <root>/<split>-*.tar; None for none.
-    Raises UserError, OSError."""
+    """Returns the tar files in <root>/<split>/ or, if there are none, <root>/<split>-*.tar; None if
+    neither exists. Raises UserError, OSError."""
     check_folder(root, f"data.root=DIR, with archives DIR/{split}/*.tar")
     for name_of_split in _SPLITS[split]:
         for folder, prefix in ((root / name_of_split, ""), (root, f"{name_of_split}-")):
@@ -293,7 +295,7 @@ class _Index(NamedTuple):
 
 
 def _load_or_make_index(where: str, files: list[_Archive], folder: Path) -> _Index:
-    """Loads the index from `folder`; if it is missing, one process of the machine creates it and
+    """Loads the index from `folder`; if it is missing, one process on the machine creates it while
     the others wait. Raises UserError, OSError."""
     index = _load_index(folder)
     if index is None:

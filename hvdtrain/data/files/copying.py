@@ -1,5 +1,5 @@
-"""Copies many files on several threads: each complete or absent, and read back against its
-checksum."""
+"""Copies many files on several threads. A copy is complete or absent, and is read back to compare
+checksums."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from hvdtrain.errors import UserError, short
 
-_THREADS = 8  # they wait for disks and networks, not for cores
+_THREADS = 8  # they mostly wait for disks and networks, not for cores
 _BLOCK_BYTES = 2**22
 _PROGRESS_S = 2.0
 
@@ -41,7 +41,7 @@ class FileSelection(NamedTuple):
 class CopyThread:
     """The buffer and the progress of one thread."""
 
-    partial: Path  # the file under way
+    partial: Path  # the file being copied
     buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(_BLOCK_BYTES)))
     files: int = 0
     bytes: int = 0
@@ -51,9 +51,8 @@ def list_files(root: Path, selections: Sequence[FileSelection]) -> dict[str, Fil
     """{path inside root: state} of the selected files, sorted by path. Hidden names are skipped,
     links are followed.
 
-    A link may lead out of `root`: its content is copied, as the data set would read it. Raises
-    OSError, and UserError for a circle of links, a broken link, and what is not a regular file
-    (reading a pipe would hang).
+    A link may lead out of `root`; its content is copied. Raises OSError, and UserError for a circle
+    of links, a broken link, or anything but a regular file (reading a pipe would hang).
     """
     files: dict[str, FileState] = {}
     for selection in selections:
@@ -105,8 +104,8 @@ def copy_file(source: Path, expected: FileState, target: Path, thread: CopyThrea
     """Copies a file with its modification time, reads the copy back from the disk, and returns its
     checksum.
 
-    Raises UserError if the file is not in the `expected` state at the end of the copy, and
-    OSError, also where the copy read back differs.
+    Raises UserError if the file is not in the `expected` state at the end of the copy. Raises
+    OSError, also if the copy differs when it is read back.
     """
     import xxhash
 
@@ -141,14 +140,15 @@ def copy_file(source: Path, expected: FileState, target: Path, thread: CopyThrea
 
 
 def _drop_from_page_cache(descriptor: int) -> None:
-    """The next read comes from the disk."""
+    """Drops the file from the page cache, so that the next read comes from the disk."""
     if hasattr(os, "posix_fadvise"):
         os.fdatasync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def checksum(path: Path, buffer: memoryview) -> str:
-    """xxh3, 128 bits, as hex digits: about 10 GB/s, so that the disk is the limit."""
+    """Returns the 128-bit XXH3 as hex digits. It runs at about 10 GB/s, so the disk is the
+    limit."""
     import xxhash
 
     hashed = xxhash.xxh3_128()
@@ -164,10 +164,10 @@ def for_each_file(
     folder: Path,
     show_progress: Callable[[int, int], None],
 ) -> None:
-    """work(path, thread) for every path, on several threads that write below `folder`;
+    """Calls work(path, thread) for every path, on several threads that write below `folder`, and
     show_progress(files, bytes done) every 2 s.
 
-    The first error ends all threads and is raised: OSError where the disk or a quota is full,
+    The first error ends all threads and is raised: OSError if the disk or a quota is full,
     UserError for any other OSError of a file.
     """
     threads = [CopyThread(folder / f"{number}.part") for number in range(min(_THREADS, len(paths)))]
@@ -205,7 +205,7 @@ def for_each_file(
 
 
 def format_bytes(size: float) -> str:
-    """1.2 GB, 390 MB, 12.0 kB, 7 bytes."""
+    """Formats bytes, as in 1.2 GB, 390 MB, 12.0 kB, 7 bytes."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= scale:
             return (

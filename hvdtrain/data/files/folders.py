@@ -21,15 +21,16 @@ from hvdtrain.errors import UserError
 
 
 def cache_root() -> Path:
-    """$XDG_CACHE_HOME/hvdtrain, or ~/.cache/hvdtrain."""
+    """Returns $XDG_CACHE_HOME/hvdtrain, or ~/.cache/hvdtrain."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():  # unset; or relative, which the standard says to ignore
+    if not base.is_absolute():  # unset, or relative, which the XDG standard says to ignore
         base = expand("~/.cache", "$XDG_CACHE_HOME")
     return base / "hvdtrain"
 
 
 def data_root(root: Path | None) -> Path:
-    """The user's data.root, or `data` in the cache. Raises UserError if ~user is unknown."""
+    """Returns the user's data.root, or `data` in the cache. Raises UserError if ~user is
+    unknown."""
     return cache_root() / "data" if root is None else expanded(root, "root")
 
 
@@ -44,7 +45,7 @@ def check_folder(root: Path, fix: str) -> None:
         raise OptionError(f"{root} is not a folder", "root", fix)
 
 
-# what flock() answers on a file system that is mounted without them
+# errors of flock() on a file system without locks
 NO_LOCKS = (
     errno.ENOLCK,
     errno.ENOSYS,
@@ -59,11 +60,11 @@ _FIX = (
 
 @contextmanager
 def locked(folder: Path, work: str) -> Iterator[None]:
-    """Holds the lock of `folder`, which is made if absent. A process that waits 2 s prints once
-    that another one does `work`.
+    """Holds the lock of `folder`, which is created if absent. A process that has waited for 2 s
+    prints once that another process does `work`.
 
-    The system releases the lock of a process that ends, also of one that is killed. Raises
-    UserError where the file system has no locks, and OSError.
+    The system releases the lock when the process ends, even if it is killed. Raises OSError, and
+    UserError if the file system does not support locks.
     """
     from filelock import FileLock, Timeout
 
@@ -92,12 +93,12 @@ _DOWNLOADS = ".hvdtrain-download"  # inside the root, so that a rename out of it
 
 
 class FilesMissing(UserError):
-    """Files of a data set are not there, and were not downloaded."""
+    """Raised when files of a data set are missing and were not downloaded."""
 
 
 @dataclass(frozen=True)
 class RequiredFiles:
-    """The files of a data set, and how a user gets them by hand."""
+    """The files of a data set, and how to get them by hand."""
 
     name: str
     root: Path
@@ -108,7 +109,7 @@ class RequiredFiles:
         return [file for file in self.files if not (self.root / file).is_file()]
 
     def missing_error(self, reason: str) -> FilesMissing:
-        """The error that names the missing files, and why they cannot be downloaded."""
+        """Returns the error that names the missing files and why they cannot be downloaded."""
         files = ", ".join(self.missing() or self.files)
         return FilesMissing(
             f"the files of {self.name} are missing, and {reason}", f"{self.root}: {files}", self.fix
@@ -122,8 +123,8 @@ def download(
     others wait for it.
 
     A complete file is moved into place and never replaces an existing one. The attempt ends if a
-    connection is silent for `timeout_s`. Raises UserError, with the names of files and folder,
-    where the download fails.
+    connection is silent for `timeout_s`. If the download fails, raises UserError with the names of
+    the files and the folder.
     """
     try:
         with locked(required.root, f"downloads {required.name} into {required.root}"):

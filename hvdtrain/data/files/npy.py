@@ -1,4 +1,4 @@
-"""Arrays in .npy files: written completely or not at all, read back memory-mapped; images have a
+"""Arrays in .npy files: written completely or not at all, and read memory-mapped. Images have a
 checksum for each block."""
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def load_npy(path: Path, dtype: np.dtype[Any], shape: tuple[int | None, ...]) ->
 
 @contextmanager
 def write_npy(path: Path, dtype: str, shape: tuple[int, ...]) -> Iterator[IO[bytes]]:
-    """A file to which the array's bytes are written, behind its header. It gets its name once it is
-    complete and on the disk.
+    """Yields a file, positioned after its header, for the array's bytes. The file gets its name
+    when it is complete and on the disk.
 
-    It is removed if that fails. Raises OSError.
+    If writing fails, it is removed. Raises OSError.
     """
     partial = path.with_suffix(".part")
     partial.unlink(missing_ok=True)  # left by a process that was killed
@@ -64,7 +64,7 @@ def write_npy(path: Path, dtype: str, shape: tuple[int, ...]) -> Iterator[IO[byt
         raise
 
 
-_BLOCK_BYTES = 2**16  # a read of one small image checks at most so much
+_BLOCK_BYTES = 2**16  # reading one small image checks at most this many bytes
 MOST_ROWS = 64  # in a block
 _AGAIN = "start again: its images are decoded again"
 
@@ -85,23 +85,23 @@ def checksums(images: np.ndarray, rows: int) -> list[int]:
 
 
 def checksum_path(path: Path) -> Path:
-    """The file of the checksums of an array file."""
+    """Returns the path of the checksums of an array file."""
     return path.with_name(f"{path.name}.xxh3")
 
 
 def write_checksums(path: Path, sums: np.ndarray) -> None:
-    """Writes uint64 (blocks,) for the array file at `path`. Raises OSError."""
+    """Writes the checksums, uint64 (blocks,), of the array file at `path`. Raises OSError."""
     with write_npy(checksum_path(path), "<u8", sums.shape) as out:
         out.write(sums.astype("<u8").tobytes())
 
 
 @dataclass(frozen=True, eq=False)
 class CheckedArray:
-    """An array file of images; a block is compared with its checksum when an image of it is read
-    for the first time.
+    """An array file of images. A block is compared with its checksum when one of its images is
+    first read.
 
-    A file that shrinks while it is mapped would end the process with a bus error, so each read asks
-    for its length first.
+    A file that shrinks while it is mapped would end the process with a bus error, so each read
+    checks its length first.
     """
 
     path: Path
@@ -116,9 +116,10 @@ class CheckedArray:
         return len(self.images)
 
     def read(self, rows: np.ndarray) -> np.ndarray:
-        """The images at `rows`, int64 (n,), in fresh memory. Safe to call from several threads.
+        """Returns copies of the images at `rows`, int64 (n,). Safe to call from several threads.
         Raises UserError for a damaged block."""
-        with contextlib.suppress(FileNotFoundError):  # removed: what is mapped stays
+        # the file was removed; its mapping remains valid
+        with contextlib.suppress(FileNotFoundError):
             if self.path.stat().st_size < self.images.nbytes:
                 raise UserError(
                     "cached images were cut off while they were in use", str(self.path), _AGAIN
@@ -131,7 +132,7 @@ class CheckedArray:
         return np.asarray(self.images[rows])
 
     def is_sound(self) -> bool:
-        """Whether every block matches its checksum: 0.1 s for each GiB in memory."""
+        """Whether every block matches its checksum; takes 0.1 s for each GiB in memory."""
         return all(self._is_sound(block) for block in range(len(self.sums)))
 
     def _is_sound(self, block: int) -> bool:
@@ -141,8 +142,8 @@ class CheckedArray:
         ]
 
     def _damaged(self, block: int) -> UserError:
-        """Removes the file, so that the next start recreates it; this process and others still have
-        it mapped."""
+        """Removes the file, so that the next start recreates it, and returns the error. Existing
+        mappings of it remain valid."""
         with contextlib.suppress(OSError):
             self.path.unlink()
         rows = rows_of_block(self.images.shape)
@@ -157,8 +158,8 @@ class CheckedArray:
 
 
 def load_checked(path: Path, shape: tuple[int, ...]) -> CheckedArray | None:
-    """The array file at `path` with its checksums; None if either is absent, or is not of this
-    shape."""
+    """Loads the array file at `path` with its checksums; None if either is absent or does not have
+    this shape."""
     images = load_npy(path, np.dtype(np.uint8), shape)
     sums = load_npy(checksum_path(path), np.dtype("<u8"), (-(-shape[0] // rows_of_block(shape)),))
     return None if images is None or sums is None else CheckedArray(path, images, sums)

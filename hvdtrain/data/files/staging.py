@@ -1,5 +1,5 @@
-"""data.stage: a verified copy of the data on each node's own disk; an interrupted copy is completed
-by the next start."""
+"""data.stage: a verified copy of the data on each node's local disk. The next start completes an
+interrupted copy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from hvdtrain.data.files.copying import (
 from hvdtrain.data.files.folders import data_root, locked
 from hvdtrain.errors import UserError
 
-_BLOCK_BYTES = 4096  # of a disk: a file occupies whole blocks
+_BLOCK_BYTES = 4096  # block size of a disk: a file occupies whole blocks
 _NO_SPACE_FIX = (
     "a larger data.stage, or free space there; or data.stage=null, which reads {source} itself"
 )
@@ -43,39 +43,42 @@ def whole_root(name: str, source: Path) -> tuple[FileSelection, ...]:
 
 
 class Staging(NamedTuple):
-    """How the files of a data set are copied: the STAGING of its module in data/datasets/. By
-    default all files below its root are copied, and downloaded if there are none."""
+    """How the files of a data set are copied; it is STAGING in the module of the data set, in
+    data/datasets/. By default all files below its root are copied, and downloaded if there are
+    none."""
 
     has_files: bool = True
-    is_read_once: bool = False  # at the start, and kept in memory
-    is_of_user: bool = False  # never downloaded
-    may_be_a_file: bool = False  # data.root, in place of a folder
-    keeps_decoded: bool = False  # arrays and an index made of the files go into the stage, too
-    # what a data set of this name reads below its root
+    is_read_once: bool = False  # the files are read once, at the start, and kept in memory
+    is_of_user: bool = False  # the user's files, which are never downloaded
+    may_be_a_file: bool = False  # data.root may be a file instead of a folder
+    keeps_decoded: bool = False  # arrays and an index made from the files are staged, too
+    # selects the files that a data set with this name reads below its root
     selections: Callable[[str, Path], tuple[FileSelection, ...]] = whole_root
 
 
 class StagedData(NamedTuple):
-    """Replaces the user's root and options when the data set is built."""
+    """The root and options with which a staged data set is built, instead of the user's."""
 
     root: Path | None
     options: dict[str, Any]
 
 
 class Fingerprint(NamedTuple):
-    """Fingerprint of a copy: whatever writes to it or replaces it changes one of these."""
+    """Fingerprint of a copy. Writing to the copy or replacing it changes at least one of these
+    values."""
 
     size: int
     mtime_ns: int
     ctime_ns: int
 
 
-# of a copy that is gone: equal to none, so the next start copies the file again
+# fingerprint of a copy that no longer exists: it equals no other, so the next start copies the file
+# again
 _NO_FINGERPRINT = Fingerprint(0, 0, 0)
 
 
 class ManifestEntry(NamedTuple):
-    """A file that was copied and read back: a line of the manifest."""
+    """A line of the manifest: a file that was copied and read back."""
 
     path: str  # inside the source
     source: FileState
@@ -87,7 +90,7 @@ class VerifiedFiles(NamedTuple):
     """The copies whose content is still correct."""
 
     entries: dict[str, ManifestEntry]
-    reread: int  # files whose bytes were read for that
+    reread: int  # the number of files that were read to verify them
 
 
 def stage_data(
@@ -98,12 +101,11 @@ def stage_data(
     where: str,
     staging: Staging = Staging(),  # noqa: B008 (it does not change)
 ) -> StagedData:
-    """Copies the files of data set `name` below `folder`, on this node's disk; returns the options
-    with which it is built there.
+    """Copies the files of data set `name` below `folder`, on this node's disk, and returns the root
+    and options to build it from there.
 
-    One process of the node copies, the others wait. If the source has no files yet, they are
-    downloaded into the stage folder. Raises UserError; `where` is the place of data.stage in the
-    configuration.
+    One process of the node copies while the others wait. If the source has no files yet, they are
+    downloaded into the stage folder. Raises UserError; `where` is where data.stage was set.
     """
     if not staging.has_files:
         raise UserError(
@@ -136,8 +138,8 @@ def stage_data(
 
 
 def _user_folder(folder: str, source: Path, where: str) -> Path:
-    """This user's folder in the stage folder, which users may share; no other user may write to
-    it."""
+    """Returns this user's folder in the stage folder, which users may share. No other user may
+    write to it."""
     if not folder:
         raise UserError(
             "data.stage is empty",
@@ -174,8 +176,8 @@ def _user_folder(folder: str, source: Path, where: str) -> Path:
     return private
 
 
-# training and validation data are built one after the other: a process compares source and copy
-# once
+# training and validation data are built one after the other, but a process compares source and copy
+# only once
 @functools.cache
 def ensure_staged(name: str, source: Path, target: Path, where: str, staging: Staging) -> bool:
     """Brings target/files up to date with the source. Returns False if the source has no files.
@@ -211,7 +213,7 @@ def splits_of_images(name: str, source: Path, archives: bool = False) -> tuple[F
 
 
 def _verified_since(target: Path, asked_s: float) -> bool:
-    """Whether another process of the same start has verified the copy while this one waited for the
+    """Whether another process of this start verified the copy while this process waited for the
     lock."""
     try:
         return (target / "verified").stat().st_mtime >= asked_s
@@ -222,8 +224,8 @@ def _verified_since(target: Path, asked_s: float) -> bool:
 class StagedCopy:
     """A copy of the folder `source` in the folder `target`.
 
-    files/ holds the copies, manifest.jsonl a line for each, partial/ files under way; the time of
-    `verified` is that of the last update().
+    files/ holds the copies, manifest.jsonl has a line for each, and partial/ holds files being
+    copied. The modification time of `verified` is the time of the last update().
     """
 
     def __init__(self, source: Path, target: Path) -> None:
@@ -262,7 +264,8 @@ class StagedCopy:
         """Returns the copies whose content is correct; reads only those whose fingerprint has
         changed.
 
-        After a reboot all are read: a crash may lose unwritten data of a renamed file.
+        After a reboot it reads all of them, because a crash may lose unwritten data of a renamed
+        file.
         """
         same_boot = self._manifest_boot_id() == _boot_id()
         fingerprints = {path: _fingerprint(self._files / path) for path in current}
@@ -294,7 +297,7 @@ class StagedCopy:
             self._print(f"checking: {files:,} / {len(doubtful):,} files, {format_bytes(size)}")
 
         for_each_file(doubtful, read_back, self._partial, show_progress)
-        # the manifest has them as they were completed
+        # sorted, because the manifest lists them in the order of completion
         changed = sorted(current.keys() - intact.keys())
         if changed:
             more = ", ..." if len(changed) > 1 else ""
@@ -372,7 +375,7 @@ class StagedCopy:
         for line in lines[1:]:
             with contextlib.suppress(
                 ValueError, TypeError
-            ):  # a line that a killed process has not finished
+            ):  # a line that a killed process did not finish
                 path, size, mtime_ns, copied, *fingerprint = json.loads(line)
                 entries[path] = ManifestEntry(
                     path, FileState(size, mtime_ns), copied, Fingerprint(*fingerprint)
@@ -396,7 +399,7 @@ class StagedCopy:
 
 
 def _fingerprint(path: Path) -> Fingerprint | None:
-    """None if there is no regular file."""
+    """Returns the fingerprint of a file; None if there is no regular file."""
     try:
         status = path.lstat()
     except FileNotFoundError:

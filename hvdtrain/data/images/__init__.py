@@ -1,1 +1,2 @@
-"""Images: found in archives, decoded, packed into array files, augmented."""
+"""Finding images in folders and archives, decoding them, packing them into array files, and
+augmenting them."""

@@ -1,4 +1,4 @@
-"""Augmentation of training images: their random parameters, and their effect on a batch.
+"""Augmentation of training images: its random parameters, and their effect on a batch.
 
 The parameters of a sample are a pure function of (seed, epoch, sample): they depend neither on the
 ranks nor on the rest of the batch.
@@ -21,8 +21,8 @@ from hvdtrain.data.images.resized_crop import crop_boxes, draw_keys, integers, r
 from hvdtrain.errors import UserError
 
 # Each parameter has its own counters, so that switching one augmentation on does not change the
-# parameters of another. 5 to 7 and 40 to 44: mixing.py; others from 16 on: resized_crop.py; from 64
-# on: random_operations.py; from 104 on: erasing.py.
+# parameters of another. Other files use more counters: 5 to 7 and 40 to 44: mixing.py; from 16 on:
+# resized_crop.py; from 64 on: random_operations.py; from 104 on: erasing.py.
 _SHIFT = range(0, 2)
 _FLIP = range(2, 3)
 _CUTOUT = range(3, 5)
@@ -37,8 +37,8 @@ class AugmentationParameters(NamedTuple):
         None
     )
     shift: np.ndarray | None = (
-        # int64 (n, 2), down and right, of a window of the image's size; outside of the image it is
-        # black
+        # int64 (n, 2), shift down and right of a window of the image's size; black outside of the
+        # image
         None
     )
     reflected_shift: np.ndarray | None = (
@@ -46,22 +46,23 @@ class AugmentationParameters(NamedTuple):
     )
     flipped: np.ndarray | None = None  # bool (n,), left to right
     operation: np.ndarray | None = (
-        None  # int64 (n, k), of operations.py, by RandAugment and then colour jitter
+        None  # int64 (n, k), numbers of Operation, from RandAugment and then colour jitter
     )
     argument: np.ndarray | None = None  # float64 (n, k), of the operations
     erase_box: np.ndarray | None = (
         # int64 (n, 4): top, bottom, left, right of the box of random pixels; 0, 0, 0, 0 without one
         None
     )
-    erase_key: np.ndarray | None = None  # uint64 (n,), which the random pixels follow from
+    erase_key: np.ndarray | None = None  # uint64 (n,), seeds of the random pixels
     cutout_box: np.ndarray | None = (
         None  # int64 (n, 4): top, bottom, left, right of the black box, clipped at the border
     )
     cutmix_box: np.ndarray | None = (
-        None  # int64 (n, 4), of the partner's pixels; without a pixel where mixup has been drawn
+        None  # int64 (n, 4), box of the partner's pixels; empty if mixup was drawn
     )
     mixup_weight: np.ndarray | None = (
-        # float64 (n,), of the image's own label: lambda of Zhang 2017, of Yun 2019 after clipping
+        # float64 (n,), weight of the image's own label: lambda of Zhang 2017, and of Yun 2019 after
+        # clipping
         None
     )
 
@@ -72,8 +73,8 @@ def is_enabled(augment: AugmentConfig) -> bool:
 
 
 def check_augmentation(augment: AugmentConfig, shape: tuple[int, int, int]) -> None:
-    """Raises UserError if an image of `shape`, (H, W, C), might become all black, or has no
-    colours that can be changed so."""
+    """Raises UserError if an image of `shape`, (H, W, C), might become all black, or if it has no
+    colours to change."""
     height, width, channels = shape
     _check_channels(augment, channels)
     images = f"images of {height} x {width} pixels"
@@ -119,7 +120,7 @@ def draw(
     samples: np.ndarray,
     shape: tuple[int, int, int],
 ) -> AugmentationParameters:
-    """Draws the parameters of samples int64 (n,) in their epochs, int64 (n,); images have `shape`
+    """Draws the parameters for `samples` in their `epochs`, int64 (n,) both; images have `shape`
     (H, W, C)."""
     height, width, _ = shape
     keys = draw_keys(seed, epochs, samples)
@@ -254,10 +255,11 @@ def _cutout(x: np.ndarray, box: np.ndarray) -> np.ndarray:
 
 
 def _cutout_boxes(drawn: np.ndarray, side: int, height: int, width: int) -> np.ndarray:
-    """Squares with their centre on any pixel, clipped at the border (DeVries 2017, section 3.2).
+    """Returns squares that are centred on any pixel and clipped at the border (DeVries 2017,
+    section 3.2).
 
-    Their code makes a square of 2 (side // 2) pixels and sets it to 0 after normalization, the mean
-    colour; here it has `side` pixels and is black.
+    The authors' square has 2 (side // 2) pixels and is 0 after normalization, the mean colour. Here
+    it has `side` pixels and is black.
     """
     centre = (drawn * (height, width)).astype(np.int64)
     first = centre - side // 2  # (n, 2)

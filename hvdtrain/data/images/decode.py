@@ -1,4 +1,4 @@
-"""Decodes one image in bounded memory and time; every defect is a UserError that names the
+"""Decodes one image in bounded memory and time. Every defect raises a UserError that names the
 image."""
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from PIL.ImageFile import ImageFile
 
 
-# the name of an image in messages: called only for an error, since an archive is searched for it
+# returns the name of an image for messages; only called on errors, because it searches the archive
 Name = Callable[[], str]
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
-_MOST_SIDE = 2**13  # pixels, of data.size
-# by content, whatever the suffix: some formats of PIL start other programs
+_MOST_SIDE = 2**13  # largest data.size, in pixels
+# detected by content, whatever the suffix: some PIL formats start other programs
 _FORMATS = (
     "JPEG",
     "PNG",
@@ -36,12 +36,12 @@ _FORMATS = (
     "GIF",
     "PPM",
 )
-_MOST_BEFORE_EXIF = 2**18  # bytes of a JPEG file: its segments have at most 64 KiB each
+_MOST_BEFORE_EXIF = 2**18  # bytes of a JPEG file before its EXIF data: a segment has at most 64 KiB
 MOST_BYTES = 2**27  # of an image file
 _MOST_PIXELS = 2**26  # ImageNet's largest image has 61 million
 _ORIENTATION = 0x112  # the tag of EXIF
-# of a JPEG file and its thumbnail. Encoders write 10; each is a pass over all pixels: 400 kB of
-# scans take 80 s
+# limit for a JPEG file and its thumbnail. Encoders write 10 scans. Each one is a pass over all
+# pixels: 400 kB of scans take 80 s
 _MOST_SCANS = 100
 
 
@@ -55,7 +55,7 @@ class _PixelBudget:
 
     @contextmanager
     def reserve(self, pixels: int) -> Iterator[None]:
-        """Waits until so many pixels are free."""
+        """Waits until this many pixels are free."""
         with self._changed:
             self._changed.wait_for(lambda: self._free >= pixels)
             self._free -= pixels
@@ -82,8 +82,8 @@ def check_image_options(size: int | None, channels: int) -> None:
 
 
 def check_file(file: str | Path) -> os.stat_result:
-    """The status of a regular file of at most MOST_BYTES: a pipe or a device may have no end.
-    Raises UserError for any other, OSError."""
+    """Returns the status of a regular file of at most MOST_BYTES. Raises OSError, and UserError for
+    any other file: a pipe or a device may never end."""
     status = os.stat(file)
     if not stat.S_ISREG(status.st_mode):
         raise UserError("the image is not a regular file", str(file), "remove it")
@@ -97,10 +97,10 @@ def check_file(file: str | Path) -> os.stat_result:
 
 
 def read_file(file: str) -> bytes:
-    """The bytes of an image file. Raises UserError.
+    """Reads an image file. Raises UserError.
 
-    `file` is a string, read by system calls: a Path and Python's file object would take as long as
-    the reading itself.
+    `file` is a string and is read by system calls, because a Path and a Python file object would
+    take as long as the reading itself.
     """
     try:
         size = check_file(file).st_size
@@ -109,7 +109,7 @@ def read_file(file: str) -> bytes:
             content = os.read(opened, size)
             while len(content) < size and (
                 more := os.read(opened, size - len(content))
-            ):  # a network file system may give less at once
+            ):  # a network file system may return fewer bytes
                 content += more
             return content
         finally:
@@ -125,11 +125,11 @@ class CropBox(NamedTuple):
     left: float
     height: float
     width: float
-    may_be_coarse: bool = False  # decoded with fewer pixels, where that suffices
+    may_be_coarse: bool = False  # may be decoded with fewer pixels, if that suffices
 
 
 def centre_square(height: int, width: int) -> CropBox:
-    """The centre square of an image of height x width."""
+    """Returns the centre square of an image of height x width."""
     side = min(height, width)
     return CropBox((height - side) / 2, (width - side) / 2, side, side)
 
@@ -139,7 +139,7 @@ class Undecoded:
     decoding would cost too much."""
 
     def __init__(self, content: bytes, name: Name, upright: bool = False) -> None:
-        """upright: the image is turned as its EXIF orientation says, before all else."""
+        """upright: first rotate the image by its EXIF orientation."""
         self.name = name
         self._content = content
         self._jpeg = _usual_jpeg(content)
@@ -164,7 +164,7 @@ class Undecoded:
                     if box is not None and box.may_be_coarse
                     else 1
                 )
-                with suppress(ValueError):  # it is damaged: PIL.Image.open() says how
+                with suppress(ValueError):  # it is damaged; PIL.Image.open() reports how
                     return _resized(
                         _turned(decode_jpeg(self._content, self._jpeg, scale), self._orientation),
                         shape,
@@ -271,7 +271,7 @@ def _scans(content: bytes) -> int:
 
 
 def _open(content: bytes, name: Name) -> ImageFile:
-    """A PIL image, not decoded yet. Raises UserError."""
+    """Returns a PIL image that is not decoded yet. Raises UserError."""
     import PIL.Image
 
     with _named_errors(name):
@@ -282,7 +282,8 @@ def _open(content: bytes, name: Name) -> ImageFile:
 
 @contextmanager
 def _named_errors(name: Name) -> Iterator[None]:
-    """Whatever PIL raises for a broken file becomes a UserError that names the file."""
+    """Converts any exception that PIL raises for a broken file to a UserError that names the
+    file."""
     import PIL.Image
 
     try:
@@ -293,7 +294,7 @@ def _named_errors(name: Name) -> Iterator[None]:
         raise _too_large(name(), str(error)) from error
     except (
         PIL.UnidentifiedImageError
-    ) as error:  # its own message holds a memory address, which differs between ranks
+    ) as error:  # PIL's message contains a memory address, which differs between ranks
         raise _unreadable(
             type(error)("neither JPEG nor PNG, BMP, WebP, TIFF, GIF, PPM"), name()
         ) from error
@@ -321,7 +322,7 @@ def _check_cost(image: ImageFile, content: bytes, name: Name) -> None:
         raise UserError(
             "the image is a BMP file with run-length encoding", name(), "convert it to PNG"
         )
-    if image.tile and image.tile[0][0] == "ppm_plain":  # the same of numbers as text
+    if image.tile and image.tile[0][0] == "ppm_plain":  # as slow: the numbers are text
         raise UserError("the image is a PPM file of decimal numbers", name(), "convert it to PNG")
 
 
@@ -346,7 +347,7 @@ _FRAME = Struct(">BHHB")  # bits, height, width, channels
 _PROGRESSIVE = 0xC2
 _SCAN = 0xDA
 _FRAMES = (0xC0, 0xC1, _PROGRESSIVE)  # baseline, extended
-# applications' own, tables, restarts, comment: before frame and scan
+# segments before frame and scan: application data, tables, restarts, comments
 _OTHERS = (
     *range(0xE0, 0xF0),
     0xC4,
@@ -355,19 +356,19 @@ _OTHERS = (
     0xFE,
 )
 _MODES = {1: "L", 3: "RGB"}
-_SCALES = (8, 4, 2)  # of the decoder: it leaves out the high frequencies, and the work for them
+_SCALES = (8, 4, 2)  # the decoder skips the high frequencies and their cost
 
 
 class JpegHeader(NamedTuple):
     height: int
     width: int
-    mode: str  # of PIL: L or RGB
-    has_one_scan: bool  # the decoder goes over the pixels once, and refuses a second scan
+    mode: str  # PIL's mode: L or RGB
+    has_one_scan: bool  # the decoder makes one pass over the pixels and rejects a second scan
 
 
 def read_header(content: bytes) -> JpegHeader | None:
-    """The header of a JPEG file with 8 bits a channel in 1 or 3 channels; None of any other file,
-    and of an unusual one."""
+    """Returns the header of a JPEG file with 1 or 3 channels of 8 bits; None for any other or
+    unusual file."""
     frame = _find(content, 2, _FRAMES) if content[:2] == b"\xff\xd8" else None
     if frame is None:
         return None

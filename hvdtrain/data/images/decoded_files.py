@@ -1,4 +1,4 @@
-"""Images that are decoded once, into memory-mapped array files of bounded size; only missing files
+"""Images that are decoded once, into memory-mapped array files of bounded size. Only missing files
 are decoded again."""
 
 from __future__ import annotations
@@ -39,14 +39,16 @@ from hvdtrain.errors import UserError
 if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch
 
-_SHARD_BYTES = 2**30  # of pixels: an interrupted packing loses at most the work for one file
+# bytes of pixels in a file: an interrupted packing loses the work for one file at most
+_SHARD_BYTES = 2**30
 _PROGRESS_S = 2.0
 _FLUSH_S = 0.25
-# a thread decodes and writes at most this much at once, and at most MOST_ROWS images
+# a thread decodes and writes at most this many bytes, and at most MOST_ROWS images, at a time
 _BLOCK_BYTES = 2**22
-_MOST_THREADS = 16  # or processes
-_BLOCKS_FOR_WORKERS = 4  # of small images, that a thread asks worker processes for at once
-# images for which processes make up for the time that they take to start
+_MOST_THREADS = 16  # most threads, or worker processes
+# blocks of small images that a thread requests from worker processes at a time
+_BLOCKS_FOR_WORKERS = 4
+# number of images from which processes are worth their startup time
 _WORTH_WORKERS = 4000
 _WORTH_WORKERS_OF_LARGE = 2000
 
@@ -94,7 +96,7 @@ def pack(
 
 @dataclass(frozen=True, eq=False)
 class PackedSource(LabelledImages):
-    """A source over several array files; all but the last have the same length."""
+    """A source over several array files, which all have the same length except the last."""
 
     arrays: tuple[CheckedArray, ...]
     y: np.ndarray  # integers (n,), each in 0..classes-1
@@ -110,7 +112,7 @@ class PackedSource(LabelledImages):
         return self.y
 
     def read(self, indices: np.ndarray) -> Batch:
-        """Raises UserError if an image was altered after it had been written."""
+        """Reads the images. Raises UserError if an image was altered after it was written."""
         check_indices(indices, len(self))
         x = np.empty((len(indices), *self.shape), np.uint8)
         shards, rows = np.divmod(indices, len(self.arrays[0]))
@@ -122,12 +124,12 @@ class PackedSource(LabelledImages):
 
 @dataclass(frozen=True)
 class _Shard:
-    """One array file, of the images from `start` on."""
+    """One array file; its images begin at index `start`."""
 
     path: Path
     start: int
     shape: tuple[int, ...]  # (rows, H, W, C)
-    # all of it is read at the start, for mean and deviation: then it is also checked at the start
+    # the only file: mean and deviation read all of it at the start, so it is checked then, too
     is_only: bool
 
     def load(self) -> CheckedArray | None:
@@ -162,9 +164,10 @@ def _readers(
     """Returns a copy of the source for each thread that decodes, or that waits for worker processes
     and writes.
 
-    Small images take the interpreter's lock too often for two threads: one thread decodes them, the
-    others wait for processes. Of large ones all wait, for as many processes as cores: 1.11 times as
-    fast as threads that decode, 1.03 as with one (docs/performance.md).
+    Small images take the interpreter lock too often for two threads, so one thread decodes them and
+    the others wait for processes. With large images all threads wait, for as many processes as
+    cores. That is 1.11 times as fast as threads that decode, and 1.03 times as fast as one thread
+    that decodes (docs/performance.md).
     """
     # not on macOS
     cores = _cores()
@@ -196,7 +199,7 @@ def _cores() -> int:
 
 
 def _load(shards: list[_Shard]) -> list[CheckedArray]:
-    """Loads the arrays of complete files."""
+    """Loads the arrays of the files that are complete."""
     return [array for shard in shards if (array := shard.load()) is not None]
 
 
@@ -249,9 +252,9 @@ def _fill(
     checked_rows = rows_of_block(shard.shape)
     if (
         readers[0].workers is not readers[-1].workers
-    ):  # a thread decodes beside processes: small images
+    ):  # small images: one thread decodes beside the processes
         block *= _BLOCKS_FOR_WORKERS
-    starts = iter(range(0, shard.shape[0], block))  # of blocks that no thread has taken yet
+    starts = iter(range(0, shard.shape[0], block))  # starts of blocks that no thread has taken yet
     sums = np.zeros(-(-shard.shape[0] // checked_rows), np.uint64)
 
     def work(thread: int) -> None:
@@ -264,7 +267,7 @@ def _fill(
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             checks = checksums(
                 pixels, checked_rows
-            )  # of what was decoded, not of what the disk has
+            )  # the checksum covers the decoded bytes, not the bytes on the disk
             sums[start // checked_rows : start // checked_rows + len(checks)] = checks
             done[thread] += len(rows)
 
@@ -281,12 +284,13 @@ def _fill(
                 show_progress(sum(done))
         finally:
             stop.set()
-        flushing.result()  # the system reports an error of the disk once
+        flushing.result()  # the system reports a disk error only once
     return sums
 
 
 def _wait_all(futures: list[Future[None]], timeout_s: float) -> bool:
-    """Whether all are done after `timeout_s` at most. Raises what one of them raised."""
+    """Waits for at most `timeout_s` and returns whether all are done. Raises the exception of a
+    future that failed."""
     finished, unfinished = wait(futures, timeout_s, FIRST_EXCEPTION)
     for future in finished:
         future.result()

@@ -8,9 +8,9 @@ from hvdtrain.core.progress import fold
 from hvdtrain.data.images.resized_crop import uniform
 
 _TRIES = 10
-# apart from those in augment.py, random_operations.py and resized_crop.py
+# distinct from the counters in augment.py, random_operations.py and resized_crop.py
 _COUNTERS = range(104, 104 + 2 * _TRIES + 3)
-_PIXELS = 160  # the counter of random pixels
+_PIXELS = 160  # the first counter of the random pixels
 _AREA = 0.02, 0.33  # share of the image
 _RATIO = np.log(0.3), np.log(3.3)
 
@@ -19,9 +19,9 @@ def erase_boxes(keys: np.ndarray, probability: float, height: int, width: int) -
     """Draws boxes with the distribution of torchvision's RandomErasing, int64 (n, 4): top, bottom,
     left, right; zeros if nothing is erased.
 
-    keys: draw_keys(), uint64 (n,). The area is uniform, the aspect ratio log-uniform; the first of
-    ten draws that is smaller than the image is used; if none is, there is no box. The paper has
-    areas up to 0.4 and ratios uniform from 0.3 to 1 / 0.3.
+    keys: draw_keys(), uint64 (n,). The area is uniform and the aspect ratio log-uniform. The first
+    of ten draws that is smaller than the image is used; if none is smaller, there is no box. The
+    paper uses areas up to 0.4 and uniform ratios from 0.3 to 1 / 0.3.
     """
     drawn = uniform(keys, _COUNTERS)
     area = height * width * (_AREA[0] + (_AREA[1] - _AREA[0]) * drawn[:, :_TRIES])

@@ -1,5 +1,5 @@
-"""ImageSource: images that are decoded whenever they are read, by threads or workers, and never
-kept; image files of a folder."""
+"""ImageSource: images that threads or worker processes decode at every read and do not keep; also
+finds the image files of a folder."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch
 
 _SMALL_BYTES = 2**12  # an image file of 100 x 100 pixels
-_GROUP = 16  # images whose files are in memory at once
+_GROUP = 16  # images whose files are in memory at the same time
 _GROUP_BYTES = 2**22
-_MOST_NAMED = 3  # files that are left out
+_MOST_NAMED = 3  # skipped files that a note names
 
 
 class EncodedImages(Protocol):
@@ -35,26 +35,27 @@ class EncodedImages(Protocol):
 
     @property
     def where(self) -> str:
-        """The location of all images, for messages."""
+        """Where the images are, for messages."""
 
     def __len__(self) -> int: ...
 
     def content(self, index: int) -> bytes:
-        """The bytes of one image file. Raises UserError if they cannot be read."""
+        """Returns the bytes of an image file. Raises UserError if it cannot be read."""
 
     def name(self, index: int) -> str:
-        """The name of one image in messages. May take time: an archive is searched for it."""
+        """Returns the name of an image for messages. May take time, because it may search an
+        archive."""
 
 
 @dataclass(frozen=True, eq=False)
 class ImageReader:
-    """Decodes images into arrays: what a worker process has a copy of."""
+    """Decodes images into arrays. Each worker process has a copy."""
 
     encoded: EncodedImages
     shape: tuple[int, int, int]  # (H, W, C)
-    crop: bool  # take the centre square; else every image must have the size of `first`
+    crop: bool  # take the centre square; otherwise every image must have the size of `first`
     first: Name  # the image that `shape` was read from
-    smallest_box: float  # of a random resized crop, its share of the image
+    smallest_box: float  # smallest share of the image in a random resized crop
     upright: bool = False  # data.exif=apply
     defined_at: str = __name__
 
@@ -69,8 +70,8 @@ class ImageReader:
     def read_into(
         self, arrays: Mapping[str, np.ndarray], indices: np.ndarray, seeds: np.ndarray | None
     ) -> None:
-        """Reads images into arrays: random boxes with draw_keys() as `seeds`, without seeds as for
-        evaluation.
+        """Reads images into arrays: random boxes if `seeds` are given, as from draw_keys(),
+        otherwise as for evaluation.
 
         Raises UserError if an image cannot be decoded.
         """
@@ -85,8 +86,8 @@ class ImageReader:
                 x[row] = np.frombuffer(image.pixels(self.shape, box), np.uint8).reshape(self.shape)
 
     def _groups(self, indices: list[int]) -> Iterator[tuple[int, list[Undecoded]]]:
-        """Yields groups of images with the position of the first: boxes are drawn for a group at
-        once, and large files are not kept."""
+        """Yields groups of images with the position of the first: boxes are drawn for a whole
+        group, and large files are not kept."""
         images: list[Undecoded] = []
         size = 0
         for place, index in enumerate(indices):
@@ -131,21 +132,21 @@ class ImageReader:
 
 @dataclass(frozen=True, eq=False)
 class ImageSource(LabelledImages):
-    """A source that decodes each image when it is read: on the thread that reads it, or in worker
+    """A source that decodes each image when it is read, on the reading thread or in worker
     processes."""
 
     encoded: EncodedImages
     y: np.ndarray  # integers (n,), each in 0..classes-1
     classes: int
     shape: tuple[int, int, int]  # (H, W, C)
-    crop: bool  # take the centre square; else every image must have the size of `first`
+    crop: bool  # take the centre square; otherwise every image must have the size of `first`
     first: Name  # the image that `shape` was read from
     class_names: tuple[str, ...] = ()
     workers: WorkerPool | None = None
-    # augment.resized_crop: reading for training takes a random box of each image; 0: as for
+    # augment.resized_crop: reads for training take a random box of each image; 0: they are as for
     # evaluation
     smallest_box: float = 0.0
-    upright: bool = False  # images are turned as their EXIF orientation says
+    upright: bool = False  # rotate images by their EXIF orientation
     notes: tuple[str, ...] = ()  # for the user
     small_images_lock: Lock = field(default_factory=Lock)
 
@@ -192,8 +193,8 @@ class ImageSource(LabelledImages):
         return replace(self, workers=WorkerPool(self.reader, workers))
 
     def cropped(self, smallest_box: float) -> ImageSource:
-        """This source with crops: images that are trained on are random boxes of at least this
-        share of the whole image."""
+        """Returns this source with random crops: a training image is a random box with at least
+        this share of the original."""
         return replace(self, smallest_box=smallest_box)
 
     def is_small(self, index: int) -> bool:
@@ -202,10 +203,10 @@ class ImageSource(LabelledImages):
         return len(self.encoded.content(index)) < _SMALL_BYTES
 
     def _one_thread_if_small(self, indices: np.ndarray) -> AbstractContextManager[object]:
-        """Batches of small images are read one after the other.
+        """Makes threads read batches of small images one after the other.
 
-        Two threads contend for the interpreter lock at every file: compared with one thread they
-        read 0.56 times as many 32 x 32 images, and 1.65 times as many 500 x 375 images.
+        Two threads contend for the interpreter lock at every file. They read 0.56 times as many 32
+        x 32 images as one thread, but 1.65 times as many 500 x 375 images.
         """
         return (
             self.small_images_lock
@@ -234,15 +235,13 @@ class ImageFiles:
 class FoundImages(NamedTuple):
     """Names relative to the folder, with /; names of skipped folders end with /."""
 
-    images: list[
-        str
-    ]  # folder by folder in the order of their paths, in each by name: as torchvision's ImageFolder has them  # noqa: E501
+    images: list[str]  # sorted by folder, then by name, as in torchvision's ImageFolder
     left_out: list[str]  # hidden files and folders, and files with another suffix
 
 
 def find_images(folder: str) -> FoundImages:
-    """All image files below a folder; links are followed. Raises UserError for a circle of links,
-    OSError for what cannot be listed."""
+    """Finds all image files below a folder; links are followed. Raises UserError for a circle of
+    links, and OSError for a folder that cannot be listed."""
     images: list[tuple[str, list[str]]] = []
     left_out: list[str] = []
     _walk(folder, "", images, left_out)
@@ -272,13 +271,14 @@ def is_hidden(name: str) -> bool:
 
 
 def _folder(found: tuple[str, list[str]]) -> str:
-    """The path of the folder, without its last /: a/b comes before a/b-2, and that before a/b/c."""
+    """The path of the folder, without the last /, as a sort key: a/b comes before a/b-2, which
+    comes before a/b/c."""
     return found[0].rstrip("/")
 
 
 def _walk(folder: str, below: str, found: list[tuple[str, list[str]]], left_out: list[str]) -> None:
-    """Adds the images of a folder and of those in it; below: its path in the whole, "" or ending
-    with /."""
+    """Adds the images of a folder and its subfolders. below: the path of the folder relative to the
+    root, "" or ending with /."""
     names = []
     folders = []
     with os.scandir(folder) as entries:

@@ -1,5 +1,5 @@
-"""mixup (Zhang 2017, arXiv:1710.09412) and CutMix (Yun 2019, arXiv:1905.04899): the weights drawn
-for each sample, and images, masks and labels mixed with those of another sample."""
+"""mixup (Zhang 2017, arXiv:1710.09412) and CutMix (Yun 2019, arXiv:1905.04899): draws the weights
+of each sample, and mixes images, masks and labels of two samples."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import numpy as np
 from hvdtrain.config.sections.augment import AugmentConfig
 from hvdtrain.data.images.resized_crop import draw_keys, integers, uniform
 
-# counters of the random numbers: augment.py lists those of the others
+# counters of the random numbers; augment.py lists all counters
 _MIXUP_WEIGHT = range(5, 7)
-_PARTNER = range(7, 8)  # of mixup and of CutMix
+_PARTNER = range(7, 8)  # for mixup and CutMix
 _CUTMIX_WEIGHT = range(40, 42)
 _CUTMIX_CENTRE = range(42, 44)
 _IS_CUTMIX = range(44, 45)
-# a mixup weight is a multiple of 1 / this, so that float32 mixes bytes exactly: 8 + 16 bits
+# a mixup weight is a multiple of the inverse, so that float32 mixes bytes exactly: 8 + 16 bits
 MIXUP_WEIGHT_STEPS = 2**16
 
 
 def draw_mixtures(
     augment: AugmentConfig, keys: np.ndarray, height: int, width: int
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """AugmentationParameters.cutmix_box and mixup_weight; with both, each sample has one of them
-    with probability 1/2, as in timm."""
+    """Draws AugmentationParameters.cutmix_box and mixup_weight. If both are on, each sample gets
+    one of them with probability 1/2, as in timm."""
     weight = _beta(uniform(keys, _MIXUP_WEIGHT), augment.mixup) if augment.mixup else None
     if not augment.cutmix:
         return None, weight
@@ -43,8 +43,8 @@ def partners_of(
 
     None without mixup and CutMix.
 
-    Zhang 2017 and Yun 2019 mix a batch with a permutation of itself; that would depend on how it is
-    split into ranks and micro-batches.
+    Zhang 2017 and Yun 2019 mix a batch with a permutation of itself. Here that would depend on how
+    the batch is split over ranks and micro-batches.
     """
     if not augment.mixup and not augment.cutmix:
         return None
@@ -52,11 +52,11 @@ def partners_of(
 
 
 def cutmix_boxes(weights: np.ndarray, drawn: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Returns boxes that cover the share 1 - weight of the image (eq. 2), clipped at the border,
-    int64 (n, 4): top, bottom, left, right.
+    """Returns boxes that cover 1 - weight of the image (eq. 2), clipped at the border, int64 (n,
+    4): top, bottom, left, right.
 
-    weights: float64 (n,), lambda; drawn: float64 (n, 2), uniform, of the centre. Sides are even, as
-    in the authors' code.
+    weights: float64 (n,), lambda; drawn: float64 (n, 2), uniform numbers for the centre. Sides are
+    even, as in the authors' code.
     """
     sizes = np.array([height, width])
     centre = (drawn * sizes).astype(np.int64)
@@ -66,8 +66,8 @@ def cutmix_boxes(weights: np.ndarray, drawn: np.ndarray, height: int, width: int
 
 
 def remaining_shares(boxes: np.ndarray, height: int, width: int) -> np.ndarray:
-    """The share of the image outside of its box: lambda after clipping, the weight of its own
-    label; float64 (n,)."""
+    """Returns the share of the image outside its box, float64 (n,): lambda after clipping, which is
+    the weight of the image's own label."""
     top, bottom, left, right = boxes.T
     shares: np.ndarray = 1 - (bottom - top) * (right - left) / (height * width)
     return shares
@@ -83,8 +83,8 @@ def blend_weights(weights: np.ndarray | None, boxes: np.ndarray | None) -> np.nd
 
 
 def in_boxes(boxes: np.ndarray, height: int, width: int, channels: int = 1) -> np.ndarray:
-    """Returns bool (n, H, W C): which values lie in boxes int64 (n, 4) of top, bottom, left,
-    right."""
+    """Returns which values lie in the boxes, bool (n, H, W C); boxes: int64 (n, 4) of top, bottom,
+    left, right."""
     top, bottom, left, right = (edge[:, None] for edge in boxes.T)
     rows = np.arange(height)
     columns = np.arange(width * channels) // channels
@@ -95,8 +95,8 @@ def in_boxes(boxes: np.ndarray, height: int, width: int, channels: int = 1) -> n
 
 
 def paste(x: np.ndarray, partner: np.ndarray, boxes: np.ndarray) -> np.ndarray:
-    """Images (n, H, W, C), or masks (n, H, W), with the pixels of their partners in boxes (n, 4)
-    (eq. 1)."""
+    """Replaces the pixels in boxes (n, 4) by the partners' pixels (eq. 1), in images (n, H, W, C)
+    or masks (n, H, W)."""
     inside = in_boxes(boxes, *x.shape[1:])
     rows = inside.shape  # (n, H, W C): three channels would be a slow loop
     return np.where(inside, partner.reshape(rows), x.reshape(rows)).reshape(x.shape)
@@ -111,27 +111,27 @@ def mix(
 
 
 def mixup(x: np.ndarray, partner: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """weight x + (1 - weight) partner, uint8 (n, H, W, C), rounded half up; exact for multiples of
-    1 / MIXUP_WEIGHT_STEPS.
+    """Returns weight x + (1 - weight) partner, uint8 (n, H, W, C), rounded half up; exact if
+    weights are multiples of 1 / MIXUP_WEIGHT_STEPS.
 
-    Zhang 2017 mixes real numbers; here a byte differs from that by half a level at most.
+    Zhang 2017 mixes real numbers; a byte here differs by at most half a level.
     """
     weight = (np.rint(weight * MIXUP_WEIGHT_STEPS) / MIXUP_WEIGHT_STEPS).astype(np.float32)[
         :, None, None, None
     ]
-    # no step of this rounds
+    # none of these operations rounds
     mixed: np.ndarray = (x * weight + partner * (1 - weight) + np.float32(0.5)).astype(np.uint8)
     return mixed
 
 
 def _beta(drawn: np.ndarray, alpha: float) -> np.ndarray:
-    """Beta(alpha, alpha) in closed form from two uniform numbers, float64 (n,), rounded to a
-    multiple of 1 / MIXUP_WEIGHT_STEPS.
+    """Draws from Beta(alpha, alpha) in closed form from two uniform numbers; float64 (n,), rounded
+    to a multiple of 1 / MIXUP_WEIGHT_STEPS.
 
     t = sqrt(alpha (u^(-1/alpha) - 1)) cos(2 pi v) sqrt(2) follows Student's t-distribution with 2
     alpha degrees of freedom (Bailey 1994, "Polar generation of random variates with the
-    t-distribution"), and 1/2 + t / (2 sqrt(2 alpha + t^2)) is then Beta(alpha, alpha). Computed
-    with u^(1/alpha), which goes to 0 where its inverse would be infinite.
+    t-distribution"), and 1/2 + t / (2 sqrt(2 alpha + t^2)) is then Beta(alpha, alpha). The code
+    uses u^(1/alpha), which tends to 0, because its inverse would become infinite.
     """
     power = np.log(drawn[:, 0]) / alpha
     cosine = np.cos(2 * np.pi * drawn[:, 1])

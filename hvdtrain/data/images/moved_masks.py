@@ -1,5 +1,5 @@
-"""Masks that are augmented with their images: the crop, shift, flip and RandAugment drawn for a
-sample, with the nearest pixel."""
+"""Masks that are augmented with their images: they get the same crop, shift, flip and RandAugment,
+with the nearest pixel."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def moves_pixels(augment: AugmentConfig) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class MovedMasks(AroundSource):
-    """A source whose masks are read for training with the same geometric augmentation as the image
-    x of the sample."""
+    """A source whose training masks get the same geometric augmentation as the image x of the
+    sample."""
 
     source: Source
-    # fields (n, H, W) of integers, and the label of what is outside of the image
+    # integer fields (n, H, W), and the label of pixels outside of the image
     masks: Mapping[str, int]
     augment: AugmentConfig
 
@@ -54,8 +54,8 @@ class MovedMasks(AroundSource):
 def with_moved_masks(
     source: Source, masks: Mapping[str, int | None], augment: AugmentConfig
 ) -> Source:
-    """Returns the source with masks that move with their images. Raises UserError if pixels from
-    outside the image would have no class."""
+    """Returns the source with masks that move with their images. Raises UserError if there is no
+    label for pixels outside of the image."""
     if not masks or not (moves_pixels(augment) or augment.cutmix):
         return source
     key = "crop" if augment.crop and augment.pad == "zeros" else "rand_augment"
@@ -77,8 +77,8 @@ def moved_masks(source: Source) -> tuple[str, ...]:
 
 
 def move(masks: np.ndarray, parameters: AugmentationParameters, outside: int) -> np.ndarray:
-    """Moves the pixels of integer masks (n, H, W) as apply() of augment.py moves those of images; a
-    resized crop takes the nearest pixel."""
+    """Moves the pixels of integer masks (n, H, W) as apply() in augment.py moves the pixels of
+    images; a resized crop takes the nearest pixel."""
     rows, columns = _sources_of_pixels(parameters, *masks.shape)
     moved = _taken(masks, rows[:, :, None], columns[:, None], outside)
     if parameters.operation is None or parameters.argument is None:
@@ -92,8 +92,8 @@ def move(masks: np.ndarray, parameters: AugmentationParameters, outside: int) ->
 
 
 def _taken(masks: np.ndarray, rows: np.ndarray, columns: np.ndarray, outside: int) -> np.ndarray:
-    """Takes the pixels in these rows and columns of masks (n, H, W), integers that broadcast to its
-    shape; `outside` for pixels beyond the mask."""
+    """Returns the pixels of masks (n, H, W) at these rows and columns, integers that broadcast to
+    this shape; `outside` for pixels beyond the mask."""
     n, height, width = masks.shape
     found = masks[np.arange(n)[:, None, None], rows.clip(0, height - 1), columns.clip(0, width - 1)]
     is_inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)

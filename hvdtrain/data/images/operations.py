@@ -1,10 +1,10 @@
-"""Operations of RandAugment and of colour jitter on batches of images: each image has its own,
-those of a kind are computed together.
+"""Operations of RandAugment and colour jitter on batches of images. Each image has its own
+operations; equal operations are computed together.
 
-All pixels are computed in integers, so numpy and torch on any device give the same bytes, whatever
-else is in the batch. Each operation is torchvision's function of the same name on uint8: to the
-bit, or to one grey level where torchvision computes in float32; a pixel that a shear or rotation
-puts halfway between two may be the other one.
+All pixels are computed in integers, so NumPy and torch give the same bytes on any device, whatever
+else is in the batch. Each operation matches torchvision's uint8 function of the same name: bit by
+bit, or within one grey level if torchvision computes in float32. If a shear or rotation ends
+halfway between two pixels, torchvision may take the other one.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Operation(IntEnum):
     COLOR = 7  # factor: 0 is grey, 1 the image; an image of one channel stays as it is
     CONTRAST = 8  # factor: 0 is the mean grey, 1 the image
     SHARPNESS = 9  # factor: 0 is blurred, 1 the image
-    POSTERIZE = 10  # bits that are kept
-    SOLARIZE = 11  # what is as bright or brighter is inverted: 0 ... 255
+    POSTERIZE = 10  # number of bits to keep
+    SOLARIZE = 11  # threshold, 0 ... 255: values at or above it are inverted
     AUTO_CONTRAST = 12  # -
     EQUALIZE = 13  # -
     HUE = 14  # turns of the colour circle: -1/2 ... 1/2; an image of one channel stays as it is
@@ -66,7 +66,7 @@ class Arrays(Protocol):
 
     @property
     def block(self) -> int:
-        """The number of values that are computed at once; at least one image."""
+        """The number of values to compute at a time; at least one image is."""
 
     def put(self, array: np.ndarray) -> Any:
         """Copies a host array to the device."""
@@ -75,7 +75,7 @@ class Arrays(Protocol):
         """Converts integers to another dtype, such as "int32"."""
 
     def take(self, x: Any, index: Any) -> Any:
-        """Rows of x (P, ...) by integers of any shape."""
+        """Returns rows of x (P, ...) selected by integers of any shape."""
 
     def counts(self, index: Any, length: int) -> Any:
         """Counts how often each of 0 ... length - 1 occurs in the integers `index`, int64
@@ -83,7 +83,7 @@ class Arrays(Protocol):
 
 
 class HostArrays:
-    """The functions of numpy."""
+    """The array functions of NumPy."""
 
     xp: Any = np
     block = 2**18  # 2 MB of indices
@@ -127,11 +127,10 @@ def moved_pixels(
     """Returns the row and the column that each pixel of GEOMETRIC operations comes from, int32 (m,
     H, W); they may be outside the image.
 
-    Uses the nearest pixel, as torchvision does by default; of two equally near ones, the lower or
-    right one.
+    Uses the nearest pixel, as torchvision does by default; in a tie, the lower or right pixel.
     """
     matrix, centre = _matrices(operation, argument, height, width)
-    down = 2 * np.arange(height)[:, None] + 1  # of pixels' centres, in halves
+    down = 2 * np.arange(height)[:, None] + 1  # centres of pixels, in half pixels
     right = 2 * np.arange(width)[None, :] + 1
     column, row = (
         arrays.put(weight_x * (right - centre[:, :1, None]) + shift)  # (m, 1, W)
@@ -216,7 +215,7 @@ def _table_places(x: Any, arrays: Arrays) -> Any:
 
 
 def _given_tables(operation: np.ndarray, argument: np.ndarray) -> np.ndarray:
-    """Tables that do not depend on the image, uint8 (m, 256)."""
+    """Returns the tables of operations that do not depend on the image, uint8 (m, 256)."""
     values = np.arange(256)
     tables = np.tile(values.astype(np.uint8), (len(operation), 1))
     bright = operation == Operation.BRIGHTNESS
@@ -231,7 +230,8 @@ def _given_tables(operation: np.ndarray, argument: np.ndarray) -> np.ndarray:
 
 
 def _contrast(x: Any, factor: np.ndarray, arrays: Arrays) -> Any:
-    """Distances from the mean of the grey image, times a factor: int64 (m, C, 256)."""
+    """Returns tables that scale the distance from the mean grey value by a factor, int64 (m, C,
+    256)."""
     m, height, width, channels = x.shape
     total = arrays.cast(_grey(_planes(x, arrays)), "int64").reshape(m, -1).sum(1)[:, None]  # (m, 1)
     fixed = arrays.put(_fixed(factor)[:, None])
@@ -259,7 +259,7 @@ def _equalize(x: Any, _: np.ndarray, arrays: Arrays) -> Any:
     m, height, width, channels = x.shape
     counts = arrays.counts(_table_places(x, arrays), m * channels * 256).reshape(m, channels, 256)
     until = counts.cumsum(-1)
-    # the brightest value that is there
+    # the brightest value that occurs
     most = arrays.xp.amax(arrays.xp.where(counts > 0, arrays.put(np.arange(256)), 0), -1)
     of_most = (counts * (arrays.put(np.arange(256)) == most[..., None])).sum(-1)[..., None]
     step = (height * width - of_most) // 255  # (m, C, 1)
@@ -291,7 +291,7 @@ def _sharpness(x: Any, _: np.ndarray, factor: np.ndarray, arrays: Arrays) -> Any
 
 
 def _hue(x: Any, _: np.ndarray, turns: np.ndarray, arrays: Arrays) -> Any:
-    """The angle of HSV (Smith 1978) turned; value and saturation stay."""
+    """Rotates the hue of HSV (Smith 1978); value and saturation do not change."""
     if x.shape[-1] == 1:
         return x
     xp = arrays.xp
@@ -316,18 +316,19 @@ def _hue(x: Any, _: np.ndarray, turns: np.ndarray, arrays: Arrays) -> Any:
 
 
 def _blend(x: Any, other: Any, fixed: Any, arrays: Arrays) -> Any:
-    """factor x + (1 - factor) other, int32 of one shape, rounded down to uint8; `fixed` is the
-    factor by _fixed(), int32."""
+    """Returns factor x + (1 - factor) other, rounded down to uint8; both are int32 of one shape.
+    `fixed` is the factor as int32, from _fixed()."""
     return arrays.cast((((x - other) * fixed >> 16) + other).clip(0, 255), "uint8")
 
 
 def _planes(x: Any, arrays: Arrays) -> list[Any]:
-    """The channels, int32 (m, H, W) each."""
+    """Returns the channels, int32 (m, H, W) each."""
     return [arrays.cast(x[..., channel], "int32") for channel in range(x.shape[-1])]
 
 
 def _grey(planes: list[Any]) -> Any:
-    """The brightness of pixels of one or three channels, int32 (m, H, W), rounded down."""
+    """Returns the brightness of pixels with one or three channels, int32 (m, H, W), rounded
+    down."""
     if len(planes) == 1:
         return planes[0]
     red, green, blue = (weight * plane for plane, weight in zip(planes, _GREY, strict=True))
@@ -339,7 +340,7 @@ def _fixed(factor: np.ndarray) -> np.ndarray:
 
 
 _FUNCTIONS = (_moved, _by_tables, _color, _sharpness, _hue)
-# by operation: which of the functions, counted from 1; 0: none
+# for each operation the number of its function, from 1; 0: none
 _KIND = np.zeros(len(Operation), np.int64)
 for _number, _operations in enumerate(
     (GEOMETRIC, _OF_TABLES, (Operation.COLOR,), (Operation.SHARPNESS,), (Operation.HUE,)), 1

@@ -1,5 +1,4 @@
-"""Draws the operations of operations.py for an image, by counters: those of RandAugment and of
-colour jitter."""
+"""Draws the operations of RandAugment and colour jitter for an image, by counters."""
 
 from __future__ import annotations
 
@@ -10,15 +9,15 @@ import numpy as np
 from hvdtrain.data.images.operations import Operation, is_geometric
 from hvdtrain.data.images.resized_crop import integers, uniform
 
-MOST_OPERATIONS = 16  # of RandAugment for an image, by the counters that it has
+MOST_OPERATIONS = 16  # RandAugment operations for an image; it has counters for 16
 MAGNITUDES = 30  # the largest one; RandAugment's scale begins at 0
-# apart from those in augment.py, erasing.py and resized_crop.py
+# distinct from the counters in augment.py, erasing.py and resized_crop.py
 _RAND_AUGMENT = range(64, 64 + 2 * MOST_OPERATIONS)
 _FACTORS = range(96, 100)
 _ORDER = range(100, 104)
-_FARTHEST = 150 / 331  # of the image's side, moved with the largest magnitude
+_FARTHEST = 150 / 331  # shift at the largest magnitude, as a share of the image's side
 _OF_RAND_AUGMENT = [operation for operation in Operation if operation != Operation.HUE]
-# as augment.color_jitter has them
+# in the order of augment.color_jitter
 _JITTERED = (
     Operation.BRIGHTNESS,
     Operation.CONTRAST,
@@ -30,10 +29,10 @@ _JITTERED = (
 def rand_augment(
     keys: np.ndarray, count: int, magnitude: int, height: int, width: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Operations int64 (n, count) and their arguments float64 (n, count) of images with keys uint64
-    (n,), in the order of application.
+    """Draws RandAugment for images with keys uint64 (n,): operations int64 (n, count), in the order
+    of application, and their arguments float64 (n, count).
 
-    Each is any of 14 with equal probability, and its direction is drawn (Cubuk 2020,
+    Each operation is one of 14 with equal probability and has a random direction (Cubuk 2020,
     arXiv:1909.13719). Magnitudes are torchvision's: 30 is a shear of 0.3, a rotation of 30 degrees,
     a move by 150 of 331 parts of the side, a factor of 0.1 or 1.9.
     """
@@ -68,8 +67,9 @@ def color_jitter(keys: np.ndarray, widths: Sequence[float]) -> tuple[np.ndarray,
     """Draws torchvision's ColorJitter: operations int64 (n, k) and arguments float64 (n, k) for
     images with keys uint64 (n,), in a random order.
 
-    widths: of brightness, contrast, saturation, whose factors are uniform from max(0, 1 - width) to
-    1 + width, and of hue, uniform from -width to width; up to four numbers; a 0 switches one off.
+    widths: up to four numbers, for brightness, contrast, saturation and hue. The first three are
+    factors, uniform from max(0, 1 - width) to 1 + width; hue is uniform from -width to width. A 0
+    switches one off.
     """
     used = [place for place, width in enumerate(widths) if width]
     low = np.array(

@@ -10,30 +10,31 @@ import numpy as np
 from hvdtrain.core.progress import fold
 
 _STREAM = (
-    0xA063E470  # a counter that shuffles, sample weights, dropout and gradient noise do not use
+    0xA063E470  # not used by the counters of shuffles, sample weights, dropout and gradient noise
 )
 
 
 def draw_keys(seed: int, epochs: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """A seed for each sample in its epoch, uint64 (n,), of int64 (n,) both."""
+    """Returns a seed for each sample in its epoch, uint64 (n,); epochs, samples: int64 (n,)."""
     keys: np.ndarray = fold(seed, _STREAM, epochs.astype(np.uint64), samples.astype(np.uint64))
     return keys
 
 
 def uniform(keys: np.ndarray, counters: range) -> np.ndarray:
-    """uint64 (n,) -> float64 (n, counters), strictly between 0 and 1: (k + 1/2) / 2^52 for 52
-    random bits k."""
+    """Returns uniform numbers, float64 (n, counters), strictly between 0 and 1: (k + 1/2) / 2^52
+    for 52 random bits k. keys: uint64 (n,)."""
     bits = fold(keys[:, None], np.array(counters, np.uint64))
     return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) / 2.0**52
 
 
 def integers(uniform_numbers: np.ndarray, limit: int) -> np.ndarray:
-    """int64 0 ... limit - 1, with equal probabilities up to limit / 2^52."""
+    """Returns integers, int64 in 0 ... limit - 1; their probabilities are equal up to limit /
+    2^52."""
     return (uniform_numbers * limit).astype(np.int64)
 
 
 _TRIES = 10
-_COUNTERS = range(16, 16 + 2 * _TRIES + 2)  # apart from those in augment.py
+_COUNTERS = range(16, 16 + 2 * _TRIES + 2)  # distinct from the counters in augment.py
 
 
 def crop_boxes(
@@ -42,10 +43,10 @@ def crop_boxes(
     """Draws boxes with the distribution of torchvision's RandomResizedCrop, int64 (n, 4): top,
     left, height, width.
 
-    keys: draw_keys(), uint64 (n,). smallest: share of the area. height, width: of all images, or of
-    each, int64 (n,). The area is uniform from `smallest` of the image to all of it, the aspect
+    keys: from draw_keys(), uint64 (n,). smallest: share of the area. height, width: a number for
+    all images, or int64 (n,). The area is uniform from `smallest` to 1 of the image, the aspect
     ratio log-uniform from 3/4 to 4/3. The first of ten draws that fits into the image is used; if
-    none fits, the largest centred box of an allowed ratio.
+    none fits, the largest centred box with an allowed ratio.
     """
     drawn = uniform(keys, _COUNTERS)
     height = np.broadcast_to(height, len(keys))
@@ -68,24 +69,24 @@ def crop_boxes(
     return np.concatenate([corner, sides], 1)
 
 
-# the weight 1: 8 + 11 + 11 bits fit into int32, and a result is at most 0.13 of 255 levels off
+# the weight 1: 8 + 11 + 11 bits fit into int32, and the error is at most 0.13 of 255 levels
 WEIGHT_ONE = 2**11
-# int32 numbers computed at once: they stay in the cache, and their memory is reused
+# int32 numbers computed at a time: they stay in the cache, and their memory is reused
 _BLOCK_NUMBERS = 2**16
 
 
 class Interpolation(NamedTuple):
-    """Along one axis: each of the P points of the result lies between two rows (or columns) of the
-    image. Arrays of shape (n, P)."""
+    """Interpolation along one axis: each of P result points lies between two rows (or columns) of
+    the image. Arrays have shape (n, P)."""
 
-    low: np.ndarray  # int64, number of the row
+    low: np.ndarray  # int64, index of the row
     high: np.ndarray  # int64
-    weight: np.ndarray  # int32, of `high`: 0 ... WEIGHT_ONE
+    weight: np.ndarray  # int32, weight of `high`: 0 ... WEIGHT_ONE
 
 
 def interpolate_axis(start: np.ndarray, length: np.ndarray, points: int) -> Interpolation:
-    """`length` rows from `start` on, int64 (n,) both, resampled at `points` points. The centre of a
-    pixel is at its half."""
+    """Resamples `length` rows from `start` on, int64 (n,) both, at `points` points. The centre of
+    pixel i is at i + 1/2."""
     at = (np.arange(points) + 0.5) * (length[:, None] / points) - 0.5
     at = at.clip(0)
     low = at.astype(np.int64)
@@ -97,8 +98,8 @@ def interpolate_axis(start: np.ndarray, length: np.ndarray, points: int) -> Inte
 def interpolate_box(
     box: np.ndarray, flipped: np.ndarray | None, height: int, width: int
 ) -> tuple[Interpolation, Interpolation]:
-    """Along the height and along the width, for boxes int64 (n, 4) of top, left, height, width;
-    flipped is bool (n,), left to right."""
+    """Returns the interpolation along the height and along the width, for boxes int64 (n, 4) of
+    top, left, height, width. flipped: bool (n,), left to right."""
     top, left, tall, wide = box.T
     across = interpolate_axis(left, wide, width)
     if flipped is not None:
@@ -109,8 +110,8 @@ def interpolate_box(
 
 
 def resized_crop(x: np.ndarray, box: np.ndarray, flipped: np.ndarray | None = None) -> np.ndarray:
-    """uint8 (n, H, W, C), contiguous -> the box of each image, resized to H x W. No antialiasing.
-    `box` and `flipped` as above."""
+    """Resizes a box of each image to H x W, without antialiasing. x: contiguous uint8 (n, H, W, C).
+    `box` and `flipped` are as in interpolate_box()."""
     n, height, width, channels = x.shape
     down, across = interpolate_box(box, flipped, height, width)
     image_of_row = np.arange(n).repeat(height)  # (n H,)
@@ -142,7 +143,7 @@ def resized_crop(x: np.ndarray, box: np.ndarray, flipped: np.ndarray | None = No
 
 
 def _between(low: np.ndarray, high: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """WEIGHT_ONE times the interpolation of `low` and `high`, int32."""
+    """Returns WEIGHT_ONE times the interpolation of `low` and `high`, int32."""
     total = np.multiply(low, WEIGHT_ONE - weight, dtype=np.int32)
     total += np.multiply(high, weight, dtype=np.int32)
     return total

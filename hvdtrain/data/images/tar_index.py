@@ -1,4 +1,4 @@
-"""Where the samples of a WebDataset archive are: a plain tar, whose headers are read; nothing is
+"""Locates the samples of a WebDataset archive, a plain tar file, from its headers; nothing is
 extracted."""
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from hvdtrain.errors import UserError, first_line, short
 _IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 _LABEL_SUFFIX = "cls"
 _MOST_CLASSES = 2**20
-_MOST_HEADER_BYTES = 2**20  # of a long name or of extended fields
+_MOST_HEADER_BYTES = 2**20  # bytes of a long name or of extended fields
 _MOST_LABEL_BYTES = 64
-# checked after the end mark: tar pads to 10 KiB, so an appended archive begins within
+# bytes checked after the end mark: tar pads to 10 KiB, so an appended archive begins within them
 _END_BYTES = 2**16
 _COMPRESSED = {
     b"\x1f\x8b": "gzip",
@@ -36,14 +36,14 @@ _REWRITE_FIX = "write it again, with `tar --sort=name` or a WebDataset writer"
 class SampleLocation(NamedTuple):
     """One sample of an archive."""
 
-    offset: int  # of the image's first byte in the archive
-    size: int  # of the image, bytes
+    offset: int  # of the image's first byte, in the archive
+    size: int  # of the image, in bytes
     label: int
 
 
 class _Member(NamedTuple):
-    """A member of the archive; WebDataset splits its name at the first dot of the last path
-    component."""
+    """A member of the archive, with its name split at the first dot of the last path component, as
+    in WebDataset."""
 
     key: str
     suffix: str
@@ -51,11 +51,11 @@ class _Member(NamedTuple):
 
 
 def index_samples(path: Path) -> list[SampleLocation]:
-    """Every sample of the archive, in order: adjacent members KEY.jpg (jpeg, png, webp) and
-    KEY.cls; other members of a KEY are skipped.
+    """Returns the samples of the archive in order: adjacent members KEY.jpg (jpeg, png, webp) and
+    KEY.cls. Other members of a KEY are skipped.
 
-    Raises UserError for an incomplete sample, one that is there twice, a label that is not a class,
-    and a damaged or compressed archive.
+    Raises UserError for an incomplete or duplicate sample, a label that is not a class, and a
+    damaged or compressed archive.
     """
     locations = []
     keys: set[str] = set()
@@ -130,7 +130,8 @@ def _read_label(path: Path, file: IO[bytes], info: tarfile.TarInfo) -> int:
 
 
 def _split_name(info: tarfile.TarInfo) -> _Member | None:
-    """None for a folder, a hidden name, a name without a dot, and the format's own __notes__."""
+    """Splits a member's name; None for a folder, a hidden name, a name without a dot, and the
+    format's __notes__."""
     folder, slash, base = info.name.rpartition("/")
     stem, dot, suffix = base.partition(".")
     is_note = re.match(r"__[^/]*__(/|$)", info.name)
@@ -141,7 +142,7 @@ def _split_name(info: tarfile.TarInfo) -> _Member | None:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """The archive, open for reading. Raises UserError if it is compressed, not a regular file or
+    """Opens the archive for reading. Raises UserError if it is compressed, is not a regular file or
     cannot be read."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -161,8 +162,8 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _members(path: Path, file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
-    """Yields all members in order, each completely inside the file. Raises UserError for a damaged
-    archive."""
+    """Yields all members in order; each lies completely inside the file. Raises UserError for a
+    damaged archive."""
     size = os.fstat(file.fileno()).st_size
     last = -1
     try:
@@ -190,8 +191,8 @@ def _members(path: Path, file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
 
 
 def _check_end(path: Path, file: IO[bytes], end: int) -> None:
-    """Raises UserError if the archive does not end by its end mark: tarfile takes a damaged
-    header, too, for the end."""
+    """Raises UserError if the archive does not end with an end mark, because tarfile also treats a
+    damaged header as the end."""
     file.seek(end)
     rest = file.read(_END_BYTES)
     if len(rest) < tarfile.BLOCKSIZE:
@@ -212,7 +213,7 @@ def _damaged(path: Path, what: str) -> UserError:
 
 
 class _BoundedReader:
-    """A file for tarfile, in which a header that asks for a huge read is an error."""
+    """A file for tarfile that raises an error if a header requests a huge read."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.seek = file.seek

@@ -1,5 +1,5 @@
 """Test-time augmentation (evaluate.views): the mean of a model's outputs for an image, its mirror
-image and shifted ones."""
+image and shifted copies."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ class View(NamedTuple):
 
     weight: float  # in the mean
     # moves a window of the image's size by -1, 0 or 1 pixel down and right; pixels outside the
-    # image are mirrored: augment.pad=reflect
+    # image are mirrored, as with augment.pad=reflect
     shift: int
     mirrored: bool  # left to right, after the shift
 
 
-# By evaluate.views. As Jordan's evaluations weigh them (2024, arXiv:2404.00498, and
-# KellerJordan/cifar10-airbench): with six views the image and its mirror image have half of the
-# weight, and so have the four shifted ones. The weights are powers of 2: they round nothing.
+# Views for each evaluate.views, weighted as by Jordan (2024, arXiv:2404.00498, and
+# KellerJordan/cifar10-airbench). With six views, the image and its mirror image have half of the
+# weight, and the four shifted views have the other half. The weights are powers of 2, so they cause
+# no rounding.
 VIEWS: dict[int, tuple[View, ...]] = {
     1: (View(1.0, 0, mirrored=False),),
     2: tuple(View(0.5, 0, mirrored) for mirrored in (False, True)),
@@ -42,7 +43,7 @@ class Views:
     sample."""
 
     views: tuple[View, ...] = VIEWS[1]
-    axes: tuple[int, int] = (1, 2)  # height and width of a batch in the order that the data have
+    axes: tuple[int, int] = (1, 2)  # height and width of a batch in the axis order of the data
 
     def mean(
         self,
@@ -51,11 +52,11 @@ class Views:
         xp: Any,
         axes: tuple[int, int] | None = None,
     ) -> Any:
-        """The sum over the views of weight times outputs_of(arrays with that view of "x"); for a
-        single view outputs_of(arrays).
+        """Returns the sum over the views of weight times outputs_of(arrays with that view of "x");
+        for a single view, outputs_of(arrays).
 
         xp: numpy, jax.numpy or torch, whichever "x" belongs to; axes: height and width of "x", if
-        they differ from those of the data.
+        they differ from the axes of the data.
         """
         if len(self.views) == 1:
             return outputs_of(arrays)
@@ -93,8 +94,8 @@ def _seen(x: Any, view: View, xp: Any, axes: tuple[int, int]) -> Any:
 
 
 def _shift(x: Any, shift: int, xp: Any, axis: int) -> Any:
-    """Along one axis the elements 1, 2, ..., n-1, n-2 of n with shift 1, and 1, 0, 1, ..., n-2 with
-    shift -1."""
+    """Shifts n elements along one axis: shift 1 returns elements 1, 2, ..., n-1, n-2, and shift -1
+    returns 1, 0, 1, ..., n-2."""
 
     def part(start: int | None, stop: int | None) -> Any:
         return x[(slice(None),) * axis + (slice(start, stop),)]

@@ -1,2 +1,2 @@
-"""Arrays and columns in scientific data files (Parquet, CSV, npz, ...) as samples: read a block
-at a time, never a file as a whole."""
+"""Arrays and columns in scientific data files (Parquet, CSV, npz, ...) as samples. They are read in
+blocks, never a whole file at a time."""

@@ -1,5 +1,5 @@
-"""Keeps samples of later steps when their block is decoded: which samples a rank reads is known in
-advance.
+"""Keeps samples of later steps when their block is decoded. This is possible because the samples
+that a rank reads are known in advance.
 
 Dryden et al. 2021, "Clairvoyant prefetching for distributed machine learning I/O",
 arXiv:2101.08734.
@@ -20,16 +20,16 @@ from hvdtrain.errors import UserError
 if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch
 
-_Rows = dict[int, dict[str, np.ndarray]]  # fields of a sample, by sample
+_Rows = dict[int, dict[str, np.ndarray]]  # sample -> its fields
 
 
 class SamplesAhead:
     """Reads samples together with expected samples of the same blocks. Safe to call from several
     threads.
 
-    most: samples in memory beside those of a read. blocks_of: a number for each of samples, int64
-    (n,), the same for those that are decoded together, below 0 for one that is read alone. read:
-    samples in fresh arrays.
+    most: limit for samples that are kept in memory. blocks_of: returns the block number of each
+    sample, int64 (n,); negative for samples that are read individually. read: reads samples into
+    new arrays.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class SamplesAhead:
         self._blocks_of = blocks_of
         self._read = read
         self._lock = threading.Lock()
-        # by block: how often a sample is still to be read, the next first
+        # by block: how often each sample will still be read, the next sample first
         self._due: defaultdict[int, Counter[int]] = defaultdict(Counter)
-        self._kept: dict[int, Future[_Rows]] = {}  # what has the sample, once it is read
+        self._kept: dict[int, Future[_Rows]] = {}  # the read that will provide each kept sample
 
     def expect(self, samples: np.ndarray, anew: bool) -> None:
-        """Announces samples that will be read after those announced before; anew: they replace
+        """Announces samples that will be read after those announced before; anew: these replace
         them."""
         blocks = self._blocks_of(samples)
         with self._lock:
@@ -59,7 +59,7 @@ class SamplesAhead:
                     self._due[block][sample] += 1
 
     def read(self, samples: np.ndarray) -> Batch:
-        """{name: (n, *shape)}, in fresh arrays. Raises UserError for a damaged sample."""
+        """Returns {name: (n, *shape)} in new arrays. Raises UserError for a damaged sample."""
         reading: Future[_Rows] = Future()
         kept, missing, others = self._claim(samples.tolist(), reading)
         try:
@@ -94,7 +94,7 @@ class SamplesAhead:
                 sample for sample in kept if sample not in self._due.get(blocks[sample], ())
             ]:
                 del self._kept[sample]
-            # a read has its own memory, too
+            # a read needs memory itself
             room = min(max(0, self._most - len(self._kept)), max(self._most // 8, len(samples)))
             near = dict.fromkeys(blocks[sample] for sample in missing)
             others = [

@@ -1,5 +1,5 @@
 """Builds every data set of stored arrays: opens the files, finds the fields and their samples, and
-selects those of a split."""
+selects the samples of a split."""
 
 from __future__ import annotations
 
@@ -42,11 +42,10 @@ def build_stored(
     open_file: Open,
     wanted: Wanted,
 ) -> Source:
-    """Returns the samples of a split, read lazily. open_file: opens a path; the arrays that it
-    returns pickle it.
+    """Returns the samples of a split, which are read lazily. open_file: opens a path; it is pickled
+    with the arrays that it returns.
 
-    Raises UserError without a root, for a field that the files lack, and for files that do not fit
-    each other.
+    Raises UserError without a root, for a missing field, and for files that do not match.
     """
     if root is None:
         fix = (

@@ -1,5 +1,5 @@
-"""Decoded blocks in memory, up to a number of bytes: a block that several threads need is decoded
-once, by one of them."""
+"""A cache of decoded blocks, limited in bytes. A block that several threads need is decoded
+once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class BlockCache:
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
-        self.decoded = 0  # blocks, so far
+        self.decoded = 0  # number of blocks decoded so far
         self._bytes = 0
         self._room = most_bytes
         self._lock = threading.Lock()
@@ -26,13 +26,13 @@ class BlockCache:
         return BlockCache, (self.most_bytes,)
 
     def shrink(self, share: float) -> None:
-        """Limits blocks to this share of the memory from now on; the rest is for samples that are
-        kept."""
+        """Limits blocks to this share of the memory from now on; the rest is for samples kept for
+        later."""
         self._room = int(self.most_bytes * share)
 
     def get(self, key: Hashable, decode: Callable[[], np.ndarray]) -> np.ndarray:
-        """A block, read-only; decode() makes one that is not here. Safe to call from several
-        threads. Raises what decode() raises."""
+        """Returns a block, read-only; decode() is called if it is not in the cache. Safe to call
+        from several threads. Raises what decode() raises."""
         with self._lock:
             block = self._blocks.get(key)
             if block is None:
@@ -60,7 +60,7 @@ class BlockCache:
         return block
 
     def _evict(self, newest: Hashable) -> None:
-        """Removes the oldest blocks but the newest one; what is being decoded does not count
+        """Removes the oldest blocks, but never the newest; blocks being decoded do not count
         yet."""
         for key in [key for key, block in self._blocks.items() if block.done() and key != newest]:
             if self._bytes <= self._room:

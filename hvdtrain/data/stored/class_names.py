@@ -30,7 +30,7 @@ def column_of_texts(
     file: StoredFile, fields: Mapping[str, list[str]], *, may_be_names: bool = False
 ) -> str:
     """Returns the column y if it contains class names, else an empty string. may_be_names: also if
-    its values could be class names because those of the training set are."""
+    its values could only be class names because the training set has names."""
     listed = fields.get("y", [])
     name, words = name_and_words(listed[0]) if len(listed) == 1 else ("", "")
     is_plain = name in file.names and not words
@@ -41,8 +41,8 @@ def column_of_texts(
 def class_names_of(
     files: Iterator[StoredFile], paths: list[Path], wanted: Wanted
 ) -> tuple[str, ...]:
-    """The names in a column y of texts, sorted: the classes. Raises UserError if one is missing,
-    for numbers, and for texts that are not names of classes.
+    """Returns the sorted class names in a column y of strings. Raises UserError for a missing name,
+    for numbers, and for strings that are not class names.
 
     files: opened one by one; only the first one if the set has no class names.
     """

@@ -1,4 +1,4 @@
-"""Which arrays of a file are the fields of a sample."""
+"""Selects the arrays of a file that become the fields of a sample."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def _listed(texts: str | list[str]) -> list[str]:
 
 
 def fields_of(wanted: Wanted, split: Split, file: StoredFile, path: Path) -> dict[str, list[str]]:
-    """Returns the arrays of each field, as written: data.fields, else x and y of the file, else the
-    target of a table and all other columns."""
+    """Returns the arrays of each field, as strings: from data.fields, else x and y of the file,
+    else the target of a table and all other columns."""
     if wanted.fields is not None:
         for name, texts in wanted.fields.items():
             if not name.isidentifier() or not _listed(texts):
@@ -78,7 +78,8 @@ def _refuse_texts(file: StoredFile) -> None:
 
 
 def _with_capitals(names: Sequence[str]) -> str:
-    """The words for a table whose target is written in another way, as Label; else empty."""
+    """Returns data.fields=... for a table whose target is capitalized, as in Label; else an empty
+    string."""
     target = next((name for name in names if name.lower() in TARGETS), None)
     others = [name for name in names if name != target]
     x = f"[{', '.join(map(as_yaml, others))}]" if len(others) > 1 else "".join(others)

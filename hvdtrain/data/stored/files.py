@@ -1,5 +1,5 @@
-"""The files of a stored data set: those of each split, and reading from a file that must not change
-while a job reads it."""
+"""The files of each split of a stored data set, and reads from files that must not change during a
+job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SPLITS: dict[Split, tuple[str, ...]] = {"train": ("train",), "val": ("val", "va
 
 @dataclass(frozen=True)
 class FileOnDisk:
-    """A file as it was when the job opened it."""
+    """A file in the state in which the job opened it."""
 
     path: Path
     size: int
@@ -40,10 +40,10 @@ class FileOnDisk:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[OpenFile]:
-        """The file, reopened: there may be more than a process may hold open, and the page cache
-        makes it cheap.
+        """Reopens the file for each use, because a process may not be able to keep all files open;
+        the page cache makes that cheap.
 
-        Raises UserError if it has changed since at(), and where it cannot be read.
+        Raises UserError if it has changed since at(), and if it cannot be read.
         """
         try:
             descriptor = os.open(
@@ -74,7 +74,7 @@ class OpenFile:
     path: Path
 
     def read(self, offset: int, count: int) -> bytes:
-        """So many bytes. Raises UserError if the file ends before them."""
+        """Reads `count` bytes. Raises UserError if the file is too short."""
         content = os.pread(self.descriptor, count, offset)
         while len(content) < count:
             more = os.pread(self.descriptor, count - len(content), offset + len(content))
@@ -97,12 +97,12 @@ def cut_off(path: Path, how: str) -> UserError:
 def files_of_split(
     root: Path, split: Split, suffixes: tuple[str, ...], name: str
 ) -> tuple[list[Path], bool]:
-    """Returns the files of a split in order, and whether they belong only to this split; otherwise
+    """Returns the files of a split in order, and whether they contain only this split; otherwise
     they contain all samples.
 
     root: a file; a folder with train/*.h5 and val/*.h5 or train*.h5 and val*.h5 (or validation,
     test); or a folder of such files. A folder whose name has the suffix of a file is treated as a
-    file. Raises UserError if there are none.
+    file. Raises UserError if there are no such files.
     """
     if root.name.endswith(suffixes) or root.is_file():
         return [root], False

@@ -60,7 +60,7 @@ class StoredImages(LabelledImages):
         self.source.expect(indices, anew)
 
     def stats(self) -> ChannelStats:
-        """Exact over all images up to 1 GiB of pixels, else of at most 2,000."""
+        """Computes statistics over all images up to 1 GiB of pixels, else over at most 2,000."""
         is_large = len(self) * math.prod(self.shape) > LARGE_BYTES
         return sampled_stats(self) if is_large else stats_of_images(self, np.arange(len(self)))
 

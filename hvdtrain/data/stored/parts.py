@@ -59,7 +59,7 @@ def _selected(
     keys: Iterator[int],
     class_names: Sequence[str],
 ) -> Iterator[Selected]:
-    """Returns each array of a field with its selection; columns that a table reads together are one
+    """Yields each array of a field with its selection; columns that a table reads together are one
     array."""
     pairs = [name_and_words(text) for text in texts]
     together = (
@@ -106,7 +106,8 @@ def _kind(name: str, arrays: list[Selected], wanted: Wanted) -> Field:
 
 
 def _shape(name: str, one: Selected, arrays: int, dtype: np.dtype[Any]) -> tuple[int, ...]:
-    """Shape of a sample of a field; images x are (H, W, C), also where the file has (C, H, W)."""
+    """Returns the shape of a sample of a field; images x are (H, W, C), even if the file has (C, H,
+    W)."""
     shape = one.shape if arrays == 1 else (arrays, *one.shape)
     return (
         (*shape[1:], shape[0])
@@ -118,8 +119,8 @@ def _shape(name: str, one: Selected, arrays: int, dtype: np.dtype[Any]) -> tuple
 def _part(
     arrays: dict[str, list[Selected]], kinds: Mapping[str, Field], path: Path, wanted: Wanted
 ) -> FileSamples:
-    """One file's samples. Raises UserError if its arrays do not fit each other, or the first
-    file's."""
+    """Returns one file's samples. Raises UserError if its arrays do not match each other or the
+    first file."""
     lengths = {one.text: one.selection.samples for group in arrays.values() for one in group}
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"{text} {length}" for text, length in lengths.items())
@@ -157,7 +158,7 @@ def _part(
 
 
 def _check_block(one: Selected, path: Path, wanted: Wanted) -> None:
-    """Raises UserError if one block would take more memory than all blocks may."""
+    """Raises UserError if one block would exceed the memory limit for all blocks."""
     if isinstance(one.array, PlainRows) or len(one.array.edges) < 2:
         return
     rows = int(np.diff(one.array.edges).max())

@@ -43,10 +43,11 @@ class Selection:
     step: int
     samples: int
     box: SelectionBox
-    inside: tuple[slice | int | np.ndarray, ...]  # of the box; a number removes its axis
+    # selection within the box; an integer removes its axis
+    inside: tuple[slice | int | np.ndarray, ...]
 
     def pick(self, rows: np.ndarray) -> np.ndarray:
-        """(n, *selected) of (n, *box.shape)."""
+        """Returns the selected part of rows: (n, *box.shape) -> (n, *selected)."""
         for axis in reversed(range(len(self.inside))):
             index = self.inside[axis]
             if not isinstance(index, slice):
@@ -55,13 +56,13 @@ class Selection:
 
 
 def name_and_words(text: str) -> tuple[str, str]:
-    """`/fields/u` and `:, 0:3` of `/fields/u[:, 0:3]`."""
+    """Splits `/fields/u[:, 0:3]` into `/fields/u` and `:, 0:3`."""
     name, bracket, words = text.partition("[")
     return name.strip(), words.rstrip()[:-1] if bracket and words.rstrip().endswith("]") else words
 
 
 def select(words: str, shape: tuple[int, ...], text: str, where: str) -> Selection:
-    """Returns the selection `words`, such as `:, 0:3`, of an array of this shape; without words
+    """Returns the selection `words`, such as `:, 0:3`, of an array of this shape; without words,
     everything. Raises UserError if the array has no such part."""
     parts = _parts(words, text, where) or [slice(None)]
     if not isinstance(parts[0], slice) or (parts[0].step or 1) < 1:

@@ -1,5 +1,5 @@
 """StoredSource: fields of samples from arrays in files. A read decodes each block once, and a cache
-keeps the last ones."""
+keeps recent blocks."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 _DIGEST_PLACES = 8
 _DIGEST_ROWS = 16
 _DIGEST_VALUES = 2**22
-_KEPT = 0.875  # of the memory is for samples that are read later, the rest for blocks
+_KEPT = 0.875  # share of the memory for samples that are read later; the rest is for blocks
 _DRAWN = 0x73746F72  # a stream of counters apart from those of the sampler
 
 
 @dataclass(frozen=True, eq=False)
 class Selected:
-    """Part of a stored array; `key` tells its blocks from those of others in the cache."""
+    """Part of a stored array; `key` identifies its blocks in the cache."""
 
     array: StoredArray
     selection: Selection
-    dtype: np.dtype[Any]  # that rows are converted to
+    dtype: np.dtype[Any]  # dtype that rows are converted to
     key: int
-    text: str  # in data.fields
+    text: str  # its text in data.fields
     where: str  # its file
 
     @property
@@ -135,14 +135,14 @@ class FileSamples:
 
 @dataclass(frozen=True, eq=False)
 class StoredSamples:
-    """What a worker process has: parts in order, read by index."""
+    """The part of a source that a worker process has: files in order, read by index."""
 
     fields: Mapping[str, Field]
     parts: tuple[FileSamples, ...]
     name: str  # for messages
     cache: BlockCache
-    # changes with the name, size and time of each file, and with what is read of it; empty of
-    # folders, which show no change
+    # changes with the name, size and time of each file, and with the selected fields; empty for
+    # folders, whose changes cannot be detected
     key: str = ""
     defined_at = "hvdtrain/data/stored"
 
@@ -153,7 +153,7 @@ class StoredSamples:
     def read_into(
         self, arrays: Mapping[str, np.ndarray], indices: np.ndarray, seeds: np.ndarray | None
     ) -> None:
-        """Readable.read_into(); samples are the same in every epoch."""
+        """Implements Readable.read_into(); samples are the same in every epoch."""
         order = np.argsort(indices, kind="stable")
         rising = indices[order]
         ends = self.ends
@@ -202,19 +202,19 @@ class StoredSamples:
 
 @dataclass(frozen=True, eq=False)
 class StoredSource(Source):
-    """Samples of files, read when a step needs them; a block that several samples of a read are in
-    is decoded once.
+    """Samples of files, read when a step needs them. A read decodes a block once, even if it needs
+    several samples of it.
 
-    At most cache.most_bytes of decoded blocks stay in memory, and those that are being read.
+    At most cache.most_bytes of decoded blocks stay in memory, in addition to blocks being read.
     """
 
     samples: StoredSamples
     notes: tuple[str, ...] = ()  # for the user
     pool: WorkerPool | None = None
-    class_names: tuple[str, ...] = ()  # of y, where the files have names
-    # of a table without data.fields
+    class_names: tuple[str, ...] = ()  # names of the classes y, if the files have names
+    # columns of each field of a table, without data.fields
     columns: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    # what is computed once: labels, the digest
+    # results that are computed once: labels, the digest
     _known: dict[str, Any] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -230,7 +230,7 @@ class StoredSource(Source):
         return int(self.samples.ends[-1])
 
     def read_by(self, workers: int) -> StoredSource:
-        """A source that so many processes read, each with its part of the cache."""
+        """Returns the source read by `workers` processes, each with a part of the cache."""
         share = 1 - _KEPT if self.foresight else 1
         cache = BlockCache(int(self.samples.cache.most_bytes * share) // workers)
         return replace(self, pool=WorkerPool(replace(self.samples, cache=cache), workers))
@@ -257,8 +257,8 @@ class StoredSource(Source):
         )
 
     def decodes_of_block(self, own: bool) -> float:
-        """Estimates how often a block is decoded in an epoch of a full shuffle. own: each rank
-        reads different blocks."""
+        """Estimates how often a block is decoded in an epoch of a full shuffle. own: whether each
+        rank reads different blocks."""
         need = self._need
         fits = self.samples.cache.most_bytes / self.samples.bytes_of_sample
         if self.foresight is None:
@@ -288,7 +288,7 @@ class StoredSource(Source):
             }
             self.samples.read_into(batch, indices, None)
             return batch
-        # a worker gets neighbours: few blocks are decoded by two of them
+        # each worker gets neighbouring samples, so that few blocks are decoded by two workers
         order = np.argsort(indices, kind="stable")
         return {
             name: _unsorted(rows, order)
@@ -296,7 +296,7 @@ class StoredSource(Source):
         }
 
     def read_field(self, name: str, indices: np.ndarray) -> np.ndarray:
-        """One field of samples, in this process."""
+        """Reads one field of samples, in this process."""
         alone = replace(self.samples, fields={name: self.fields[name]})
         found = {name: np.empty((len(indices), *self.fields[name].shape), self.fields[name].dtype)}
         alone.read_into(found, indices, None)
@@ -319,14 +319,14 @@ class StoredSource(Source):
         )
 
     def read_together(self, ranks: ReadingRanks) -> None:
-        """Makes these ranks compute statistics together from now on."""
+        """From now on, these ranks compute statistics together."""
         self._known["ranks"] = ranks
 
     def known_stats(self, name: str, indices: np.ndarray | None = None) -> np.ndarray | None:
-        """Mean and deviation of a field, float64 (2, C) over its last axis, of all samples or of
-        some: one pass, which is kept.
+        """Returns mean and deviation of a field over all or some samples, float64 (2, C) along its
+        last axis; takes one pass, and the result is kept.
 
-        None if no ranks read together. Every rank calls it.
+        None without read_together(). Every rank calls it.
         """
         ranks: ReadingRanks | None = self._known.get("ranks")
         if ranks is None:
@@ -357,7 +357,7 @@ class StoredSource(Source):
         )
 
     def digests(self, seed: int) -> dict[str, str]:
-        """A digest of all labels and of some samples at fixed places."""
+        """Returns a digest of all labels and of samples at fixed positions."""
         return self.identity()
 
     def identity(self) -> dict[str, str]:

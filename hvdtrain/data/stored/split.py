@@ -25,7 +25,7 @@ _TRAIN = ("train", "training")
 def split_values(
     files: list[StoredFile], paths: list[Path], parts: tuple[FileSamples, ...], text: str
 ) -> np.ndarray:
-    """The values of data.split_by (n,) for all samples."""
+    """Returns the values of data.split_by for all samples, (n,)."""
     found = [_split_values_of(*one, text) for one in zip(files, paths, parts, strict=True)]
     kinds = {values.dtype.kind == "U" for values in found}
     if len(kinds) > 1:
@@ -40,8 +40,8 @@ def split_values(
 
 
 def _split_values_of(file: StoredFile, path: Path, part: FileSamples, text: str) -> np.ndarray:
-    """The values for the samples of a file. Raises UserError if it has another number of them,
-    or one is missing."""
+    """Returns the values for the samples of a file. Raises UserError if their numbers differ, or if
+    a value is missing."""
     name, words = name_and_words(text)
     values = file.values(name)
     if values.ndim != 1:

@@ -1,5 +1,5 @@
-"""Mean and deviation of a field of a large set: one pass over its samples, divided among the ranks;
-the same bits on any number of ranks."""
+"""Mean and deviation of a field of a large set, in one pass that is divided among the ranks. The
+bits are the same on any number of ranks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import numpy as np
 from hvdtrain.core.folder import Folder
 from hvdtrain.data.files.folders import cache_root
 
-_VALUES = 2**20  # of a piece, about
+_VALUES = 2**20  # approximate number of values in a piece
 
 
 class ReadingRanks(NamedTuple):
-    """The ranks that read together."""
+    """Ranks that compute statistics together."""
 
     rank: int
     size: int
-    # the sum of float64 arrays over the ranks, by name
+    # all-reduces a float64 array under a name
     add_up: Callable[[np.ndarray, str], np.ndarray]
 
 
@@ -35,15 +35,15 @@ def mean_and_std(
     shape: tuple[int, ...],
     ranks: ReadingRanks,
 ) -> np.ndarray:
-    """float64 (2, C), over the last axis: the mean and the deviation, 1 where a column is constant.
-    Every rank calls it.
+    """Returns mean and deviation along the last axis, float64 (2, C); the deviation of a constant
+    column is 1. Every rank calls it.
 
-    read: of samples, int64 (n,), the numbers (n, *shape).
+    read: returns the numbers of samples, int64 (n,), as (n, *shape).
     """
     columns = shape[-1] if shape else 1
     rows = max(1, _VALUES // max(1, math.prod(shape)))
     firsts = range(0, samples, rows)
-    # of each piece: how many, mean, sum of squares about it
+    # for each piece: number of rows, mean, sum of squared deviations
     pieces = np.zeros((len(firsts), 3, columns))
     for number in range(
         len(firsts) * ranks.rank // ranks.size, len(firsts) * (ranks.rank + 1) // ranks.size
@@ -61,8 +61,8 @@ def mean_and_std(
 
 
 def _together(pieces: np.ndarray) -> np.ndarray:
-    """Chan, Golub, LeVeque 1979, "Updating formulae and a pairwise algorithm", eq. 2.1, for all
-    pieces at once, with exact sums."""
+    """Combines the pieces by Chan, Golub, LeVeque 1979, "Updating formulae and a pairwise
+    algorithm", eq. 2.1, for all pieces at once, with exact sums."""
     found = []
     for counts, means, squares in pieces.transpose(2, 1, 0):
         count = math.fsum(counts)
@@ -78,7 +78,7 @@ def kept(
     """Returns the result of compute(), float64 (2, columns), from a file of rank 0 if it was
     computed before. Every rank calls it.
 
-    key: names the file; empty: nothing is kept.
+    key: names the file; if it is empty, nothing is kept.
     """
     if not key:
         return compute()
@@ -97,7 +97,7 @@ def kept(
 
 
 def _read(path: Path, columns: int) -> np.ndarray | None:
-    """The numbers in the file; None if it is absent or damaged."""
+    """Reads the numbers in the file; None if it is absent or damaged."""
     try:
         found = np.array(json.loads(path.read_text()), np.float64)
     except (OSError, ValueError, TypeError):
@@ -110,7 +110,7 @@ def _read(path: Path, columns: int) -> np.ndarray | None:
 
 
 def _write(path: Path, found: np.ndarray) -> None:
-    """Writes the file completely or not at all; if the folder cannot be written, the next job
+    """Writes the file completely or not at all. If the folder is not writable, the next job
     computes the numbers again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

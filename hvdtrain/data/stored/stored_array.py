@@ -30,16 +30,16 @@ class Blocks(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def edges(self) -> np.ndarray:
-        """int64 (blocks + 1,): block b has the rows edges[b] ... edges[b + 1] - 1."""
+        """Returns int64 (blocks + 1,): block b has the rows edges[b] ... edges[b + 1] - 1."""
 
     def decode(self, block: int, box: SelectionBox) -> np.ndarray:
-        """(rows, *box.shape), in fresh memory. Safe to call from several threads. Raises UserError
-        if the block is damaged."""
+        """Decodes a block into a new array (rows, *box.shape). Safe to call from several threads.
+        Raises UserError if the block is damaged."""
 
 
 @dataclass(frozen=True, eq=False)
 class PlainRows:
-    """An array that is stored in a file as in memory, row after row."""
+    """An array that is stored row by row, as in memory."""
 
     file: FileOnDisk
     offset: int
@@ -56,8 +56,8 @@ class PlainRows:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     def read(self, rows: np.ndarray) -> np.ndarray:
-        """Reads ascending rows, int64 (n,), to (n, *shape[1:]); neighbours are read at once. Raises
-        UserError if the file is truncated."""
+        """Reads ascending rows, int64 (n,), as (n, *shape[1:]); neighbouring rows are read
+        together. Raises UserError if the file is truncated."""
         selected = np.empty((len(rows), *self.shape[1:]), self.dtype)
         flat = selected.reshape(len(rows), -1).view(np.uint8) if self.row_bytes else selected
         starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
@@ -82,23 +82,25 @@ class Texts(NamedTuple):
 
 
 class StoredFile(ABC):
-    """A file, or a folder that is one, with arrays or columns by name.
+    """A file, or a folder that acts as one, with arrays or columns by name.
 
-    The defaults describe a file of plain arrays, which is not a table and has no coordinates.
+    The defaults are for a file of plain arrays: not a table, no coordinates.
     """
 
     @property
     @abstractmethod
     def names(self) -> list[str]:
-        """Names of all arrays or columns that hold numbers."""
+        """Returns the names of all arrays or columns that hold numbers."""
 
     @abstractmethod
     def array(self, name: str) -> StoredArray:
-        """Raises UserError if there is none of this name, or it has no numbers."""
+        """Returns an array. Raises UserError if there is no such name, or if the array does not
+        hold numbers."""
 
     @abstractmethod
     def values(self, name: str) -> np.ndarray:
-        """All of a column of numbers or texts (n,). Raises UserError if there is none."""
+        """Reads a whole column of numbers or strings (n,). Raises UserError if it does not
+        exist."""
 
     @property
     def without_numbers(self) -> Collection[str]:
@@ -112,9 +114,9 @@ class StoredFile(ABC):
         return ()
 
     def edges_of_texts(self, name: str, *, may_be_names: bool = False) -> np.ndarray | None:
-        """Returns Blocks.edges of a column of a table that has texts, as names of classes; None
-        otherwise. may_be_names: also for other values, such as true and false, that a training set
-        with names would make class names."""
+        """Returns Blocks.edges of a table column with strings, such as class names; None otherwise.
+        may_be_names: also for other values, such as true and false, which are class names if the
+        training set has names."""
         return None
 
     def columns(self, names: list[str]) -> Blocks | None:
@@ -132,7 +134,7 @@ class StoredFile(ABC):
         return ""
 
 
-MOST_ROWS = 2**31  # of an array along any axis: the numbers of its samples alone take 16 GiB
+MOST_ROWS = 2**31  # limit for any axis of an array: the indices of so many samples take 16 GiB
 
 
 def check_shape(shape: tuple[int, ...], name: str, path: Path) -> None:
@@ -148,10 +150,10 @@ def check_shape(shape: tuple[int, ...], name: str, path: Path) -> None:
 
 
 def check_dtype(dtype: np.dtype[Any], name: str, path: Path, has_texts: bool = False) -> None:
-    """Raises UserError for a dtype that is not a number of at most 64 bits: objects (which would
-    have to be unpickled), strings, records.
+    """Raises UserError unless the dtype is a number of at most 64 bits. Objects (which would have
+    to be unpickled), strings and records are rejected.
 
-    has_texts: whether objects are strings of a format without pickle.
+    has_texts: whether objects are strings, of a format without pickle.
     """
     if dtype.kind in "iufb" and dtype.itemsize <= 8:
         return

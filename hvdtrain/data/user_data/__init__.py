@@ -1,2 +1,2 @@
-"""The user's own data as a Source: arrays, tables, a file of arrays, a torch Dataset read in this
+"""User data as a Source: arrays, tables, a file of arrays, or a torch Dataset that is read in this
 process or in worker processes."""

@@ -1,4 +1,4 @@
-"""Whole arrays as a source: of numpy in memory or memory-mapped, torch's tensors, tables of named
+"""Whole arrays as a source: NumPy arrays in memory or memory-mapped, torch tensors, tables of named
 columns, a .safetensors file."""
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from hvdtrain.data.source import LARGE_BYTES, ArraySource, NamedArrays, Source
 from hvdtrain.data.subset import SubsetOfImages
 from hvdtrain.errors import UserError, first_line
 
-MOST_CLASSES = 2**20  # of images with whole numbers: larger ones are not classes
+MOST_CLASSES = 2**20  # for images with integers y: larger values are not class numbers
 
 
 def is_array(value: object) -> bool:
-    """Whether this is an array of numpy or torch, a Series or a DataFrame."""
+    """Whether the value is a NumPy or torch array, a Series or a DataFrame."""
     return (
         hasattr(value, "shape")
         and (hasattr(value, "__array__") or hasattr(value, "to_numpy"))
@@ -56,9 +56,9 @@ def from_arrays(
     given: Mapping[Any, Any], name: str, where: str, inputs: tuple[str, ...] = ()
 ) -> Source:
     """Creates a source of arrays by field. Images x with labels y become a data set of images and
-    classes. inputs: fields that were inside x.
+    classes. inputs: fields that were nested in x.
 
-    Raises UserError if they are not numbers, or their numbers of samples differ.
+    Raises UserError if they are not numbers, or if their numbers of samples differ.
     """
     for field in given:
         if not isinstance(field, str) or not field.isidentifier():
@@ -74,7 +74,7 @@ def from_arrays(
         images = as_images(arrays["x"])
         y = arrays["y"]
         if images is not None and _are_labels(y, len(images)):
-            if y.min() < 0:  # of samples without a class, or wrong
+            if y.min() < 0:  # the label of samples without a class, or wrong
                 return NamedArrays({"x": images, "y": y}, where=name)
             source = ArraySource(images, y, int(y.max()) + 1, name)
             return source if images.nbytes <= LARGE_BYTES else SubsetOfImages(source, None)
@@ -91,9 +91,9 @@ def _channels_last(array: np.ndarray) -> np.ndarray:
 
 
 def to_numpy(value: Any, what: str, where: str) -> np.ndarray:
-    """Converts to a numpy array, without a copy if possible. Raises UserError if the value has no
-    numbers."""
-    if hasattr(value, "detach"):  # of torch
+    """Converts to a numpy array, without a copy if possible. Raises UserError if the value does not
+    contain numbers."""
+    if hasattr(value, "detach"):  # a torch tensor
         value = _of_torch(value, what, where)
     if isinstance(value, np.ma.MaskedArray):
         shown = (
@@ -147,7 +147,7 @@ def as_images(x: np.ndarray) -> np.ndarray | None:
 
 
 def has_channels_first(shape: tuple[int, ...]) -> bool:
-    """Whether an image of this shape is (C, H, W), as torch has them, and not (H, W, C)."""
+    """Whether an image of this shape is (C, H, W), as in torch, and not (H, W, C)."""
     return len(shape) == 3 and shape[0] in (1, 3) and shape[2] not in (1, 3, 4)
 
 
@@ -155,24 +155,24 @@ def _are_labels(y: np.ndarray, samples: int) -> bool:
     return y.shape == (samples,) and samples > 0 and y.dtype.kind in "iu" and y.max() < MOST_CLASSES
 
 
-TARGETS = ("y", "label", "labels", "target")  # the first of them that a table has is y
+TARGETS = ("y", "label", "labels", "target")  # the first of these columns in a table is y
 _INDEX = re.compile(r"__index_level_\d+__|Unnamed: 0(\.\d+)*")
 
 
 def is_index(column: str) -> bool:
-    """Whether a column has the name that pandas gives to an index without one, in Parquet files and
-    where it reads a CSV file."""
+    """Whether a column has the name that pandas gives to an unnamed index, in Parquet files and
+    when it reads a CSV file."""
     return _INDEX.fullmatch(column) is not None
 
 
 def columns_of_frame(frame: Any, name: str, where: str) -> dict[str, np.ndarray]:
-    """{"x": (n, columns), "y": (n,)} of a pandas DataFrame: see inputs_and_target(). Raises
-    UserError for a column without numbers."""
+    """Converts a pandas DataFrame to {"x": (n, columns), "y": (n,)}: see inputs_and_target().
+    Raises UserError for a column without numbers."""
     columns = {}
     for column in frame.columns:
         try:
             columns[str(column)] = _numbers(frame[column].to_numpy(), column, name, where)
-        except (TypeError, ValueError):  # a missing value of pandas
+        except (TypeError, ValueError):  # a missing value in pandas
             raise UserError(
                 f"column {column!r} of {name} is {frame[column].dtype}, expected numbers",
                 where,
@@ -184,13 +184,13 @@ def columns_of_frame(frame: Any, name: str, where: str) -> dict[str, np.ndarray]
 def columns_of_hugging_face(
     dataset: Any, name: str, where: str, padding: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Columns of a Hugging Face Dataset whose columns are numbers, or lists of equally many
-    numbers, read whole.
+    """Reads all columns of a Hugging Face Dataset whose columns are numbers or lists of equal
+    length.
 
-    padding: columns whose lists have different lengths, each as Ragged; the others keep their names
-    then, but for the target.
+    padding: columns with lists of different lengths, which become Ragged. Then other columns keep
+    their names, except the target.
     """
-    # in the order of the data set, which a shuffle or a filter gave it
+    # in the order of the data set, after a shuffle or a filter
     table = dataset.with_format("arrow")[:]
     columns: dict[str, Any] = {}
     for column in table.column_names:
@@ -219,8 +219,8 @@ def _ragged(values: Any, column: str, name: str, where: str) -> Ragged:
 
 
 def is_read_by_row(dataset: Any) -> bool:
-    """Whether a Hugging Face Dataset has images to decode, or a function that makes its rows: it is
-    then read as a torch Dataset is."""
+    """Whether a Hugging Face Dataset has images to decode or a transform; then it is read like a
+    torch Dataset."""
     return dataset.format["type"] == "custom" or any(
         type(feature).__name__ == "Image" for feature in dataset.features.values()
     )
@@ -229,10 +229,10 @@ def is_read_by_row(dataset: Any) -> bool:
 def inputs_and_target(
     columns: Mapping[str, np.ndarray], name: str, where: str
 ) -> dict[str, np.ndarray]:
-    """A column x stays as it is; else all columns but the target, single numbers, are x in their
-    order: float32 where all are, or float64.
+    """Returns fields from columns. A column x is kept; otherwise x is all columns with one number
+    per sample except the target, in order: float32 if all are float32, else float64.
 
-    Without a target every column is a field.
+    Without a target, every column is a field.
     """
     target = next((column for column in TARGETS if column in columns), None)
     if target is None:
@@ -288,7 +288,7 @@ def from_arrow(
 
     fix_of_lengths: the fix for lists of different lengths, instead of data.pad.
     """
-    values = getattr(values, "storage", values)  # of datasets.Array2D and the like
+    values = getattr(values, "storage", values)  # for datasets.Array2D and similar types
     if values.null_count:
         raise UserError(
             f"column {column!r} of {name} lacks {values.null_count} values",
@@ -372,7 +372,7 @@ def read_safetensors(path: Path, name: str, where: str) -> dict[str, np.ndarray]
         check_regular(path)
         with safe_open(
             path, framework="numpy"
-        ):  # checks the header, and that the arrays fill the file exactly
+        ):  # checks the header and that the arrays fill the file exactly
             pass
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

@@ -1,5 +1,5 @@
-"""Converts the user's data to a Source, without importing a library; values are checked when they
-are read."""
+"""Converts user data to a Source, without importing a library. Values are checked when they are
+read."""
 
 from __future__ import annotations
 
@@ -62,10 +62,12 @@ def as_source(
     """Converts a dict of arrays, a .safetensors file, a table, a torch Dataset (docs/data.md) or a
     user's source to a Source.
 
-    name: of the data in messages: "mine:numbers, train". where: the key or the call that gave them.
-    workers: processes that read a torch Dataset; None: those of its DataLoader, else none. kept:
-    names of fields that are not renamed to x and y: image, label. padding: of variable-length
-    fields. Raises UserError for anything else, and for invalid data.
+    name: of the data, for messages: "mine:numbers, train".
+    where: the key or call that passed them.
+    workers: processes that read a torch Dataset; None: num_workers of its DataLoader.
+    kept: names of fields, such as image and label, that are not renamed to x and y.
+    padding: of variable-length fields.
+    Raises UserError for anything else, and for invalid data.
     """
     source = (
         source_of_frame(given, name, where)
@@ -98,11 +100,11 @@ def in_order_of(given: Any, columns: Sequence[str]) -> Any:
 
 
 def _columns(given: object) -> dict[str, tuple[str, ...]]:
-    """The names of the columns of each field that a DataFrame becomes."""
+    """Returns the column names of each field that a DataFrame becomes."""
     if _is_a(given, "pandas", "DataFrame"):
         names = [str(name) for name in cast("Any", given).columns]
         target = next((name for name in TARGETS if name in names), None)
-        if target is None or "x" in names:  # then each column is a field by its name
+        if target is None or "x" in names:  # then each column is a field with the same name
             return {}
         return {"x": tuple(name for name in names if name != target)}
     if _is_pair(given):
@@ -167,7 +169,7 @@ def _as_source(
 
 
 def _refuse_padding(source: Source, padding: Mapping[str, Padding], name: str, where: str) -> None:
-    """Raises UserError if a source of the user's own does not pad a field itself."""
+    """Raises UserError if a user's source does not pad a field itself."""
     for name_of_field in padding:
         if name_of_field not in source.fields or source.fields[name_of_field].padding is None:
             what = (
@@ -180,7 +182,8 @@ def _refuse_padding(source: Source, padding: Mapping[str, Padding], name: str, w
 
 
 def _checked(source: Source, name: str) -> Source:
-    """Returns a source that checks what it reads; all labels of images are checked at once."""
+    """Returns a source that checks samples when it reads them; labels of images are all checked
+    here."""
     if isinstance(source, LabelledImages):
         check_numbers("y", source.labels(), source.fields["y"], name)
         return source
@@ -188,7 +191,8 @@ def _checked(source: Source, name: str) -> Source:
 
 
 def _is_pair(given: object) -> TypeGuard[Sequence[Any]]:
-    """Whether it is a pair (x, y) of all samples: arrays, or a dict of arrays and an array."""
+    """Whether the value is a pair (x, y) of all samples: two arrays, or a dict of arrays and an
+    array."""
     if not isinstance(given, (tuple, list)) or len(given) != 2 or not is_array(given[1]):
         return False
     return is_array(given[0]) or (isinstance(given, tuple) and isinstance(given[0], Mapping))
@@ -222,7 +226,7 @@ def _refuse_iterable(dataset: object, name: str, where: str) -> None:
 
 
 def _only_iterates(dataset: object) -> bool:
-    """Whether it yields samples, but not by index, or has no length."""
+    """Whether a Dataset yields samples only in order, or has no length."""
     gives_samples = hasattr(dataset, "__iter__") or _is_a(dataset, "torch", "Dataset")
     return gives_samples and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
 
@@ -265,7 +269,8 @@ def _refuse_lists(given: object, name: str, where: str) -> None:
 
 
 def _is_column(value: object) -> bool:
-    """Whether it is a list or an array of more than two elements: x or y of all samples."""
+    """Whether the value is a list or an array of more than two elements, such as x or y of all
+    samples."""
     return (isinstance(value, list) and len(value) > 2) or (
         is_array(value) and cast("Any", value).ndim > 0
     )
@@ -290,7 +295,7 @@ def _described(given: object) -> str:
 
 
 def _is_a(given: object, package: str, class_name: str) -> bool:
-    """Whether it is an instance of a class of that package, or of a subclass."""
+    """Whether the value is an instance of a package's class or of a subclass."""
     return any(
         base.__name__ == class_name and base.__module__.partition(".")[0] == package
         for base in type(given).__mro__
@@ -299,12 +304,12 @@ def _is_a(given: object, package: str, class_name: str) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class CheckedSource(AroundSource):
-    """A source that checks samples: an integer that its field may not have, or a number that is not
-    finite, raises UserError."""
+    """A source that checks samples. It raises UserError for an integer outside its field's range,
+    and for a number that is not finite."""
 
     source: Source
     where: str
-    # of integers, in place of the source's own
+    # integer fields that replace the fields of the source
     declared: Mapping[str, Field] = field(default_factory=dict)
 
     @property
@@ -333,11 +338,11 @@ class CheckedSource(AroundSource):
 
 
 def as_declared(source: Source, fields: Mapping[str, Field]) -> Source:
-    """Returns the source with its integers converted as the fields of a task declare them: labels
-    of any integer dtype become int64 of known classes.
+    """Returns the source with its integers converted to the fields that a task declares: labels of
+    any integer dtype become int64 class numbers.
 
-    Raises UserError if an integer is outside its field's range: at once for sources in memory, else
-    when it is read.
+    Raises UserError if an integer is outside its field's range: immediately for sources in memory,
+    else when it is read.
     """
     if isinstance(source, LabelledImages):
         if "y" in fields:
@@ -359,7 +364,7 @@ def as_declared(source: Source, fields: Mapping[str, Field]) -> Source:
         _innermost(source), DatasetSource
     )
     if is_own and all(found[name] == kind for name, kind in declared.items()):
-        return source  # hvdtrain's own, as of tokens, whose numbers are what its fields say
+        return source  # a source of hvdtrain, such as tokens, whose integers are in range
     inner = source.source if isinstance(source, CheckedSource) else source
     return CheckedSource(inner, where_of(source), declared)
 
@@ -379,7 +384,7 @@ def _arrays_as_declared(source: NamedArrays, declared: Mapping[str, Field]) -> S
     if not declared:
         return source
     for name, kind in declared.items() if not source.is_large else ():
-        # in the type that they have: a cast would change wrong numbers
+        # checked before the cast, which would change wrong values
         check_numbers(name, source.arrays[name], kind, source.where)
     if source.is_large and any(
         source.fields[name].dtype != kind.dtype for name, kind in declared.items()
@@ -395,8 +400,8 @@ def _arrays_as_declared(source: NamedArrays, declared: Mapping[str, Field]) -> S
 
 
 def bounded_alike(*sources: Source) -> list[Source]:
-    """Returns the sources with common bounds: the longest sample of padded fields, and the largest
-    value, of all of them."""
+    """Returns the sources with common bounds: the longest sample of padded fields and the largest
+    value, over all sources."""
     kinds = [
         (name, kind)
         for source in sources

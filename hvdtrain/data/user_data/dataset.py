@@ -1,5 +1,5 @@
-"""DatasetSource: a torch Dataset as a source, read in this process or in worker processes, with a
-random state for each sample."""
+"""DatasetSource: a torch Dataset as a source, read in this process or in worker processes. Each
+sample has its own random state."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from hvdtrain.data.user_data.samples import (
 from hvdtrain.data.worker_pool import WorkerPool
 from hvdtrain.errors import UserError
 
-_SAMPLES = 64  # of a digest
-_VALUES = 2**24  # of a digest at most
-_DRAWN = 0x64726177  # a stream of counters apart from those of the sampler
+_SAMPLES = 64  # samples in a digest
+_VALUES = 2**24  # most values in a digest
+_DRAWN = 0x64726177  # a stream of counters, distinct from the sampler's
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class DatasetSource(Source):
-    """Samples by index. In training, random transforms are seeded by (seed, epoch, sample); in
-    evaluations a sample is always the same.
+    """Samples by index. In training, random transforms are seeded by (seed, epoch, sample). In
+    evaluation, a sample is always the same.
 
-    Without workers, the thread that needs samples reads them, since all threads of a process share
-    its random generators.
+    Without workers, the thread that needs samples reads them, because all threads of a process
+    share its random generators.
     """
 
     def __init__(
@@ -97,20 +97,19 @@ class DatasetSource(Source):
 
     @property
     def nested_inputs(self) -> tuple[str, ...]:
-        """The fields that a sample has inside of x."""
+        """The fields that are nested in x."""
         return self._samples.nested_inputs
 
     @property
     def where(self) -> str:
-        """The name of the data, and the line that returns a sample."""
+        """The name of the data, and the file and line that return a sample."""
         return self._samples.where
 
     def __len__(self) -> int:
         return self._samples.samples
 
     def known_labels(self) -> np.ndarray | None:
-        """Returns the labels that the Dataset stores separately; a sample may still contain another
-        y."""
+        """Returns the labels that the Dataset stores separately; y of a sample may still differ."""
         return self._labels
 
     def read(self, indices: np.ndarray) -> Batch:
@@ -122,7 +121,7 @@ class DatasetSource(Source):
         return self._read(indices, training_seeds(indices, epochs, seed))
 
     def digests(self, seed: int) -> dict[str, str]:
-        """Digests of at most 64 samples that the seed draws, as they are evaluated."""
+        """Returns digests of at most 64 samples drawn by the seed, read as for evaluation."""
         return {"samples": self._digest(seed)}
 
     def identity(self) -> dict[str, str]:
@@ -144,14 +143,14 @@ class DatasetSource(Source):
         )
 
     def _trimmed(self, batch: Batch) -> Batch:
-        """Padded fields cut to their longest sample, with their masks."""
+        """Cuts padded fields to their longest sample, with their masks."""
         for name, padding in self._samples.padding.items():
             lengths = batch.pop(lengths_of(name))
             rows = min(
                 padded_length(lengths, self.fields[name].shape[0]), self.fields[name].shape[0]
             )
             array = batch[name]
-            if rows > array.shape[1]:  # of no samples, or one row alone
+            if rows > array.shape[1]:  # no samples, or a single row
                 array = np.concatenate(
                     [
                         array,
@@ -184,13 +183,13 @@ def from_dataset(
     kept: tuple[str, ...] = (),
     padding: Mapping[str, Padding] = _NOTHING,
 ) -> DatasetSource:
-    """Returns the source of a map-style Dataset. Reads its first sample, and with padding all
-    samples if it does not report their lengths.
+    """Returns the source of a map-style Dataset. Reads its first sample; with padding, it reads all
+    samples if the Dataset does not report lengths.
 
     kept: names of fields that are not renamed to x and y.
 
-    Raises UserError if it cannot be read, a sample differs when it is read again, or it cannot be
-    sent to worker processes.
+    Raises UserError if it cannot be read, if a sample differs when it is read again, or if it
+    cannot be sent to worker processes.
     """
     notes: list[str] = []
     if loader is not None:
@@ -226,7 +225,7 @@ def from_dataset(
 
 
 def _check_repeats(samples: CollatedDataset, where: str) -> None:
-    """Raises UserError if the first sample differs when it is read again, after the last one, with
+    """Raises UserError if the first sample differs when it is read again after the last one, with
     the same random state."""
     indices = np.array([0, samples.samples - 1, 0])
     batch = samples.read(indices, evaluation_seeds(indices))
@@ -261,7 +260,7 @@ def _check_loader(loader: Any, name: str, where: str) -> None:
 
 
 def _values(dataset: Any, labels: np.ndarray | None) -> dict[str, int]:
-    """Returns Field.values by field, as the Dataset declares them: {"tokens": 50257}; for y the
+    """Returns Field.values by field, as declared by the Dataset: {"tokens": 50257}. For y it is the
     number of classes, declared or from the labels."""
     declared = getattr(dataset, "values", None)
     classes = declared_classes(dataset)
@@ -270,9 +269,9 @@ def _values(dataset: Any, labels: np.ndarray | None) -> dict[str, int]:
     return {"y": classes} | (dict(declared) if isinstance(declared, Mapping) else {})
 
 
-_LABELS = ("targets", "labels")  # where Datasets have them
-_FIELDS = ("label", "labels", "y")  # of a Hugging Face Dataset
-_DEEPEST = 8  # a Subset of a Subset of ...
+_LABELS = ("targets", "labels")  # attributes of Datasets with labels
+_FIELDS = ("label", "labels", "y")  # label columns of a Hugging Face Dataset
+_DEEPEST = 8  # limit for a Subset of a Subset of ...
 
 
 def declared_classes(dataset: Any, depth: int = 0) -> int:
@@ -294,8 +293,8 @@ def declared_classes(dataset: Any, depth: int = 0) -> int:
 
 
 def labels_of(dataset: Any, whole: bool, depth: int = 0) -> np.ndarray | None:
-    """Returns labels (n,); None if they can only be read with samples. whole: for a Subset, those
-    of the whole data set."""
+    """Returns labels (n,); None if they can only be read with samples. whole: for a Subset, return
+    the labels of the complete data set."""
     if type(dataset) in (list, tuple):
         return _of_pairs(dataset)
     found = next((getattr(dataset, name) for name in _LABELS if hasattr(dataset, name)), None)
@@ -337,14 +336,14 @@ def _is_tensor_dataset(dataset: Any) -> bool:
 
 
 def _column(dataset: Any) -> Any:
-    """The labels of a Hugging Face Dataset whose samples are read one by one: this column alone is
-    read, without its transform."""
+    """Returns the labels of a Hugging Face Dataset whose samples are read one by one; reads only
+    the label column, without the transform."""
     name = next((name for name in _FIELDS if name in dataset.features), None)
     return None if name is None else dataset.select_columns([name]).with_format("numpy")[:][name]
 
 
 def _of_pairs(pairs: Any) -> np.ndarray | None:
-    """Returns the labels of a list of samples (x, y) with integers y."""
+    """Returns the labels of a list of samples (x, y) with integer y."""
     if all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
         return _integers([pair[1] for pair in pairs])
     return None

@@ -1,5 +1,5 @@
-"""Samples of a Dataset as arrays of fixed dtypes and shapes; each is read with its own random
-state, so that every process reads the same bits."""
+"""Samples of a Dataset as arrays of fixed dtypes and shapes. Each is read with its own random
+state, so every process reads the same bits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _EVALUATION = 0x6576616C
 
 
 _NOTHING: Mapping[str, Padding] = MappingProxyType({})
-_INPUTS = ("x", "image", "img", "pixel_values")  # the first of them that a sample's dict has is x
+_INPUTS = ("x", "image", "img", "pixel_values")  # the first of these keys in a sample's dict is x
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class CollatedDataset:
     samples: int
     fields: Mapping[str, Field]
     name: str  # for messages
-    kept: tuple[str, ...] = ()  # names of fields that stay in place of x and y
-    nested_inputs: tuple[str, ...] = ()  # fields that a sample has inside of x
-    # of fields whose rows are padded to shape[0]
+    kept: tuple[str, ...] = ()  # names of fields that are not renamed to x and y
+    nested_inputs: tuple[str, ...] = ()  # fields that are nested in x
+    # padding of fields whose rows are padded to shape[0]
     padding: Mapping[str, Padding] = dataclasses.field(default_factory=dict)
 
     def read(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
-        """The samples in fresh arrays; the generators of this process are left as the last of them
-        left them."""
+        """Reads samples into new arrays. The random generators of this process are left in the
+        state after the last sample."""
         arrays = {
             name: np.empty((len(indices), *field.shape), field.dtype)
             for name, field in self.fields.items()
@@ -66,10 +66,10 @@ class CollatedDataset:
     def read_into(
         self, arrays: Mapping[str, np.ndarray], indices: np.ndarray, seeds: np.ndarray | None
     ) -> None:
-        """Reads samples as read() does, into the first rows of arrays that are there already;
-        without seeds as they are evaluated.
+        """Reads samples like read(), into the first rows of existing arrays; without seeds, as for
+        evaluation.
 
-        Raises UserError if the user's code fails, or a sample is not like the first.
+        Raises UserError if user code fails, or if a sample does not match the first one.
         """
         found = len(self.dataset)
         if found != self.samples:
@@ -101,7 +101,7 @@ class CollatedDataset:
     def sample_and_inputs(
         self, index: int, seed: int
     ) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-        """Reads one sample; also returns the names inside x."""
+        """Reads one sample; also returns the names of fields nested in x."""
         set_random_state(seed)
         what = f"sample {index} of {self.name}"
         try:
@@ -188,7 +188,7 @@ class CollatedDataset:
 
     @property
     def where(self) -> str:
-        """Its name, and the line that gives a sample."""
+        """The name of the data, and the file and line that return a sample."""
         return f"{self.name}: {self._where()}"
 
     @property
@@ -215,10 +215,11 @@ def probed(
     kept: tuple[str, ...] = (),
     padding: Mapping[str, Padding] = _NOTHING,
 ) -> CollatedDataset:
-    """Reads the first sample of a Dataset to find the fields; values: Field.values of integers.
+    """Reads the first sample of a Dataset to determine the fields. values: Field.values of
+    integers.
 
-    padding: of fields whose samples have different lengths; their longest is that of the first one
-    here. Raises UserError if it has none, or it cannot be read.
+    padding: of variable-length fields; the length of the first sample is used as their longest.
+    Raises UserError if there is no sample, or if it cannot be read.
     """
     try:
         samples = len(dataset)
@@ -292,8 +293,8 @@ def with_longest(samples: CollatedDataset, longest: Mapping[str, int]) -> Collat
 def _fields_of(
     item: Any, what: str, where: str, kept: tuple[str, ...]
 ) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-    """Returns {name: array} for a dict, a pair (x, y) or a single x, where x may be a dict, and the
-    names inside x."""
+    """Returns {name: array} for a dict, a pair (x, y) or a single x, where x may be a dict; also
+    returns the names nested in x."""
     names: Mapping[Any, Any]
     if isinstance(item, Mapping):
         names = {key if key in kept else _name(key, item): value for key, value in item.items()}
@@ -329,7 +330,7 @@ def _name(key: Any, item: Mapping[Any, Any]) -> Any:
 
 
 def _is_numbers(item: Any) -> bool:
-    """Whether a list is of plain numbers: one array."""
+    """Whether a list contains plain numbers, so that it is one array."""
     return (
         isinstance(item, list)
         and len(item) > 0
@@ -339,7 +340,7 @@ def _is_numbers(item: Any) -> bool:
 
 def _array(name: str, value: Any, what: str, where: str) -> np.ndarray:
     shown = f"{name} of {what}"
-    if hasattr(value, "getbands") and hasattr(value, "convert"):  # of PIL
+    if hasattr(value, "getbands") and hasattr(value, "convert"):  # a PIL image
         value = np.asarray(
             value if value.mode in ("L", "RGB", "I;16", "I", "F") else value.convert("RGB")
         )
@@ -396,20 +397,21 @@ def _names(fields: Mapping[str, Any]) -> str:
 
 
 def training_seeds(indices: np.ndarray, epochs: np.ndarray, seed: int) -> np.ndarray:
-    """uint64 (n,): of the samples at `indices` in their epochs, whatever process reads them."""
+    """Returns the seeds of the samples at `indices` in their epochs, uint64 (n,); they do not
+    depend on the process that reads."""
     return np.asarray(
         fold(fold(_TRAINING, seed), epochs.astype(np.uint64), indices.astype(np.uint64)), np.uint64
     )
 
 
 def evaluation_seeds(indices: np.ndarray) -> np.ndarray:
-    """Returns the seeds of samples in evaluations, equal for every seed of a job."""
+    """Returns the seeds of samples in evaluations; they do not depend on the job's seed."""
     return np.asarray(fold(_EVALUATION, indices.astype(np.uint64)), np.uint64)
 
 
 def set_random_state(seed: int) -> None:
     """Seeds the random generators of Python, numpy and, if it is imported, torch (not those of
-    devices); takes 20 microseconds."""
+    devices); takes 20 us."""
     random.seed(seed)
     np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
     if "torch" in sys.modules:
@@ -418,7 +420,7 @@ def set_random_state(seed: int) -> None:
 
 @contextlib.contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Restores the random state at the end; inside, torch computes on one thread, as in a worker
+    """Restores the random state on exit. Within the context, torch uses one thread, as in a worker
     process."""
     torch = sys.modules.get("torch")
     states = random.getstate(), np.random.get_state()

@@ -1,5 +1,4 @@
-"""Arrays of a script whose samples have different lengths: a list of arrays for each field, in a
-dict."""
+"""Variable-length samples of a script: a dict with a list of arrays for each field."""
 
 from __future__ import annotations
 
@@ -15,7 +14,8 @@ from hvdtrain.errors import UserError
 
 
 def is_ragged(column: Any) -> bool:
-    """Whether it is a Ragged, or a list or object array of arrays or lists of different lengths."""
+    """Whether a column is a Ragged, or a list or object array whose arrays or lists have different
+    lengths."""
     if isinstance(column, Ragged):
         return True
     if (
@@ -43,12 +43,12 @@ def from_ragged(
     where: str,
     nested_inputs: tuple[str, ...] = (),
 ) -> PaddedArrays:
-    """Creates a source of arrays by field; the fields of `padding` are variable-length, or lists of
+    """Creates a source of arrays by field. Fields in `padding` are variable-length, or lists of
     arrays.
 
-    nested_inputs: the fields inside x.
+    nested_inputs: the fields nested in x.
 
-    Raises UserError if another field is variable-length, or the arrays are not numbers.
+    Raises UserError if another field is variable-length, or if arrays do not contain numbers.
     """
     for field, column in given.items():
         if not isinstance(field, str) or not field.isidentifier():
@@ -81,7 +81,7 @@ def from_ragged(
         for field, array in found.items()
     }
     check_padding(padding, dtypes, where)
-    tokens = found.get("tokens")  # of task.name=language
+    tokens = found.get("tokens")  # for task.name=language
     values = {"tokens": _values(tokens, padding["tokens"])} if isinstance(tokens, Ragged) else {}
     return PaddedArrays(found, padding, name, values=values, nested_inputs=nested_inputs)
 
@@ -97,8 +97,8 @@ def _whole(column: Any, field: str, name: str, where: str) -> np.ndarray:
 
 
 def _rows(column: Any, what: str, where: str) -> Ragged:
-    """Concatenates the samples of a field: a list of arrays, or an array of samples of one
-    length."""
+    """Concatenates the samples of a field, given as a list of arrays or an array of samples of
+    equal length."""
     if isinstance(column, Ragged):
         return column
     if not _is_list(column):
@@ -144,8 +144,7 @@ def _array(sample: Any, what: str, where: str) -> np.ndarray:
 
 
 def _values(array: Ragged, padding: Padding) -> int:
-    """Returns the largest of non-negative integers and of the padding, plus one; 0 for other
-    values."""
+    """Returns 1 + the largest value, padding included, if all are non-negative integers; else 0."""
     if array.values.dtype.kind not in "iu" or not len(array.values) or array.values.min() < 0:
         return 0
     return max(int(array.values.max()), int(padding.value)) + 1

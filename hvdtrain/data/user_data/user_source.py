@@ -1,4 +1,4 @@
-"""A source of a user's class, which need not derive from a class of hvdtrain."""
+"""Sources of user classes, which need not derive from a class of hvdtrain."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OF_IMAGES = (
 
 
 def user_source(found: Any) -> Source:
-    """The object, which has the MEMBERS of a source, as one."""
+    """Returns a user's object with the MEMBERS of a source as a Source."""
     if isinstance(found, LabelledImages):
         return found
     if all(hasattr(found, member) for member in _OF_IMAGES):
@@ -36,14 +36,14 @@ def user_source(found: Any) -> Source:
 
 
 class UserSource(Source):
-    """An object of the user's with the abstract members of a source, and maybe others."""
+    """Wraps a user's object with the abstract members of a source, and maybe others."""
 
     def __init__(self, user_object: Any) -> None:
         self.user_object = user_object
 
     @property
     def source(self) -> Source | None:
-        """What it wraps; `inner_source()` looks for it."""
+        """The source that the object wraps, used by inner_source()."""
         found = getattr(self.user_object, "source", None)
         return found if isinstance(found, Source) else None
 
@@ -124,7 +124,7 @@ class UserSource(Source):
 
 
 class UserImages(UserSource, LabelledImages):
-    """An object of the user's with all members of labelled images."""
+    """Wraps a user's object with all members of labelled images."""
 
     @property
     def shape(self) -> tuple[int, int, int]:

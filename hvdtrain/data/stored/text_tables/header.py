@@ -1,4 +1,4 @@
-"""The first line of a table, which has the names of its columns."""
+"""The first line of a table, with the names of its columns."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def check_header(
 ) -> None:
     """Raises UserError if the first line has no names, or is divided by another delimiter.
 
-    known: names that say that it is not a line of numbers.
+    known: names that show that it is not a line of numbers.
     """
     shown = short(delimiter.join(header), 60)
     numbers = [name for name in header if any(map(str.isdigit, name)) and NUMBER.fullmatch(name)]
-    # whole numbers beside a name may be names: label,0,1,2
+    # beside a name, whole numbers may be column names: label,0,1,2
     are_cells = len(numbers) == len(header) or not all(map(WHOLE.fullmatch, numbers))
     if not header or (are_cells and not set(known) & set(header)):
         raise UserError(

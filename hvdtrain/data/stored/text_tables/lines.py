@@ -1,4 +1,4 @@
-"""The lines of a table: where blocks of them begin, and their rows."""
+"""The lines of a table: an index of blocks of lines, and their rows."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from hvdtrain.data.stored.files import FileOnDisk
 from hvdtrain.errors import UserError
 
-_BLOCK_BYTES = 2**17  # of text that is parsed at once
-_PIECE_BYTES = 2**22  # of text that is searched for ends of lines at once
+_BLOCK_BYTES = 2**17  # bytes of text to parse at a time
+_PIECE_BYTES = 2**22  # bytes of text to search for line ends at a time
 _NEWLINE = 10
 _QUOTE = 34
 _MOST_LINE = 2**26  # bytes
@@ -31,7 +31,7 @@ def without_blank_lines(file: FileOnDisk, start: int) -> int:
 
 
 def split_rows(text: str, delimiter: str, path: Path, first: int) -> list[tuple[int, list[str]]]:
-    """Yields rows with the line number of each; first: the line number of the text."""
+    """Returns rows with the line number of each; first: the line number of the text."""
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
     rows = []
     line = first
@@ -98,7 +98,7 @@ def _index_of_quoted(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Does the work of index_of_blocks() row by row, for a file with newlines in quotes: about a
     second for 100 MB."""
-    last = []  # line of each row, counted from 1 behind the header
+    last = []  # line of each row, counted from 1 after the header
     with file.path.open("rb") as raw:
         raw.seek(start)
         whole_text = io.TextIOWrapper(raw, "utf-8", errors="replace", newline="\n")
@@ -132,8 +132,8 @@ def _index_of_quoted(
 
 
 def _last_rows(ends: np.ndarray, start: int, before: int) -> tuple[np.ndarray, np.ndarray]:
-    """The rows that end a block, and their ends, of rows that end at these bytes; the last block
-    before them ended at `before`."""
+    """Returns the rows that end a block, and their end bytes. ends: end bytes of the rows; before:
+    end of the previous block."""
     blocks = np.flatnonzero(
         np.diff((ends - start) // _BLOCK_BYTES, prepend=(before - start) // _BLOCK_BYTES)
     )
