@@ -15,7 +15,7 @@ class Values(NamedTuple):
     """Some values of a key."""
 
     hold: Callable[[Any], bool]
-    example: Any  # one of them
+    example: Any  # one of these values
 
 
 def among(*values: Any) -> Values:
@@ -35,21 +35,21 @@ class Exclusion(NamedTuple):
 
     The texts are templates: {set} is the key with its value, {key} the key, {config} the
     configuration of the job. In rows of a feature {chosen} turns the feature on, {off} turns it
-    off, {mesh} is the parallel.tensor and parallel.pipeline of the job, {engine} its engine,
-    {ranks} its number of ranks. For an empty text, the feature's text is used.
+    off, {mesh} is the job's parallel.tensor and parallel.pipeline, {engine} its engine, {ranks} its
+    number of ranks. For an empty text, the feature's text is used.
     """
 
     key: str
     values: Values
     what: str = ""
     fix: str = ""
-    where: str = ""  # the key whose place the message shows; empty: the excluded key
-    when: When | None = None  # None: wherever the feature is on
-    why: str = ""  # for docs/combinations.md; empty: the feature's
-    words: str = ""  # further words that the example needs to be valid on its own
+    where: str = ""  # the message shows where this key was set; empty: the excluded key
+    when: When | None = None  # None: whenever the feature is on
+    why: str = ""  # reason for docs/combinations.md; empty: the feature's reason
+    words: str = ""  # more settings that the example needs to be valid
 
     def holds(self, config: Config, otherwise: bool = True) -> bool:
-        """Whether a configuration has a rejected value; otherwise: whether a row without a
+        """Whether a configuration has a rejected value. otherwise: whether a row without a
         condition applies."""
         applies = self.when(config) if self.when else otherwise
         return applies and bool(self.values.hold(value_of(config, self.key)))
@@ -63,8 +63,8 @@ class Exclusion(NamedTuple):
 def no_effect(
     key: str, values: Values, without: str, fix: str = "", when: When | None = None
 ) -> Exclusion:
-    """Returns a row for values that have no effect without other words; fix: these, if they
-    differ."""
+    """Returns a row for values that have no effect without other settings. fix: the settings for
+    the message, if they differ."""
     return Exclusion(
         key,
         values,
@@ -77,8 +77,8 @@ def no_effect(
 def options(
     without: str, examples: Mapping[str, Any], fix: str = "", when: When | None = None
 ) -> tuple[Exclusion, ...]:
-    """Returns rows for keys that have no effect without other words; examples: for each key a value
-    other than its default."""
+    """Returns rows for keys that have no effect without other settings. examples: for each key a
+    value other than its default."""
     return tuple(
         no_effect(key, other_than(default_of(key), example), without, fix, when)
         for key, example in examples.items()
@@ -108,7 +108,7 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def as_yaml(value: Any) -> str:
-    """Formats a value as a user writes it: true, null, {tokens: 0}."""
+    """Formats a value as in YAML: true, null, {tokens: 0}."""
     if isinstance(value, Mapping):
         pairs = [
             f"{name}: {one:g}" if isinstance(one, float) else f"{name}: {as_yaml(one)}"
@@ -123,5 +123,5 @@ def as_yaml(value: Any) -> str:
 
 
 def as_set(config: Config, key: str) -> str:
-    """Formats the key and its value as a user writes them: shard.reshard=false."""
+    """Formats the key and its value as an argument: shard.reshard=false."""
     return f"{key}={as_yaml(value_of(config, key))}"

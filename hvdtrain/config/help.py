@@ -95,7 +95,7 @@ EVERYDAY = (
 )
 _KEY_WIDTH = 34
 _LINE_WIDTH = 118
-# Where the plugins are that a key names, and when.
+# The folders of the plugins that a key names, with the condition.
 _FOLDERS = {
     "data.name": schema.OPEN_SECTIONS["data"],
     "task.name": schema.OPEN_SECTIONS["task"],
@@ -149,8 +149,8 @@ def _page() -> str:
 
 
 def _everyday_keys() -> str:
-    """The keys of EVERYDAY with their defaults and descriptions, wrapped; a blank line between
-    sections."""
+    """Lists the keys of EVERYDAY with their defaults and wrapped descriptions; a blank line
+    separates sections."""
     lines = ["the keys that most jobs set, with their defaults"]
     before = None
     for key in EVERYDAY:
@@ -172,7 +172,7 @@ def _everyday_keys() -> str:
 
 
 def _every_key() -> str:
-    """A row for each key of the schema, section by section."""
+    """Lists every key of the schema, section by section."""
     lines = ["keys, defaults", *_rows(schema.Config, "")]
     for name, kind in schema.SECTIONS.items():
         lines += ["", *_rows(kind, f"{name}.")]
@@ -191,7 +191,7 @@ def _nearest_topic(topic: str) -> str:
 
 
 def _key_text(key: str, info: FieldInfo) -> str:
-    """A key with its default, its whole description, and the values that it takes."""
+    """Describes a key: its default, the complete description, and the values that it takes."""
     default = shown_default(info.get_default(call_default_factory=True)) or "nothing"
     text = f"{info.description}", f"takes {takes(info)}"
     wrapped = [line for each in text for line in textwrap.wrap(each, 118, break_on_hyphens=False)]
@@ -199,7 +199,7 @@ def _key_text(key: str, info: FieldInfo) -> str:
 
 
 def list_text() -> str:
-    """The names of every plugin, a line each with the first line of its file."""
+    """Lists every plugin on one line, with the first line of its file."""
     lines = []
     for key, folder in _FOLDERS.items():
         lines.append(key)
@@ -214,7 +214,7 @@ def list_text() -> str:
 
 
 def _rows(kind: type[BaseModel], prefix: str) -> list[str]:
-    """A row for each key of a section, or each option of a plugin: key=default, then its
+    """Returns a row for each key of a section or option of a plugin: key=default, then its
     description."""
     return [
         _row(f"{prefix}{name}", info)
@@ -224,19 +224,20 @@ def _rows(kind: type[BaseModel], prefix: str) -> list[str]:
 
 
 def _row(key: str, info: FieldInfo) -> str:
-    """`key=default`, then its description."""
+    """Returns `key=default`, followed by its description."""
     text = f"{key}={shown_default(info.get_default(call_default_factory=True))}"
     return f"  {text:{_KEY_WIDTH}} {info.description or ''}".rstrip()
 
 
 def _option_rows(section: str, only: str | None = None) -> list[str]:
-    """The options of each plugin of a section; or one option, of those that have it."""
+    """Lists the options of each plugin of a section. only: list this option, for the plugins that
+    have it."""
     lines: list[str] = []
     for key, folder in _FOLDERS.items():
         head, _, condition = key.partition(" ")
         if head != f"{section}.name":
             continue
-        names: dict[Path, list[str]] = {}  # by file: some names share one
+        names: dict[Path, list[str]] = {}  # by file, because some names share a file
         for name, path in plugins.files(folder).items():
             names.setdefault(path, []).append(name)
         for path, shared in names.items():
@@ -256,8 +257,8 @@ def _option_rows(section: str, only: str | None = None) -> list[str]:
 
 
 def _first_paragraph(path: Path) -> str:
-    """The first paragraph of a file's docstring on one line. Files begin with it: parsing 46 files
-    would take 0.1 s."""
+    """Returns the first paragraph of a file's docstring on one line. Reads only the beginning,
+    because parsing 46 files would take 0.1 s."""
     paragraph: list[str] = []
     with path.open() as file:
         for line in file:

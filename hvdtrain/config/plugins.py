@@ -57,9 +57,9 @@ KEYS = {  # folder -> the key whose value names its files
     "events/trackers": "log.trackers",
 }
 PACKAGE = Path(__file__).parents[1]
-# LIBRARY.py: what model.name=LIBRARY:NAME means, of a library that has its own names
+# LIBRARY.py implements model.name=LIBRARY:NAME, with NAME from the library
 LIBRARIES = "frameworks/torch/libraries"
-# what annotations of options may name, beside the types that Python has
+# names that annotations of options may use, besides Python's types
 ANNOTATIONS = {
     "Literal": Literal,
     "Path": Path,
@@ -90,8 +90,8 @@ def load(folder: str, name: str, where: str) -> ModuleType:
 
 
 def named(name: str) -> Any:
-    """Returns the object "package.module:name" of hvdtrain: data refer by name to what only some
-    jobs import."""
+    """Returns hvdtrain's object "package.module:name". Tables of data use names for objects that
+    only some jobs import."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -150,13 +150,13 @@ def load_dotted(name: str, where: str) -> Callable[..., Any]:
         raise UserError(f"{name} is neither a class nor a function", where, fix)
     if not of_python(
         name
-    ):  # else check_names() refuses it as a model, and nothing of Python is an optimizer
+    ):  # otherwise check_names() rejects it as a model; no Python builtin is an optimizer
         _check_own(member, name, where)
     return typing.cast("Callable[..., Any]", member)
 
 
 def of_a_script(name: str) -> str:
-    """Returns how to resume a job with a class that only its script defines; empty for a class of a
+    """Returns how to resume a job with a class that only its script defines; empty for a class in a
     module."""
     if not name.startswith("__main__:"):
         return ""
@@ -172,8 +172,8 @@ def of_python(name: str) -> bool:
 
 
 def _check_own(found: Callable[..., Any], name: str, where: str) -> None:
-    """Rejects something of Python itself under another module's name, and a callable without a
-    readable signature."""
+    """Rejects a Python builtin under another module's name, and a callable without a readable
+    signature."""
     origin = (
         f"{getattr(found, '__module__', '')}"
         if isinstance(found, type) or inspect.isroutine(found)
@@ -216,7 +216,7 @@ def check_names(config: Config) -> None:
         _refuse_object(section)
         if (
             section is not config.optim and is_users_own(section) and of_python(section.name)
-        ):  # it would be called: os:system
+        ):  # otherwise it would be called: os:system
             what = f"{short(section.name)} is part of Python itself, not a {section.section}"
             raise UserError(what, section.where("name"), "write package.module:Class")
         if section is config.model and config.framework != "torch" and is_library(section.name):
@@ -225,13 +225,13 @@ def check_names(config: Config) -> None:
                 "a model of torch"
             )
             raise UserError(what, section.where("name"), "framework=torch, or another model")
-        if not is_users_own(section):  # the user's own class checks its own options
+        if not is_users_own(section):  # a user's class checks its options itself
             convert_options(section, folder_of(section.section, config.framework))
 
 
 def own_function(section: OpenSection) -> Callable[..., Any]:
-    """Returns what the name of a section means if it is not a plugin: a function of the user, or
-    the constructor of a script's object. Raises UserError if it is not found.
+    """Returns the function for a section whose name is not a plugin: a user's function, or the
+    constructor of a script's object. Raises UserError if it is not found.
     """
     name: str = section.name  # type: ignore[attr-defined]
     if section.given is not None and section.given.name is not None:
@@ -247,8 +247,7 @@ def own_function(section: OpenSection) -> Callable[..., Any]:
 
 
 def is_library(name: str) -> bool:
-    """Whether the word before the colon of a model's name is one of LIBRARIES, as in
-    timm:convnext_tiny."""
+    """Whether a model's name begins with a library and a colon, as in timm:convnext_tiny."""
     library, colon, _ = name.partition(":")
     return (
         bool(colon) and library.isidentifier() and (PACKAGE / LIBRARIES / f"{library}.py").is_file()
@@ -256,8 +255,7 @@ def is_library(name: str) -> bool:
 
 
 def _refuse_object(section: OpenSection) -> None:
-    """Raises UserError if a name stands for an object of a script that this program does not
-    have."""
+    """Raises UserError if a name stands for a script's object, which this program does not have."""
     name: str = section.name  # type: ignore[attr-defined]
     if is_object(name) and section.given is None:
         what = f"{section.section}.name={short(name)} is an object that only its script defines"
@@ -265,15 +263,16 @@ def _refuse_object(section: OpenSection) -> None:
 
 
 def is_users_own(section: OpenSection) -> bool:
-    """Whether its name is an import path; for data only with a colon: package.module:function."""
+    """Whether a section's name is an import path; for data it must contain a colon:
+    package.module:function."""
     name: str = section.name  # type: ignore[attr-defined]
     return ":" in name if section.section == "data" else is_dotted(name)
 
 
 def call_own(section: OpenSection, known: dict[str, Any]) -> Any:
-    """Returns the result of package.module:function of a section, called with its options and those
-    of `known` that it has parameters for. Raises UserError if it is not found or the options do not
-    fit.
+    """Returns the result of package.module:function of a section, called with its options and with
+    the entries of `known` that it has parameters for. Raises UserError if it is not found or the
+    options do not match.
     """
     name: str = section.name  # type: ignore[attr-defined]
     function = own_function(section)
@@ -418,8 +417,8 @@ def _unknown_option(section: OpenSection, option: str, model: type[BaseModel]) -
 
 
 def fix_of_parameters(section: OpenSection, signature: inspect.Signature) -> str:
-    """Returns the fix for options that do not fit the user's own class: the parameter that a
-    misspelt one resembles."""
+    """Returns the fix for options that do not match a user's class: the parameter that a misspelt
+    one resembles."""
     known = [*signature.parameters, *type(section).model_fields]
     unknown = next((option for option in section.options if option not in known), None)
     fix = f"give its parameters as {section.section}.<name>=<value>"

@@ -42,17 +42,18 @@ from hvdtrain.config.yaml_reader import (
 from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
 from hvdtrain.errors import UserError, first_line, short
 
-# Keys of one run that a resumed job does not inherit: where it ran, and for how long.
+# Keys that a resumed job does not inherit, because they describe one run: where it ran, and for how
+# long.
 _OF_ONE_RUN = ("run", "resume", "comm.engine", "comm.address", "data.stage", "guard.max_time")
 _RUN_FOLDER = (".hvdtrain", "events.jsonl", "checkpoints")  # every run folder contains one of these
 
 MOST_NAME_BYTES = 255  # of a file or folder, as file systems allow
 MOST_PATH_BYTES = (
-    3800  # the system allows 4095: checkpoints have names of their own within a run folder
+    3800  # the system allows 4095, but the names of checkpoints within a run folder are added
 )
 
 
-# keys that nothing reads in this configuration
+# returns the keys that nothing reads in a configuration
 Unread = Callable[[Config], Iterable[str]]
 
 
@@ -71,8 +72,8 @@ def configure(
     """Merges the defaults, the file and the arguments `key=value` or `--key=value`, in this order.
 
     With resume=RUN the resolved configuration of that run comes between the defaults and the file.
-    It is read from RUN unless `resumed` contains it. Keys of `unread` that only the record of a run
-    sets are dropped. Raises UserError for unreadable input, an unknown key or a wrong value.
+    It is read from RUN unless `resumed` contains it. Keys of `unread` that only a run's record sets
+    are dropped. Raises UserError for unreadable input, an unknown key or a wrong value.
     """
     assigned = assignments(path, arguments)
     resumed = _without_owner(read_resumed(assigned) if resumed is None else resumed, assigned)
@@ -109,9 +110,9 @@ def assignments(path: str | None, arguments: Sequence[str]) -> list[Assignment]:
 
 
 def read_resumed(assigned: Sequence[Assignment]) -> list[Assignment]:
-    """Returns the configuration of the run that resume=RUN names, without the keys of that one run;
-    nothing without resume. Raises UserError if the run folder does not exist or its configuration
-    cannot be read.
+    """Returns the configuration of the run that resume=RUN names, without _OF_ONE_RUN; nothing
+    without resume. Raises UserError if the run folder does not exist or its configuration cannot be
+    read.
     """
     _, resume, origin = next(
         (each for each in reversed(assigned) if each.key == "resume"),
@@ -119,7 +120,7 @@ def read_resumed(assigned: Sequence[Assignment]) -> list[Assignment]:
     )
     if resume in (None, "no", "auto") or not isinstance(
         resume, str
-    ):  # resolve() refuses what is not a text
+    ):  # resolve() rejects anything but a string
         return []
     folder = expand(resume, "resume")
     if not os.path.isdir(folder):
@@ -130,7 +131,7 @@ def read_resumed(assigned: Sequence[Assignment]) -> list[Assignment]:
     ]
 
 
-# a key that older runs lack -> the key it belongs to, and the older behaviour
+# a key that older runs lack -> the key it belongs to, and the value for the older behaviour
 _SINCE = {"model.lora_train": ("model.lora", ["*"])}
 
 _OWNERS = {  # key -> the key it belongs to, and the value without which it has no effect
@@ -165,8 +166,8 @@ def _without_owner(
 
 
 def without_objects(hooks: Any) -> Any:
-    """Drops recorded hooks that another script may define: those that a script passed as
-    objects."""
+    """Drops recorded hooks that a script passed as objects, because another script may define
+    them."""
     return (
         [name for name in hooks if not is_object(f"{name}")] if isinstance(hooks, list) else hooks
     )
@@ -181,7 +182,7 @@ CODE = (
     "recipe.function",
     "hooks",
 )
-ACTS = {  # key -> what its value does outside the run folder
+ACTS = {  # key -> the effect of its value outside the run folder
     **dict.fromkeys(
         ("run", "data.stage", "data.cache", "data.source_options.cache"), "is where a job writes"
     ),
@@ -191,11 +192,11 @@ ACTS = {  # key -> what its value does outside the run folder
 
 
 class Recorded:
-    """The keys that only the record of a run sets, also through references to its other keys. The
+    """The keys that only a run's record sets, including through references to its other keys. The
     record may come from a stranger."""
 
     def __init__(self, every: Sequence[Assignment], trusted: Sequence[Assignment]) -> None:
-        """every: all assignments of a configuration, in order; trusted: the user's own."""
+        """every: all assignments of a configuration, in order; trusted: assignments by the user."""
         self._last = {assignment.key: assignment for assignment in every}
         self.keys = self._last.keys() - {assignment.key for assignment in trusted}
 
@@ -241,7 +242,7 @@ class Recorded:
     def _says(self, key: str) -> bool:
         """Whether the record sets its value or a part of it."""
         reached = [name for name in self._last if name == key or key.startswith(f"{name}.")]
-        for name in reached:  # grows by what the references of a value lead to
+        for name in reached:  # the loop appends the keys that references lead to
             referred = [
                 OTHER_NAMES.get(other, other)
                 for other in REFERENCE.findall(f"{self._last[name].value}")
@@ -281,7 +282,7 @@ def resolve(assigned: Sequence[Assignment]) -> Config:
     try:
         config = Config.model_validate(tree).with_provenance(provenance)
     except ValidationError as error:
-        # after a misspelt one, which is why
+        # report a misspelt key first, because it may cause the other errors
         errors = sorted(error.errors(include_url=False), key=lambda one: one["type"] == "missing")
         raise refusal(errors[0], provenance) from None
     for key in ("run", "resume", "data.root", "data.stage"):
@@ -292,8 +293,8 @@ def resolve(assigned: Sequence[Assignment]) -> Config:
 def resolve_recorded(
     assigned: Sequence[Assignment], recorded: Collection[str], unread: Unread
 ) -> Config:
-    """Resolves assignments without recorded keys that have no effect: the user did not set them,
-    and cannot remove them."""
+    """Resolves assignments without recorded keys that have no effect, because the user did not set
+    them and cannot remove them."""
     config = resolve(assigned)
     dropped = set(recorded).intersection(unread(config)) if recorded else set()
     if not dropped:
@@ -303,7 +304,7 @@ def resolve_recorded(
 
 
 def _without_references(assigned: Sequence[Assignment]) -> Iterator[Assignment]:
-    """Returns the assignments with each `${key}` replaced by the last value of that key, or its
+    """Yields the assignments with each `${key}` replaced by the last value of that key, or its
     default."""
     last = {assignment.key: assignment.value for assignment in assigned}
 
@@ -378,7 +379,7 @@ def read_argument(argument: str, following: str = "") -> Assignment:
             value = value_of(compose(text), as_text=False)
         elif text == "null" or (
             text == "" and key != "data.stage"
-        ):  # an empty data.stage is an unset variable, which has its own error
+        ):  # an empty data.stage comes from an unset variable; it has a separate error
             value = None
         else:
             value = check_text(text)
@@ -398,7 +399,7 @@ def read_run_config(run: Path) -> Iterator[Assignment]:
                 return folder.read("config.yaml", MOST_BYTES).decode("utf-8")
         except WrongKind as error:
             raise UserError(f"{path} is {error.strerror}", path, NO_LINKS) from None
-        except OSError as error:  # with the whole path
+        except OSError as error:  # with the complete path
             raise OSError(error.errno, error.strerror, path) from None
 
     seen = {}
@@ -411,11 +412,11 @@ def read_run_config(run: Path) -> Iterator[Assignment]:
 
 
 def _of_this_copy(recorded: Iterable[Assignment]) -> Iterator[Assignment]:
-    """Returns the recorded keys of a run. Raises UserError for a key that this copy of hvdtrain
-    lacks: a run records the keys of an extra if it uses one of them."""
+    """Yields the recorded keys of a run. Raises UserError for a key that this copy of hvdtrain
+    lacks; a run records the keys of an extra if it uses one of them."""
     for one in recorded:
         if not _is_known(one.key):
-            if right_key(one.key, one.value):  # a former name, or another tool's
+            if right_key(one.key, one.value):  # a former name, or a name from another tool
                 _check_known(*one)
             raise UserError(
                 f"the run has {one.key}={short(f'{one.value}')}, but this installation of "
@@ -427,7 +428,7 @@ def _of_this_copy(recorded: Iterable[Assignment]) -> Iterator[Assignment]:
 
 
 def read_file(path: str, read: Callable[[str], str] = read_text) -> Iterator[Assignment]:
-    """Returns every value of a YAML file with its line; keys may be nested or dotted. Raises
+    """Yields every value of a YAML file with its line; keys may be nested or dotted. Raises
     UserError if the file cannot be read."""
     try:
         yield from _assignments_of(path, read(path))
@@ -494,7 +495,7 @@ def expand(path: str | Path, where: str) -> Path:
 
 
 def _value(config: Config, key: str) -> Any:
-    """That of a key, or of an option of a plugin; None if there is none."""
+    """Returns the value of a key or of a plugin's option; None if it does not exist."""
     value: Any = config
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
@@ -502,14 +503,14 @@ def _value(config: Config, key: str) -> Any:
 
 
 def to_yaml(config: Config) -> str:
-    """Formats the resolved configuration as --config reads it."""
+    """Formats the resolved configuration in the format that --config reads."""
     return _dump(config.model_dump())
 
 
 def to_record(config: Config, leave_out: Collection[str], only: dict[str, Any] | None) -> str:
-    """Formats the configuration without these first keys, and without keys of extras that the job
-    does not use, so that a copy of hvdtrain without the extra can read it. only: the keys, as a
-    tree of True."""
+    """Formats the configuration without the sections in `leave_out` and without unused keys of
+    extras, so that a copy of hvdtrain without the extra can read it. only: the keys to include, as
+    a tree of True."""
     tree = config.model_dump(include=only, exclude=set(leave_out))
     for section, name in unused_keys(config):
         tree.get(section, {}).pop(name, None)

@@ -1,4 +1,4 @@
-"""Turns a wrong key, value or argument into a message: where it was set, what the key accepts, and
+"""Converts a wrong key, value or argument to a message: where it was set, what the key accepts, and
 what was probably meant."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OUT_OF_BOUNDS = (
     "less_than_equal",
     "finite_number",
 )
-# a highest value from here on only keeps numbers sane: a message names it where it is exceeded
+# an upper bound from here on is only a sanity check: a message names it only if a value exceeds it
 SANITY_BOUND = 1e6
 TYPE_NAMES = {
     float | str: "a length",
@@ -51,12 +51,12 @@ TYPE_NAMES = {
     Path: "a path",
     NoneType: "null",
 }
-LISTS = {  # of entries with keys of their own
+LISTS = {  # lists whose entries have keys
     PieceConfig: "a list of pieces, as in [{kind: constant, length: 5}, {kind: cosine}]",
     GroupConfig: "a list of groups, as in [{names: '*.bias', rate: 64}]",
     ThawConfig: "a list, as in [{at: 2, names: ['backbone.*']}]",
 }
-# of the command line, beside key=value
+# command line options, besides key=value
 _OPTIONS = (
     "--config",
     "--help",
@@ -91,7 +91,7 @@ def refusal(error: ErrorDetails, provenance: Provenance) -> UserError:
         return UserError(
             f"{name} is {short(repr(value))}", provenance.where(key), f"give {_bounds(info, value)}"
         )
-    if error["type"] == "value_error":  # of a length
+    if error["type"] == "value_error":  # the error of a length
         is_kind = name == "recipe.warmup" and value in ("gradual", "constant")
         fix = (
             f"recipe.warmup_kind={value}, and recipe.warmup is its length"
@@ -104,7 +104,7 @@ def refusal(error: ErrorDetails, provenance: Provenance) -> UserError:
     entry, colon, number = str(location[-1]).partition(":")
     if (
         value is None and colon and typing.get_origin(info.annotation) is dict
-    ):  # YAML reads {tokens:0} as a name alone
+    ):  # YAML reads {tokens:0} as a single name
         what = f"{name} has the name {short(entry + colon + number)} without a value"
         return UserError(
             what,
@@ -122,8 +122,8 @@ def refusal(error: ErrorDetails, provenance: Provenance) -> UserError:
 
 
 def expected(key: str, info: FieldInfo, value: Any) -> str:
-    """The fix for a value of a wrong type: the type that a key takes, with the choice that was
-    meant or an example.
+    """Returns the fix for a value of the wrong type: the type that the key takes, with the likely
+    choice or an example.
 
     `epochs takes a whole number: epochs=10`, `log.trackers takes a list, each a text:
     'log.trackers=[wandb]'`.
@@ -168,8 +168,8 @@ def _example(kind: Any, default: Any, value: Any) -> str:
 
 
 def _as_yaml(entry: Any) -> str:
-    """An entry of a list as one would type it: a text in quotes where YAML reads something else."""
-    import yaml  # --help needs none
+    """Formats an entry of a list: a string is quoted if YAML would read something else."""
+    import yaml  # --help does not need it
 
     if not isinstance(entry, str):
         return json.dumps(entry, separators=(",", ":"))
@@ -183,14 +183,14 @@ def _as_yaml(entry: Any) -> str:
 
 
 def _find(location: Sequence[str | int]) -> tuple[str, FieldInfo | None, type[Section]]:
-    """The name of a place in the configuration, `recipe.chain[0].kind`, its field, and the section
-    it is in; no field: an unknown key."""
+    """Returns the name of a place in the configuration, such as `recipe.chain[0].kind`, its field
+    (None for an unknown key), and its section."""
     section: type[Section] = Config
     name = ""
     info = None
     for part in location:
         if info is not None and typing.get_origin(info.annotation) in (typing.Union, dict):
-            break  # what follows names a part of the union, or a name of the user's
+            break  # the rest is a part of the union, or a user's name
         if isinstance(part, int):
             name = f"{name}[{part}]"
             section = _of_entries(info, section)
@@ -202,14 +202,15 @@ def _find(location: Sequence[str | int]) -> tuple[str, FieldInfo | None, type[Se
 
 
 def _of_entries(info: FieldInfo | None, section: type[Section]) -> type[Section]:
-    """Returns the section of the entries of a list; the section of the list itself if they are
-    numbers or texts."""
+    """Returns the section of a list's entries; the section of the list itself if they are numbers
+    or strings."""
     kinds = typing.get_args(info.annotation) if info is not None else ()
     return kinds[0] if kinds and kinds[0] in LISTS else section
 
 
 def takes(info: FieldInfo) -> str:
-    """The values that a field takes: `a whole number: 1 or more`, `one of 'mean', 'adasum'`."""
+    """Describes the values that a field takes: `a whole number: 1 or more`, `one of 'mean',
+    'adasum'`."""
     is_bounded = any(
         hasattr(limit, bound) for limit in info.metadata for bound in ("ge", "gt", "le", "lt")
     )
@@ -221,8 +222,8 @@ def takes(info: FieldInfo) -> str:
 
 
 def _bounds(info: FieldInfo, value: float) -> str:
-    """The numbers that a field takes: `0 to 1`, `1 or more`, `more than 0, or null`."""
-    # of int in int | Literal
+    """Describes the numbers that a field takes: `0 to 1`, `1 or more`, `more than 0, or null`."""
+    # the bounds of int in int | Literal
     parts = [
         part
         for kind in typing.get_args(info.annotation)
@@ -255,7 +256,7 @@ def _bounds(info: FieldInfo, value: float) -> str:
 
 
 def type_name(kind: Any) -> str:
-    """A type in words: `a whole number, or null`."""
+    """Describes a type: `a whole number, or null`."""
     origin = typing.get_origin(kind)
     inner = typing.get_args(kind)
     if origin is typing.Literal:
@@ -335,7 +336,7 @@ def fix_of_argument(argument: str, following: str) -> str:
 
 
 def _ends_with(word: str) -> str | None:
-    """The key of a section that has this name: optim.momentum."""
+    """Returns the key of a section with this name: optim.momentum."""
     return next((key for key in known_keys() if key.rpartition(".")[2] == word), None)
 
 

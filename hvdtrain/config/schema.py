@@ -1,5 +1,4 @@
-"""The whole configuration: the sections, the keys without a section, and every key by its full
-name."""
+"""The configuration: its sections, the keys outside of sections, and every key by its full name."""
 
 from __future__ import annotations
 
@@ -41,11 +40,11 @@ OPEN_SECTIONS = {
     "optim": "optim",
 }
 
-# an argument -> what it stands for: the other keys of speed are automatic already
+# an argument -> the argument that it stands for; the other keys of speed are already automatic
 SHORTHANDS = {"speed=auto": "speed.precision=auto"}
 
 DEFAULT_EPOCHS = 10
-# of the same key: read everywhere, never written
+# other names of a key: read everywhere, never written
 OTHER_NAMES = {
     "stop.epochs": "epochs",
     "max_steps": "stop.steps",
@@ -113,8 +112,8 @@ class Config(Section):
 
     @property
     def keeps_copies(self) -> bool:
-        """Whether a job of several ranks keeps copies of its state, to continue after a rank dies,
-        if its engine supports it."""
+        """Whether a job on several ranks keeps copies of its state to continue after a rank dies,
+        if its engine supports that."""
         can_divide = (
             self.framework == "torch" and self.shard.stage in (1, 2) and self.shard.group == "all"
         )
@@ -130,18 +129,18 @@ class Config(Section):
         return [getattr(self, name) for name in SECTIONS]
 
     def readers(self, ranks: int) -> int:
-        """Returns how many of these ranks read different samples of a step."""
+        """Returns how many of the ranks read different samples of a step."""
         for section in self.sections:
             ranks = section.readers_of(ranks)
         return ranks
 
     def first_reader(self, ranks: int) -> int:
-        """Returns the first of these ranks that reads training samples."""
+        """Returns the first of the ranks that reads training samples."""
         return max(section.first_reader_of(ranks) for section in self.sections)
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether one rank alone takes a step, and which one is not known in advance."""
+        """Whether a single rank takes each step, and it is not known in advance which one."""
         return any(section.is_asynchronous for section in self.sections)
 
     @model_validator(mode="before")
@@ -164,7 +163,7 @@ class Config(Section):
 
     def with_provenance(self, provenance: Mapping[str, str]) -> Config:
         """Returns a copy that records where these keys were set: {"batch.size":
-        "configs/x.yaml:14"}; other places stay."""
+        "configs/x.yaml:14"}; other keys keep their origin."""
         known = Provenance({**self._provenance, **provenance})
         copy = self.model_copy(update={name: getattr(self, name).model_copy() for name in SECTIONS})
         for section in (copy, *(getattr(copy, name) for name in SECTIONS)):
@@ -182,7 +181,7 @@ SECTIONS: dict[str, type[Section]] = {
 
 @functools.cache
 def known_keys() -> dict[str, FieldInfo]:
-    """Every key of the schema: {"epochs": ..., "batch.size": ...}."""
+    """Returns every key of the schema: {"epochs": ..., "batch.size": ...}."""
     keys = {name: info for name, info in Config.model_fields.items() if name not in SECTIONS}
     for section, kind in SECTIONS.items():
         keys |= {f"{section}.{name}": info for name, info in kind.model_fields.items()}
@@ -190,6 +189,6 @@ def known_keys() -> dict[str, FieldInfo]:
 
 
 def takes_text(key: str) -> bool:
-    """Whether the value of a key is a text, so that 'no', '007' and '1e3' are neither numbers nor
+    """Whether the value of a key is a string, so that 'no', '007' and '1e3' are not numbers or
     booleans."""
     return key in known_keys() and known_keys()[key].annotation in (str, str | None)

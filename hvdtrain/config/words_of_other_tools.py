@@ -209,7 +209,7 @@ KEYS = {
     **dict.fromkeys(("warmup_epochs", "warmup_steps", "warmup_tokens"), "recipe.warmup"),
 }
 
-# word -> how the thing is set, where no key sets it
+# word -> how to set things that have no key
 NO_KEYS = {
     "workers": "data.readers=N sets threads that read, data.workers=N processes; ranks are "
     "started by mpirun -np N, or launch -np N",
@@ -263,15 +263,15 @@ NO_KEYS = {
     "autotuning": "plan --memory shows what fits, plan --parallel which mesh takes least time",
 }
 
-# endings of files that a function of the user's reads
+# suffixes of files that a user's function reads
 _TABLES = (".xlsx", ".json", ".jsonl", ".npy", ".pt", ".arrow", ".feather")
-# endings of files -> the data.name that reads them
+# suffixes of files -> the data.name that reads them
 _STORED = {
     **{".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".npz": "npz"},
     **data_files(),
 }
 
-# key -> word, in lower case -> the value
+# key -> lower-case word -> the value
 VALUES: dict[str, dict[str, str]] = {
     "framework": {
         "pytorch": "torch",
@@ -411,7 +411,7 @@ def right_key(key: str, value: Any = None) -> str | None:
     """Returns the key that another tool's word means: `optim.base_lr` for `lr`, `optim.lr` and
     `learning-rate`; None for other words.
 
-    With a value that is another tool's word too, or that the word itself implies:
+    Includes a value if it is also another tool's word, or if the word implies it:
     `model.loss=squared_error` for loss_fn=mse.
     """
     word = _plain(key)
@@ -427,18 +427,18 @@ def right_key(key: str, value: Any = None) -> str | None:
 
 
 def right_value(key: str, value: Any) -> str | None:
-    """The value of a key that another tool's word for it means: squared_error for
+    """Returns the value of a key that another tool's word means: squared_error for
     model.loss=mse."""
     return VALUES.get(key, {}).get(str(value).lower())
 
 
 def without_a_value(key: str, value: Any) -> str | None:
-    """Returns what to do instead of a value that other tools have and hvdtrain does not."""
+    """Returns the alternative to a value that other tools have and hvdtrain does not."""
     return NO_VALUES.get(key, {}).get(str(value).lower().partition(":")[0])
 
 
 def without_a_key(word: str) -> str | None:
-    """Returns how to set what other tools have a key for and hvdtrain does not."""
+    """Returns how to set something for which other tools have a key and hvdtrain does not."""
     return NO_KEYS.get(_plain(word).rpartition(".")[2])
 
 

@@ -14,14 +14,14 @@ import yaml
 
 from hvdtrain.errors import short
 
-MOST_BYTES = 2**16  # of a file
+MOST_BYTES = 2**16  # size of a file
 MOST_KEYS = 500  # in a file: far more than the schema has
 MOST_DEPTH = 32
 MOST_TEXT = 4096  # characters of one value: the longest path
 MOST_KEY = 200  # characters
 REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}", re.ASCII)  # ${batch.size}
 NULL, INT, FLOAT = (f"tag:yaml.org,2002:{name}" for name in ("null", "int", "float"))
-# not YAML 1.1's 1:30, which is 90, and 010, which is 8
+# without YAML 1.1's 1:30, which is 90, and 010, which is 8
 _INTS = re.compile(r"[-+]?(0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)$")
 _FLOATS = re.compile(
     r"""[-+]?[0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?$  # 1.  1.5  1.5e-3
@@ -33,10 +33,10 @@ _FLOATS = re.compile(
 
 
 class Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with the values of JSON: 1e-3 is a number, 2001-01-01 a text; no sets,
-    bytes or aliases, and few levels.
+    """PyYAML's safe loader restricted to JSON values: 1e-3 is a number, 2001-01-01 a string; no
+    sets, bytes or aliases, and a limited depth.
 
-    An alias, which could make a small file endless, has a shorter way here: `${key}`.
+    Aliases could make a small file endless; `${key}` replaces them.
     """
 
     yaml_implicit_resolvers = {  # noqa: RUF012  # first character of a text -> (tag, pattern) of what it may be
@@ -73,14 +73,14 @@ class Loader(yaml.SafeLoader):
         return node
 
     def whole_number(self, node: yaml.Node) -> int:
-        """Returns the value of a tagged node. Raises ValueError if its text does not match the
+        """Returns the integer of a tagged node. Raises ValueError if its text does not match the
         tag."""
         if not isinstance(node, yaml.ScalarNode) or not _INTS.match(node.value):  # `!!int [1]`
             raise ValueError(f"{short(node.value)} is not a whole number")
         return int(self.construct_yaml_int(node))
 
     def refuse(self, node: yaml.Node) -> None:
-        """A type that is not one of yaml_constructors. Raises yaml.MarkedYAMLError."""
+        """Rejects a type without a constructor: raises yaml.MarkedYAMLError."""
         tag = short(node.tag.replace("tag:yaml.org,2002:", "!!"))
         raise yaml.MarkedYAMLError(
             problem=f"{tag} is not a text, number, truth value, list or mapping",
@@ -95,12 +95,12 @@ Loader.add_constructor(None, Loader.refuse)
 
 
 class Dumper(yaml.SafeDumper):
-    """Writes what Loader reads back equal: a text that looks like one of its numbers is quoted."""
+    """Writes YAML that Loader reads back unchanged: a string that looks like a number is quoted."""
 
     yaml_implicit_resolvers = Loader.yaml_implicit_resolvers
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Writes repeated lists out."""
+        """Returns True, so that repeated lists are written in full."""
         return True
 
 
@@ -109,12 +109,12 @@ class Leaf(NamedTuple):
 
     key: str  # "batch.size"
     node: yaml.Node
-    line: int  # from 1
+    line: int  # counted from 1
 
 
 def read_text(path: str) -> str:
-    """Reads a regular file of at most 64 KiB. Raises OSError for all others: a pipe or a device may
-    never end."""
+    """Reads a regular file of at most 64 KiB. Raises OSError for any other file: a pipe or a device
+    may never end."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(f"not a regular file: '{path}'")
     with open(path, "rb") as file:
@@ -131,10 +131,10 @@ def compose(text: str) -> yaml.Node | None:
 
 
 def leaves(node: yaml.Node | None, sections: Collection[str], prefix: str = "") -> Iterator[Leaf]:
-    """Every value of a file that is not a mapping itself; a section with nothing under it has none.
+    """Yields every value of a file that is not a mapping; an empty section has none.
 
-    Raises yaml.MarkedYAMLError if the file is not a mapping, or has a key that a message could
-    not show.
+    Raises yaml.MarkedYAMLError if the file is not a mapping, or if a key cannot be shown in a
+    message.
     """
     if node is None:
         return
@@ -155,9 +155,9 @@ def leaves(node: yaml.Node | None, sections: Collection[str], prefix: str = "") 
 
 def value_of(node: yaml.Node | None, as_text: bool) -> Any:
     """Returns the value of a node: None, a text, a number, a boolean, a list or a dict; for a key
-    that takes a text, the text as written.
+    that takes a string, the text as written.
 
-    Raises yaml.YAMLError for another type, and ValueError for a value that does not fit its type
+    Raises yaml.YAMLError for another type, and ValueError for a value that does not match its type
     (`!!int x`) or is out of bounds.
     """
     if node is None or node.tag == NULL:
@@ -166,7 +166,7 @@ def value_of(node: yaml.Node | None, as_text: bool) -> Any:
         return check_text(node.value)
     try:
         value = Loader("").construct_document(node)
-    except (LookupError, ValueError):  # what PyYAML raises for `!!int x`
+    except (LookupError, ValueError):  # PyYAML raises this for `!!int x`
         raise ValueError(
             f"{short(node.value)} is not of its type {node.tag.replace('tag:yaml.org,2002:', '!!')}"
         ) from None
@@ -181,7 +181,7 @@ def _check_value(value: Any, in_list: bool = False) -> None:
         for key, inner in value.items():
             if not in_list and (
                 "." in check_key(key) or not key
-            ):  # to_yaml() would write it as two keys, one within the other
+            ):  # to_yaml() would write it as two nested keys
                 raise ValueError(
                     f"the key '{key}' within a value: write it in full, as in model.a.b=1"
                 )
@@ -226,10 +226,8 @@ class References:
         self._look_up = look_up
         self._replaced: dict[
             str, Any
-        ] = {}  # each key is replaced once: chains of double references would take 2^n steps
-        self._open: list[
-            str
-        ] = []  # the keys whose references are being replaced, the outermost first
+        ] = {}  # caches the value of each key: chains of double references would take 2^n steps
+        self._open: list[str] = []  # the keys whose references are being replaced, outermost first
 
     def replace(self, value: Any) -> Any:
         """Returns the value without references. Raises ValueError if one cannot be replaced, or the

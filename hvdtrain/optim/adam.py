@@ -1,5 +1,5 @@
-"""Adam: the step of each number is the running mean of its gradient over the root of the running
-mean of the gradient's square."""
+"""Adam: the step is the running mean of the gradient, divided by the root of the running mean of
+its square, elementwise."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ class Adam:
 
 
 def moments(p: Array, ops: Ops) -> tuple[Any, ...]:
-    """The state of adapted_gradient(): running means of the gradient and of its square."""
+    """Returns the initial state of adapted_gradient(): running means of the gradient and of its
+    square."""
     return ops.zeros_like(p), ops.zeros_like(p)
 
 
 class AdaptedGradient(NamedTuple):
     """Adam's step, `factor` times `direction`, and the new state."""
 
-    factor: Any  # corrects the means for their start at 0
+    factor: Any  # bias correction, because the means start at 0
     direction: Array  # in new memory
     state: tuple[Any, ...]
 
@@ -56,8 +57,8 @@ def adapted_gradient(
     With m = b1 m + (1 - b1) g and v = b2 v + (1 - b2) g g, corrected for their start at 0 by c1 = 1
     - b1^t and c2 = 1 - b2^t: (m / c1) / (sqrt(v / c2) + eps) = (sqrt(c2) / c1) m / (sqrt(v) + eps
     sqrt(c2)). t counts the steps of the job, as in timm. torch.optim.Adam counts the steps of each
-    parameter, which differs for a parameter that gets its first gradient late. In hvdtrain none
-    does, since a parameter that no loss depends on has a gradient of zero.
+    parameter, which differs for a parameter that gets its first gradient late. In hvdtrain that
+    cannot happen, because a parameter that the loss does not depend on has a gradient of zero.
     """
     t = h.step + 1
     root = (1 - beta2**t) ** 0.5
@@ -67,8 +68,7 @@ def adapted_gradient(
 
 
 def check_moments(beta2: float, eps: float, key: str = "optim.beta2") -> None:
-    """Raises UserError if beta2 does not define a running mean, or if eps cannot be added to a
-    divisor."""
+    """Raises UserError for a beta2 outside [0, 1) or an invalid eps."""
     if not 0 <= beta2 < 1:
         what = f"a beta2 of {beta2} does not define a running mean"
         raise UserError(what, key, f"give 0 or more and less than 1, as in {key}=0.999")
@@ -81,7 +81,7 @@ def check_moments(beta2: float, eps: float, key: str = "optim.beta2") -> None:
 
 
 def build(*, beta2: float = 0.999, eps: float = 1e-8) -> Rule:
-    """The rule of optim.name=adam; optim.momentum is its beta1.
+    """Returns the rule of optim.name=adam; optim.momentum is its beta1.
 
     beta2: decay of the running mean of squares
     eps: added to the root of the mean of squares

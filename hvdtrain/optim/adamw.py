@@ -1,5 +1,4 @@
-"""AdamW: Adam with weight decay apart from the gradient, so that it is not scaled by the running
-means."""
+"""AdamW: Adam with decoupled weight decay, which is not scaled by the running means."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ class AdamW:
     """p = (1 - lr d) p - lr u, u = adapted_gradient(g) (Loshchilov, Hutter 2017, arXiv:1711.05101,
     algorithm 2).
 
-    The paper's decay is eta_t d, with a schedule eta_t beside the rate; here it is lr d, as in
+    The paper's decay is eta_t d, with a separate schedule eta_t. Here it is lr d, as in
     torch.optim.AdamW and optax.adamw.
     """
 
@@ -40,7 +39,7 @@ class AdamW:
 
 
 def build(*, beta2: float = 0.999, eps: float = 1e-8) -> Rule:
-    """The rule of optim.name=adamw; optim.momentum is its beta1, and optim.weight_decay is
+    """Returns the rule of optim.name=adamw; optim.momentum is its beta1, and optim.weight_decay is
     multiplied by the rate.
 
     beta2: decay of the running mean of squares

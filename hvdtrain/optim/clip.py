@@ -15,8 +15,8 @@ def clip(
     xp: Any,
     total: Callable[[Array], Array] = lambda x: x,
 ) -> list[Array]:
-    """The clipped gradients of all parameters; xp is numpy, jax.numpy or torch. Nothing is changed
-    in place. total: sums over ranks, if gradients are sharded.
+    """Returns the clipped gradients of all parameters; nothing is changed in place. xp: numpy,
+    jax.numpy or torch. total: sums over ranks, if gradients are sharded.
 
     Each number is clipped to [-max_value, max_value]; then all are scaled by min(1, max_norm /
     norm), where norm is the Euclidean norm over all parameters together (Pascanu, Mikolov, Bengio

@@ -13,23 +13,25 @@ from hvdtrain.optim.rule import Array, Ops, Rule
 
 
 class ParameterGroup(NamedTuple):
-    """Factors of the parameters whose name fits a pattern."""
+    """Factors for the parameters whose name matches a pattern."""
 
     names: str  # with * for any characters, ? for one
-    rate: float  # times the rate of the others
-    decay: float  # times their weight decay
+    rate: float  # factor on the job's rate
+    decay: float  # factor on the job's weight decay
     momentum: float | None  # instead of the job's
     layer_rate: float | None = (
-        # rate of a layer over that of the next one, by the number that # stands for in `names`
+        # rate of a layer divided by the rate of the next layer; the number of a layer is what #
+        # matches in `names`
         None
     )
-    layers: int = 0  # with layer_rate
+    layers: int = 0  # number of layers, with layer_rate
 
     def rate_of(self, name: str) -> float:
-        """The rate factor of a matching parameter; in layer n, rate layer_rate^(layers - 1 - n).
+        """Returns the rate factor of a matching parameter: `rate`, or in layer n rate
+        layer_rate^(layers - 1 - n).
 
-        Layer-wise decay: Clark et al. 2020, arXiv:2003.10555, table 6, where every layer has its
-        own rate.
+        Layer-wise decay as in Clark et al. 2020, arXiv:2003.10555, table 6, where every layer has a
+        different rate.
         """
         if self.layer_rate is None:
             return self.rate
@@ -92,7 +94,7 @@ class Grouped:
         if number is None:
             return rule
         group = self.groups[number]
-        if isinstance(rule, ScaledRule):  # what optim.name=muon leaves to another rule
+        if isinstance(rule, ScaledRule):  # optim.name=muon updates these parameters by another rule
             momentum = rule.own_momentum if group.momentum is None else group.momentum
             return replace(
                 rule,
@@ -112,7 +114,7 @@ class Grouped:
 
 
 def number_of_group(name: str, patterns: Sequence[str]) -> int | None:
-    """The number of the first pattern that a parameter's name matches."""
+    """Returns the number of the first pattern that a parameter's name matches."""
     return next((number for number, pattern in enumerate(patterns) if fits(name, pattern)), None)
 
 
@@ -126,7 +128,7 @@ def fits(name: str, pattern: str) -> bool:
 
 
 def number_of_layer(name: str, pattern: str) -> int | None:
-    """The number that the first # of a pattern matches in a name; None if the name does not
+    """Returns the number that the first # of a pattern matches in a name; None if the name does not
     match."""
     found = re.match(translate(pattern).replace(r"\#", "(\\d+)"), name)
     return int(found[1]) if found else None

@@ -1,4 +1,4 @@
-"""LAMB: Adam whose step is scaled, layer by layer, by the norm of the weights over the norm of the
+"""LAMB: Adam with each layer's step scaled by the norm of its weights divided by the norm of the
 step."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hvdtrain.optim.rule import Array, Ops, Rule
 
 @dataclass(frozen=True)
 class Lamb:
-    """u = adapted_gradient(g) + d p, p = p - lr (|p| / |u|) u, the ratio 1 where a norm is 0.
+    """u = adapted_gradient(g) + d p, p = p - lr (|p| / |u|) u; the ratio is 1 if a norm is 0.
 
     Source: You et al. 2019, arXiv:1904.00962, algorithm 2 with phi the identity.
     """
@@ -46,7 +46,7 @@ class Lamb:
 
 
 def build(*, beta2: float = 0.999, eps: float = 1e-6) -> Rule:
-    """The rule of optim.name=lamb; optim.momentum is its beta1.
+    """Returns the rule of optim.name=lamb; optim.momentum is its beta1.
 
     beta2: decay of the running mean of squares
     eps: added to the root of the mean of squares

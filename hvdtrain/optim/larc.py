@@ -1,4 +1,4 @@
-"""LARC: LARS whose trust ratio may lower the learning rate of a layer, never raise it."""
+"""LARC: LARS whose trust ratio can lower the learning rate of a layer but not raise it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvdtrain.optim.rule import Array, Ops, Rule
 
 
 class _Factors(NamedTuple):
-    """Factors of the gradient and of the weights, whose sum goes into the momentum."""
+    """Factors of the gradient and of the weights; the momentum accumulates the sum of both."""
 
     gradient: Any
     decay: Any
@@ -22,10 +22,9 @@ class Larc:
     """a = trust |p| / (|g| + d |p| + eps), in mode=clip then min(a / lr, 1); v = m v + a (g + d p),
     p = p - lr v.
 
-    Source: NVIDIA Apex, apex/parallel/LARC.py, around an SGD with momentum as torch.optim.SGD has
-    it. Where |p| or |g| is 0 the gradient is not scaled, as in Apex: v = m v + g, without decay.
-    timm's Lars(trust_clip=True) differs there, it decays and scales by min(1 / lr, 1); a test holds
-    both.
+    Source: NVIDIA Apex, apex/parallel/LARC.py, around torch.optim.SGD with momentum. If |p| or |g|
+    is 0, the gradient is not scaled, as in Apex: v = m v + g, without decay. timm's
+    Lars(trust_clip=True) decays and scales by min(1 / lr, 1) instead; a test covers both.
     """
 
     mode: Literal["clip", "scale"] = "clip"
@@ -70,7 +69,7 @@ class Larc:
 def build(
     *, mode: Literal["clip", "scale"] = "clip", trust: float = 0.02, eps: float = 1e-8
 ) -> Rule:
-    """The rule of optim.name=larc.
+    """Returns the rule of optim.name=larc.
 
     mode: clip: a layer's rate is at most the learning rate; scale: it is the learning rate times
         the ratio, as in LARS

@@ -1,5 +1,5 @@
-"""LARS: SGD with momentum whose learning rate is scaled, layer by layer, by the norm of the weights
-over the norm of the gradient."""
+"""LARS: SGD with momentum, with each layer's learning rate scaled by the norm of its weights
+divided by the norm of its gradient."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hvdtrain.optim.rule import Array, Ops, Rule, Scalar
 
 @dataclass(frozen=True)
 class Lars:
-    """a = trust |p| / (|g| + d |p| + eps), 1 where |p| or |g| is 0 (You, Gitman, Ginsburg 2017,
+    """a = trust |p| / (|g| + d |p| + eps), or 1 if |p| or |g| is 0 (You, Gitman, Ginsburg 2017,
     arXiv:1708.03888, eq. 6 and algorithm 1).
 
     form=paper: v = m v + lr a (g + d p), p = p - v. form=torch: v = m v + a (g + d p), p = p - lr
-    v. Equal while lr is constant. Deviations, held by tests: eps (MLPerf's) is not in the paper; a
-    layer without gradient decays unscaled, as in timm, since a is 1.
+    v. They are equal while lr is constant. Deviations from the paper, covered by tests: eps is from
+    MLPerf, and a layer with a zero gradient decays unscaled, as in timm, because a is 1.
     """
 
     form: Literal["torch", "paper"] = "torch"
@@ -37,8 +37,7 @@ class Lars:
     def update(
         self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops
     ) -> tuple[Array, tuple[Any, ...]]:
-        # the learning rate multiplies what goes into the momentum (paper), or what comes out of it
-        # (torch)
+        # the learning rate multiplies the input of the momentum (paper) or its output (torch)
         before, after = (1.0, h.lr) if self.form == "torch" else (h.lr, 1.0)
         a = before * self._trust_ratio(g, P, h, ops)
         v = ops.axpy(a * h.weight_decay, P, ops.axpy(a, g, ops.scale(h.momentum, state[0])))
@@ -61,13 +60,13 @@ def both_positive(a: Scalar, b: Scalar) -> Any:
 
 
 def ratio_or_one(numerator: Scalar, denominator: Scalar, where: Any, ops: Ops) -> Scalar:
-    """numerator / denominator, and 1 elsewhere without a division: numpy would warn about a
-    division by 0."""
+    """Returns numerator / denominator, or 1 outside `where`, without dividing there: NumPy would
+    warn about a division by 0."""
     return ops.where(where, numerator / ops.where(where, denominator, 1.0), 1.0)
 
 
 def check_ratio(trust: float, eps: float) -> None:
-    """Raises UserError for a trust or eps with which no trust ratio can be computed."""
+    """Raises UserError for an invalid trust or eps."""
     if not 0 < trust < math.inf:
         raise UserError(
             f"with a trust of {trust} no layer would be updated",
@@ -85,7 +84,7 @@ def check_ratio(trust: float, eps: float) -> None:
 def build(
     *, form: Literal["torch", "paper"] = "torch", trust: float = 0.001, eps: float = 0.0
 ) -> Rule:
-    """The rule of optim.name=lars.
+    """Returns the rule of optim.name=lars.
 
     form: paper: the rate is inside the momentum, as in the paper, Caffe and MLPerf; torch: outside,
         as in torch.optim.SGD

@@ -1,5 +1,5 @@
-"""Muon: momentum with orthogonalized matrices, so that a step moves all their directions equally
-far; other parameters use AdamW or SGD."""
+"""Muon: momentum with orthogonalized matrices, so that a step moves equally far in all their
+directions. Other parameters use AdamW or SGD."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _REST = ScaledRule(AdamW(0.95), rate=0.015, own_momentum=0.9)
 @dataclass(frozen=True)
 class Muon:
     """v = m v + (1 - m) g, p = (1 - lr d) p - lr s O(v); Nesterov: O((1 - m) g + m v). O is
-    newton_schulz(), s depends on the shape.
+    newton_schulz(); s depends on the shape.
 
-    A kernel of a convolution counts as a matrix, (outputs, inputs x height x width). Source: Jordan
-    2024, kellerjordan.github.io/posts/muon; adjust=match_rms_adamw: Liu et al. 2025,
-    arXiv:2502.16982, 2.2; both as in torch.optim.Muon.
+    A convolution kernel counts as a matrix (outputs, inputs x height x width). Source: Jordan 2024,
+    kellerjordan.github.io/posts/muon; adjust=match_rms_adamw: Liu et al. 2025, arXiv:2502.16982,
+    2.2; both as in torch.optim.Muon.
     """
 
     nesterov: bool = True
@@ -37,7 +37,7 @@ class Muon:
     rest: tuple[str, ...] = ()
     rule_of_rest: Rule = _REST
     factor: float = 1.0  # s
-    rows: int = 0  # of the parameter
+    rows: int = 0  # rows of the parameter
     eps: float = 1e-7
     momentum: float = 0.95
 
@@ -98,8 +98,8 @@ def build(
     rest_momentum: float = 0.9,
     rest_beta2: float = 0.95,
 ) -> Rule:
-    """The rule of optim.name=muon. A usual rate is 0.02, or that of AdamW with match_rms_adamw and
-    rest_rate=1.
+    """Returns the rule of optim.name=muon. A typical rate is 0.02; with match_rms_adamw and
+    rest_rate=1, use AdamW's rate.
 
     nesterov: true: look ahead along the momentum (Nesterov)
     rounds: iterations of Newton-Schulz, which decide how nearly orthogonal a step is

@@ -6,11 +6,11 @@ from typing import Any, Protocol
 
 from hvdtrain.core.progress import Hyper
 
-# the array of a parameter, or a list of several, as the Ops take them; rules change it only by Ops,
+# the array of a parameter, or a list of arrays, depending on the Ops; rules change it only by Ops,
 # never by operators
 Array = Any
-# one number for each parameter, as a 0-d array or a row of them: Python's operators and Ops.where
-# work on it
+# one number for each parameter, as a 0-d array or a vector; supports Python's operators and
+# Ops.where
 Scalar = Any
 
 
@@ -24,7 +24,8 @@ class Ops(Protocol):
 
     def zeros_like(self, x: Array) -> Array: ...
     def zero(self, x: Array) -> Scalar:
-        """A Scalar of zeros in x's dtype, for state that is one number for each parameter."""
+        """Returns a Scalar of zeros in x's dtype, for a state with one number for each
+        parameter."""
 
     def copy(self, x: Array) -> Array: ...
     def scale(self, a: Scalar | float, Y: Array) -> Array:
@@ -37,17 +38,17 @@ class Ops(Protocol):
         """a x z + Y, elementwise"""
 
     def divide_by_sqrt(self, x: Array, v: Array, eps: float) -> Array:
-        """x / (sqrt(v) + eps), elementwise, in new memory"""
+        """Returns x / (sqrt(v) + eps), elementwise, as a new array."""
 
     def norm(self, x: Array) -> Scalar:
-        """The Euclidean norm of each parameter's array. It must not depend on another norm, so that
-        one sum over ranks computes all of them."""
+        """Returns the Euclidean norm of each parameter's array. It must not depend on another norm,
+        so that one sum over ranks computes all of them."""
 
     def orthogonalize(self, x: Array, p: Array, rounds: int, eps: float, dtype: str) -> Array:
-        """newton_schulz() of each parameter's array x, of two dimensions or more as a whole, in new
-        memory and x's dtype.
+        """Returns newton_schulz() of each parameter's array x, with at least two dimensions, as a
+        new array in x's dtype.
 
-        p: the parameters; dtype: of the rounds, "bfloat16" or "" for x's own
+        p: the parameters; dtype: for the rounds, "bfloat16", or "" for x's dtype
         """
 
     def where(self, condition: Any, a: Scalar | float, b: Scalar | float) -> Scalar: ...
@@ -63,26 +64,26 @@ class Rule(Protocol):
         """The default of optim.momentum."""
 
     def of_parameter(self, name: str, shape: tuple[int, ...], excluded: bool) -> Rule:
-        """The rule for one parameter: itself, or without its trust ratio if `excluded` (norms,
-        biases), or another one."""
+        """Returns the rule for one parameter: this rule, this rule without trust ratio if
+        `excluded` (norms, biases), or another one."""
 
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
-        """The state before the first step."""
+        """Returns the state before the first step."""
 
     def update(
         self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops
     ) -> tuple[Array, tuple[Any, ...]]:
-        """(new parameters, new state). g is the gradient of the mean loss and is not changed; P and
-        the state may be overwritten."""
+        """Returns (new parameters, new state). g is the gradient of the mean loss and is not
+        changed; P and the state may be overwritten."""
 
 
 def newton_schulz(x: Array, rounds: int, eps: float, norm: Scalar) -> Array:
-    """x -> a x + (b x x' + c (x x')^2) x, `rounds` times from x / max(norm, eps): about the
-    orthogonal matrix nearest to x.
+    """Approximates the orthogonal matrix nearest to x: `rounds` times x -> a x + (b x x' + c (x
+    x')^2) x, from x / max(norm, eps) on.
 
-    x: (..., out, in), a matrix or a stack of them; norm: its Euclidean norm. A tall matrix is
-    transposed, which is less work. Source: Jordan 2024, kellerjordan.github.io/posts/muon, as
-    torch.optim.Muon has it.
+    x: (..., out, in), a matrix or a stack of matrices; norm: the Euclidean norm. A tall matrix is
+    transposed, which is cheaper. Source: Jordan 2024, kellerjordan.github.io/posts/muon, as in
+    torch.optim.Muon.
     """
     a = 3.4445
     b = -4.7750
@@ -127,7 +128,7 @@ class ArrayOps:
         return self._xp.sqrt((x * x).sum())
 
     def orthogonalize(self, x: Array, p: Array, rounds: int, eps: float, dtype: str) -> Array:
-        # a flattened part of a matrix would be orthogonalized on its own: wrong numbers
+        # a flattened part of a matrix would be orthogonalized separately, with wrong results
         assert x.ndim >= 2, x.shape
         matrix = x.reshape(x.shape[0], -1).astype(dtype or x.dtype)  # (out, in kh kw)
         return (
@@ -142,6 +143,6 @@ class ArrayOps:
 
 
 def is_excluded(shape: tuple[int, ...]) -> bool:
-    """Whether a parameter counts as a norm or a bias, because it has at most one dimension: without
-    weight decay and trust ratio."""
+    """Whether a parameter counts as a norm or bias, because it has at most one dimension; then it
+    has no weight decay or trust ratio."""
     return len(shape) <= 1

@@ -1,5 +1,5 @@
-"""Stochastic gradient descent with momentum, as torch.optim.SGD does it: the learning rate stays
-outside the momentum."""
+"""Stochastic gradient descent with momentum, as in torch.optim.SGD: the learning rate is outside
+the momentum."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Sgd:
 
 
 def build(*, nesterov: bool = False) -> Rule:
-    """The rule of optim.name=sgd.
+    """Returns the rule of optim.name=sgd.
 
     nesterov: true: look ahead along the momentum (Nesterov)
     """

@@ -15,11 +15,11 @@ from hvdtrain.optim.rule import Array, Ops, Rule
 
 @dataclass(frozen=True)
 class Thawed:
-    """`rule` from a step on; before it, weights and state do not change. h.step counts from that
-    step, and is negative before."""
+    """Applies `rule` from a step on; before it, weights and state do not change. h.step counts from
+    that step, and is negative before."""
 
     rule: Rule
-    entry: int  # of model.thaw
+    entry: int  # number of the entry in model.thaw
 
     @property
     def momentum(self) -> float:
@@ -40,10 +40,10 @@ class Thawed:
 class ThawEntries(NamedTuple):
     """The entry of model.thaw for each weight, by name; weights that are never frozen have none."""
 
-    patterns: tuple[tuple[str, ...], ...]  # of each entry
+    patterns: tuple[tuple[str, ...], ...]  # patterns of each entry
     frozen: tuple[str, ...]  # patterns of model.freeze
-    trained: tuple[str, ...] | None  # with model.lora: patterns of what it does not freeze
-    ties: tuple[tuple[str, ...], ...] = ()  # the names of each array that has several
+    trained: tuple[str, ...] | None  # with model.lora: patterns of weights that it does not freeze
+    ties: tuple[tuple[str, ...], ...] = ()  # the names of each array with several names
 
     def is_frozen(self, name: str) -> bool:
         """Whether a weight is frozen at the start, by any of its names."""
@@ -63,7 +63,7 @@ def _any_fits(names: Sequence[str], patterns: Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class Thawing:
-    """`rule` for every parameter; for parameters that an entry thaws, from a step on."""
+    """Applies `rule` to every parameter; to parameters that an entry thaws, from a step on."""
 
     rule: Rule
     entries: ThawEntries
@@ -87,7 +87,7 @@ class Thawing:
 
 
 def number_of_entry(name: str, entries: Sequence[Sequence[str]]) -> int | None:
-    """The number of the first entry of model.thaw with a pattern that the name matches."""
+    """Returns the number of the first entry of model.thaw with a pattern that the name matches."""
     return next(
         (
             number

@@ -14,13 +14,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Averaged:
-    """`rule`, and a running mean of the weights after each step: the weights t steps ago count
-    decay^t.
+    """Applies `rule` and keeps a running mean of the weights after each step. The weights t steps
+    ago have the factor decay^t.
 
-    The coefficients sum to 1, so the mean contains only trained weights from the first step on: a
+    The coefficients sum to 1, so from the first step on the mean contains only trained weights: a
     <- a + (p - a) (1 - d) / c with c <- d c + 1 - d from c = 0 (Polyak and Juditsky 1992; the
-    correction is Adam's, Kingma and Ba 2015, section 3). The state is the rule's, followed by a,
-    and by c as one number for each parameter.
+    correction is Adam's, Kingma and Ba 2015, section 3). The state is the state of the rule,
+    followed by a, and by c as one number for each parameter.
     """
 
     rule: Rule
@@ -47,15 +47,15 @@ class Averaged:
 
 
 def without_average(rule: Rule) -> Rule:
-    """The wrapped rule that computes the weights."""
+    """Returns the wrapped rule that computes the weights."""
     return rule.rule if isinstance(rule, Averaged) else rule
 
 
 def averages(arrays: Mapping[str, T]) -> dict[str, T]:
-    """The averages in a state, in arrays called s.PARAMETER.0, .1, ...: each parameter's, by the
-    name of its weights, p.PARAMETER.
+    """Returns the averages in a state by the name of the weights, p.PARAMETER. The arrays of a
+    state are s.PARAMETER.0, .1, ...
 
-    The last array of each is c, the one before it a.
+    The last array of a parameter is c, and the array before it is a.
     """
     last: dict[str, int] = {}
     for name in arrays:

@@ -1,1 +1,1 @@
-"""Every number of one step as a pure function of progress: learning rate, batch size, noise."""
+"""Learning rate, batch size and noise of each step, as pure functions of progress."""

@@ -1,5 +1,5 @@
-"""The global batch: batch.size, or batch.per_rank x ranks; and its growth over the epochs done
-(Smith et al. 2017, arXiv:1711.00489)."""
+"""The global batch: batch.size or batch.per_rank x ranks, and its growth over epochs (Smith et al.
+2017, arXiv:1711.00489)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from hvdtrain.errors import UserError
 
 @dataclass(frozen=True)
 class Growth:
-    """`first` samples, and from epoch at[i] on to[i] samples: the step that starts at at[i] has the
-    new batch."""
+    """The batch by epoch: `first` samples, then to[i] samples from epoch at[i] on. The step that
+    starts at at[i] has the new batch."""
 
     first: int
-    at: tuple[float, ...] = ()  # epochs, rising
+    at: tuple[float, ...] = ()  # epochs, in ascending order
     to: tuple[int, ...] = ()  # samples over all ranks
 
     def __call__(self, epochs: float) -> int:
-        """The global batch of the step that starts after `epochs` epochs."""
+        """Returns the global batch of the step that starts after `epochs` epochs."""
         changes = bisect.bisect_right(self.at, epochs)
         return self.to[changes - 1] if changes else self.first
 
@@ -34,9 +34,9 @@ class BatchPhase(NamedTuple):
     """Consecutive steps with the same global batch."""
 
     batch: int
-    first_step: int  # steps done before the first of them
-    samples: int  # read before the first of them
-    steps: float  # a whole number, infinity for the last phase
+    first_step: int  # steps done before the phase
+    samples: int  # samples read before the phase
+    steps: float  # number of steps, infinity for the last phase
 
 
 def batches_instead_of_decays(
@@ -45,8 +45,8 @@ def batches_instead_of_decays(
     """Grows the batch by 1 / gamma at each milestone, up to `largest`, instead of multiplying the
     rate by gamma.
 
-    Smith et al. 2017, section 3: a decay of the rate and a growth of the batch by the same factor
-    lower the noise lr N / B equally. Beyond `largest` the rate decays instead.
+    Smith et al. 2017, section 3: decaying the rate and growing the batch by the same factor reduce
+    the noise lr N / B equally. Beyond `largest`, the rate decays instead.
     """
     batches: list[int] = []
     for _ in range(milestones):
@@ -71,8 +71,8 @@ def batch_phases(growth: Growth, dataset: int) -> Iterator[BatchPhase]:
 
 
 def samples_after(steps: float, growth: Growth, dataset: int) -> float:
-    """Samples of the first `steps` steps; a fraction of a step has that fraction of its samples. A
-    whole number for whole steps."""
+    """Returns the samples of the first `steps` steps; a fraction of a step has that fraction of its
+    samples."""
     phase = next(
         phase for phase in batch_phases(growth, dataset) if steps <= phase.first_step + phase.steps
     )
@@ -93,7 +93,7 @@ def steps_until(epoch: float, samples: int, batch: int, dataset: int) -> float:
     """The number of steps before the first one that starts at `epoch` or later; infinity if that is
     longer than any job.
 
-    It rounds as Progress.epochs does: the estimate is corrected by the same division.
+    It rounds like Progress.epochs, because it corrects the estimate by the same division.
     """
     estimate = (epoch * dataset - samples) / batch
     if not estimate < 2**52:
@@ -107,8 +107,8 @@ def steps_until(epoch: float, samples: int, batch: int, dataset: int) -> float:
 
 
 def resolve_batch_size(config: Config, ranks: int) -> Config:
-    """The configuration with batch.size set to batch.per_rank x ranks that read different samples,
-    and batch.per_rank to None.
+    """Sets batch.size to batch.per_rank x the number of ranks that read different samples, and
+    batch.per_rank to None.
 
     If both keys are set, the command line overrides files. A run folder stores batch.size, and with
     resume=RUN that value overrides batch.per_rank from a file: the job keeps its batch on another
@@ -128,12 +128,12 @@ def resolve_batch_size(config: Config, ranks: int) -> Config:
 
 
 def _of_one_model(config: Config) -> str:
-    """A part of a message: ranks that share a model read the same samples."""
+    """Returns a part of a message: ranks that share a model read the same samples."""
     return f" / {config.parallel.ranks} of one model" if config.parallel.ranks > 1 else ""
 
 
 def _key_that_counts(config: Config) -> Literal["batch.size", "batch.per_rank"]:
-    """Which of the two keys sets the global batch, if batch.per_rank is set."""
+    """Returns which of the two keys sets the global batch, if batch.per_rank is set."""
     size_origin = config.origin("batch.size")
     per_rank_origin = config.origin("batch.per_rank")
     if size_origin == DEFAULT:

@@ -1,5 +1,5 @@
-"""The ends of the recipe's lengths and of the job, in epochs: functions only of the configuration
-and the size of the data."""
+"""Ends of the job and of the recipe's lengths, in epochs. They depend only on the configuration and
+the size of the data."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class Clock:
 
     Steps have the recipe's batches and are counted from the beginning of the job; a sample has
     `context` tokens. A share of the job is a share of its steps if stop.steps ends it, else of its
-    epochs. It is known before the first step, so that each step's rate depends only on its
-    position. A job that ends by time (stop.time) has no shares.
+    epochs. It is known before the first step, so each step's rate depends only on its position. A
+    job that stop.time ends has no shares.
     """
 
-    dataset: int  # samples of an epoch
-    context: int | None  # tokens of a sample; None if samples have none
-    multiplier: int  # of counts of epochs: epoch_multiplier()
-    epochs: float | None  # of the job, None if their number does not end it
-    steps: int | None  # the same of steps
+    dataset: int  # samples in an epoch
+    context: int | None  # tokens in a sample; None if samples have no tokens
+    multiplier: int  # factor on counts of epochs: epoch_multiplier()
+    epochs: float | None  # epochs of the job; None if something else ends it
+    steps: int | None  # steps of the job; None if something else ends it
 
     def after(self, begin: float, length: Length, growth: Growth, where: str) -> float:
-        """Epochs done at the end of `length` from `begin` on. where: the key's place, for a
-        message.
+        """Returns the epochs done at the end of a `length` that starts at `begin`. where: the key
+        and where it was set, for a message.
 
-        Raises UserError for tokens where samples have none.
+        Raises UserError for a length in tokens if samples have no tokens.
         """
         amount = length.amount
         match length.unit:
@@ -62,7 +62,7 @@ class Clock:
         return begin + self.epochs * amount / 100
 
     def end(self, growth: Growth) -> float:
-        """The end of the job; infinity if only time ends it."""
+        """Returns the end of the job in epochs; infinity if only time ends it."""
         if self.steps is not None and self._steps_end_it(growth):
             return self._after_steps(0.0, self.steps, growth)
         return math.inf if self.epochs is None else float(self.epochs)
@@ -86,11 +86,11 @@ def clock(config: Config, dataset: int, context: int | None = None) -> Clock:
 
 
 def epoch_multiplier(config: Config) -> int:
-    """The factor on every count of epochs: with recipe.adapt_regime a job makes as many updates as
-    it would with base_batch.
+    """Returns the factor on every count of epochs. With recipe.adapt_regime, a job makes as many
+    updates as with base_batch.
 
-    Hoffer et al. 2017, arXiv:1705.08741, section 5: every count of epochs times ceil(B / 128), here
-    times ceil(B / base_batch).
+    Hoffer et al. 2017, arXiv:1705.08741, section 5, multiply every count of epochs by ceil(B /
+    128); here it is ceil(B / base_batch).
     """
     if not config.recipe.adapt_regime:
         return 1
@@ -103,12 +103,12 @@ def base_batch(config: Config) -> int:
 
 
 def total_epochs(config: Config) -> float | None:
-    """Epochs of the whole job; None if only stop.steps or stop.time ends it."""
+    """Returns the epochs of the job; None if only stop.steps or stop.time ends it."""
     return None if config.epochs is None else config.epochs * epoch_multiplier(config)
 
 
 def total_samples(config: Config, dataset: int) -> int:
-    """The samples of the whole job, or ENDLESS. The job ends with the first step that has read this
-    many; 0.7 of 10 samples are 7."""
+    """Returns the samples of the job, or ENDLESS. The job ends with the first step that has read
+    this many; 0.7 epochs of 10 samples are 7."""
     epochs = total_epochs(config)
     return ENDLESS if epochs is None else math.ceil(Fraction(repr(epochs)) * dataset)

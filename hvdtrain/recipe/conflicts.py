@@ -23,9 +23,9 @@ from hvdtrain.core.lengths import read_length
 from hvdtrain.errors import UserError
 from hvdtrain.recipe.clock import epoch_multiplier, total_epochs
 
-Rule = Callable[[Config], Iterator[UserError]]  # of what takes a computation
+Rule = Callable[[Config], Iterator[UserError]]  # a rule that needs a computation
 
-# schedules that end with the job, or with their piece
+# schedules that fall until the end of the job or of their piece
 FALLING = (
     "cosine",
     "linear",
@@ -48,7 +48,7 @@ def recipe_conflicts(config: Config) -> Iterator[UserError]:
 
 
 def unread_recipe_keys(config: Config) -> list[str]:
-    """Keys of the recipe that are set and that no schedule of this job reads."""
+    """Returns keys of the recipe that are set but that no schedule of this job reads."""
     return [row.key for row in NO_EFFECT if row.holds(config)]
 
 
@@ -93,7 +93,7 @@ _READ_BY = {
         "polynomial",
         "plateau",
         "one_cycle",
-    ),  # which has a message of its own
+    ),  # it has a separate message
     "floor": ("steps", "exponential", "cosine", "linear", "polynomial", "plateau", "one_cycle"),
 }
 
@@ -108,7 +108,8 @@ def _is_read(name: str, config: Config) -> bool:
 
 
 def _unread(name: str, example: float, in_chain: bool) -> Exclusion:
-    """A key of _READ_BY; in_chain: beside a recipe.chain."""
+    """Returns the exclusion of a key in _READ_BY. in_chain: in a configuration with
+    recipe.chain."""
     piece = "; a piece of recipe.chain has its own" if in_chain and name != "floor" else ""
     return Exclusion(
         f"recipe.{name}",
@@ -120,7 +121,7 @@ def _unread(name: str, example: float, in_chain: bool) -> Exclusion:
 
 
 def _only(schedule: str, name: str, example: Any, instead: str = "") -> Exclusion:
-    """A key that one schedule reads."""
+    """Returns the exclusion of a key that only one schedule reads."""
     return Exclusion(
         f"recipe.{name}",
         _set(f"recipe.{name}", example),
@@ -185,8 +186,8 @@ def _chain(config: Config) -> Iterator[UserError]:
 
 
 def _warmup(config: Config) -> Iterator[UserError]:
-    """Errors of a warm-up in epochs; others are compared where the data are known
-    (recipe/from_config.py)."""
+    """Yields errors of a warm-up in epochs; warm-ups in other units are checked when the data are
+    known (recipe/from_config.py)."""
     length = read_length(config.recipe.warmup)
     epochs = total_epochs(config)
     if length.unit != "epochs" or epochs is None or not needs_time_after_warmup(config.recipe):
@@ -217,7 +218,7 @@ def _shares_of_no_end(config: Config) -> Iterator[UserError]:
 
 
 def _lengths(config: Config) -> dict[str, list[float | str]]:
-    """Every length that the recipe converts, by its key."""
+    """Returns every length that the recipe converts, by key."""
     recipe = config.recipe
     of_chain = [
         length
@@ -258,7 +259,7 @@ def _as_many_batches(config: Config) -> Iterator[UserError]:
 
 
 def _ends_of_growth(growth: str, key: str) -> Rule:
-    """Shares of a job at which its batch grows."""
+    """Returns the rule for shares of a job at which its batch grows."""
     grows = _grows_by(growth)
     return lambda config: (
         _shares_of_two_ends(config, key, value_of(config, key)) if grows(config) else iter(())
@@ -286,8 +287,8 @@ def _shares_of_two_ends(
 
 
 def _not_rising(key: str, lengths: Sequence[float | str], where: str) -> Iterator[UserError]:
-    """Errors of lengths in one unit that do not rise; others are compared where the data are known
-    (recipe/from_config.py)."""
+    """Yields errors for lengths in one unit that are not ascending; lengths in different units are
+    compared when the data are known (recipe/from_config.py)."""
     given = [read_length(length) for length in lengths]
     first_is_0 = bool(given) and given[0].amount == 0
     if first_is_0 or any(
@@ -303,7 +304,7 @@ LONGER = (
     "also set stop.steps or epochs; the job ends with whichever comes first; or recipe.chain "
     "with a length for each piece"
 )
-# in the order in which they are reported: the first one is the message
+# in the order of reporting: the first one becomes the message
 ROWS: tuple[Exclusion | Rule, ...] = (
     *OF_SCHEDULES,
     *OF_WARMUP,

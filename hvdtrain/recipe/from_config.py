@@ -1,4 +1,5 @@
-"""Configuration -> Recipe: the learning rate schedule and the batch of every step."""
+"""Builds the Recipe from the configuration: the learning rate schedule and the batch of every
+step."""
 
 from __future__ import annotations
 
@@ -38,9 +39,9 @@ def recipe_from_config(
     """Builds the recipe of a job on `dataset` training samples. momentum: the optimizer's default,
     used if optim.momentum is not set.
 
-    context: tokens of a sample, None if samples have none. Raises UserError if keys of the recipe
-    contradict each other, a batch exceeds the data set, the warm-up leaves nothing to the schedule,
-    a length counts tokens but samples have none, or a rate is not finite.
+    context: tokens of a sample, None if samples have no tokens. Raises UserError if keys contradict
+    each other, if a batch exceeds the data set, or if a rate is not finite. Also raises it if the
+    warm-up takes the whole job, or if a length counts tokens but samples have no tokens.
     """
     check_recipe(config)
     time = clock(config, dataset, context)
@@ -85,14 +86,15 @@ def _plateau(config: Config, warmup: float) -> PlateauRule | None:
     )
 
 
-_RISE = 0.3  # of the job: pct_start of torch's OneCycleLR, and its div_factor and final_div_factor
+# share of the job, as pct_start of torch's OneCycleLR; below its div_factor and final_div_factor
+_RISE = 0.3
 # shares of the rate
 _START = 1 / 25
 _END = 1 / 25 / 1e4
 
 
 def _momentum_cycle(config: Config, end: float) -> OneCycle | None:
-    """The momentum of recipe.schedule=one_cycle: low when the rate is high."""
+    """Returns the momentum of recipe.schedule=one_cycle, which is low when the rate is high."""
     if not config.recipe.cycle_momentum:
         return None
     low, high = config.recipe.cycle_momentum
@@ -100,7 +102,8 @@ def _momentum_cycle(config: Config, end: float) -> OneCycle | None:
 
 
 def _one_piece(config: Config, end: float) -> Schedule | None:
-    """A schedule over the whole job, without pieces: the user's, or one_cycle."""
+    """Returns a schedule over the whole job, without pieces: the user's, or one_cycle; else
+    None."""
     peak = peak_lr(config)
     function = users_function(config)
     if function is not None:
@@ -111,14 +114,14 @@ def _one_piece(config: Config, end: float) -> Schedule | None:
 
 
 def _steps_until(length: float | str, config: Config, time: Clock, growth: Growth) -> int:
-    """The number of steps before the first one that starts at the end of a length of model.thaw."""
+    """Returns the number of steps before the end of a length of model.thaw."""
     epochs = time.after(0.0, read_length(length), growth, config.where("model.thaw"))
     return math.ceil(steps_before(epochs, growth, time.dataset))
 
 
 def users_function(config: Config) -> Callable[[float], float] | None:
-    """The schedule that a script passes, or that recipe.function names. Raises UserError if the
-    name does not exist."""
+    """Returns the schedule that a script passes, or that recipe.function names. Raises UserError if
+    the name does not exist."""
     recipe = config.recipe
     if recipe.given is not None:
         function: Callable[[float], float] = recipe.given.make()
@@ -135,7 +138,7 @@ def users_function(config: Config) -> Callable[[float], float] | None:
 
 
 def peak_lr(config: Config) -> float:
-    """The learning rate after the warm-up, for the first batch."""
+    """Returns the learning rate after the warm-up, for the first batch size."""
     return config.optim.base_lr * scaling(
         config.recipe.scale, config.batch.size, base_batch(config)
     )
@@ -144,23 +147,23 @@ def peak_lr(config: Config) -> float:
 def warmup_epochs(config: Config, time: Clock, growth: Growth) -> float:
     """Epochs done at the end of the warm-up.
 
-    minGPT counts a step's tokens before it computes the step's rate: its rates are one step ahead
-    of these.
+    minGPT counts a step's tokens before it computes the step's rate, so its rates are one step
+    ahead.
     """
     return time.after(0.0, read_length(config.recipe.warmup), growth, config.where("recipe.warmup"))
 
 
 def warmup_start_lr(config: Config) -> float:
-    """The learning rate at the beginning of the warm-up."""
+    """Returns the learning rate at the beginning of the warm-up."""
     if config.recipe.warmup_from is not None:
         return config.recipe.warmup_from
     return config.optim.base_lr if peak_lr(config) > config.optim.base_lr else 0.0
 
 
 def lr_schedule(config: Config, time: Clock, growth: Growth) -> Schedule:
-    """The learning rate for the first batch, over the whole job.
+    """Returns the learning rate over the whole job, for the first batch size.
 
-    Raises UserError if the warm-up leaves nothing of the job to the schedule.
+    Raises UserError if the warm-up takes the whole job.
     """
     recipe = config.recipe
     warmup = warmup_epochs(config, time, growth)
@@ -183,7 +186,7 @@ def lr_schedule(config: Config, time: Clock, growth: Growth) -> Schedule:
 
 
 def schedule_pieces(recipe: RecipeConfig) -> list[PieceConfig]:
-    """recipe.chain, or recipe.schedule as a chain of one piece."""
+    """Returns recipe.chain, or recipe.schedule as a chain of one piece."""
     kind: Any = "constant" if recipe.schedule in ("plateau", "one_cycle") else recipe.schedule
     return list(recipe.chain) or [
         PieceConfig(
@@ -199,7 +202,7 @@ def schedule_pieces(recipe: RecipeConfig) -> list[PieceConfig]:
 
 
 def batch_growth(config: Config, time: Clock) -> Growth:
-    """The global batch over the whole job. Raises UserError if changes are not in ascending
+    """Returns the global batch over the whole job. Raises UserError if changes are not in ascending
     order."""
     recipe = config.recipe
     first = config.batch.size
@@ -213,7 +216,7 @@ def batch_growth(config: Config, time: Clock) -> Growth:
         lengths = recipe.grow_at
         to = tuple(recipe.grow_to)
     growth = Growth(first)
-    for length in lengths:  # steps are counted by the batches before
+    for length in lengths:  # steps are counted with the batches before the change
         at = (*growth.at, time.after(0.0, read_length(length), growth, config.where(key)))
         _check_rising(key, lengths, at, config.where(key))
         growth = Growth(first, at, to[: len(at)])
@@ -223,7 +226,7 @@ def batch_growth(config: Config, time: Clock) -> Growth:
 def _check_rising(
     key: str, lengths: Sequence[float | str], at: Sequence[float], where: str
 ) -> None:
-    """Raises UserError if lengths, which end after `at` epochs, do not rise."""
+    """Raises UserError if lengths, which end after `at` epochs, are not ascending."""
     for earlier, later, length, other in zip(at, at[1:], lengths, lengths[1:], strict=False):
         if not earlier < later:
             what = (
@@ -234,7 +237,7 @@ def _check_rising(
 
 
 def _with_epochs(length: Length, epochs: float) -> str:
-    """500 steps (0.35 epochs)"""
+    """Formats a length with its epochs: 500 steps (0.35 epochs)."""
     return (
         length.words()
         if length.unit == "epochs"
@@ -268,10 +271,10 @@ def _check_rates_are_finite(schedule: Schedule, config: Config, end: float) -> N
 
 
 def _schedule_after_warmup(config: Config, time: Clock, growth: Growth, warmup: float) -> Schedule:
-    """The pieces of recipe.chain one after the other, or the one of recipe.schedule. The first
-    begins at the end of the warm-up.
+    """Returns the pieces of recipe.chain one after the other, or the piece of recipe.schedule. The
+    first begins at the end of the warm-up.
 
-    The milestones of recipe.schedule=steps count from the beginning of the job; a decay begins
+    Milestones of recipe.schedule=steps count from the beginning of the job, but a decay begins
     after the warm-up.
 
     Raises UserError if the last piece begins at the end of the job or later.
@@ -312,9 +315,10 @@ def _piece_schedule(
     end: float,
     multiplier: int,
 ) -> Schedule:
-    """One piece up to epoch `end`; a decay begins at `decay_start`, after the warm-up."""
+    """Returns the schedule of one piece up to epoch `end`; a decay begins at `decay_start`, after
+    the warm-up."""
     value = peak * piece.scale
-    # a piece of 1e-300 epochs, as of a job that ends within the warm-up, has no length
+    # a piece of 1e-300 epochs, for example if the job ends within the warm-up, would have no length
     decay_end = max(end, decay_start + 1e-9)
     match piece.kind:
         case "steps":

@@ -11,7 +11,7 @@ from pydantic import Field, WrapValidator
 
 from hvdtrain.core.metrics import Better
 
-# by their words in JSON, which has no such numbers
+# infinities as strings, because JSON has no such numbers
 INFINITIES = {
     "inf": math.inf,
     "-inf": -math.inf,
@@ -23,43 +23,41 @@ def _number_of(value: Any, number: Callable[[Any], float]) -> float:
 
 
 NumberOrInfinity = Annotated[float, Field(allow_inf_nan=False), WrapValidator(_number_of)]
-LEAST_CHANGE = 1e-8  # of a rate, below which it stays: eps of torch
+LEAST_CHANGE = 1e-8  # smaller changes of a rate are not made; eps in torch
 
 
 class Plateau(NamedTuple):
-    """The state of the rule after a job's evaluations. The rate of a step depends only on it and on
-    the position in the job."""
+    """The state of the rule after a job's evaluations. A step's rate depends only on this state and
+    on the position in the job."""
 
-    share: Annotated[float, Field(ge=0, le=1)] = (
-        1.0  # of the rate that the recipe has at a position
-    )
+    share: Annotated[float, Field(ge=0, le=1)] = 1.0  # factor on the recipe's rate
     best: NumberOrInfinity | None = None
-    bad: Annotated[int, Field(ge=0, lt=2**63)] = 0  # evaluations in a row without a better one
+    bad: Annotated[int, Field(ge=0, lt=2**63)] = 0  # consecutive evaluations without improvement
     cooldown: Annotated[int, Field(ge=0, lt=2**63)] = (
-        0  # evaluations to come that are not counted as bad
+        0  # coming evaluations that are not counted as bad
     )
 
 
 @dataclass(frozen=True)
 class PlateauRule:
-    """The rate is multiplied by gamma after more than `patience` evaluations in a row without a
-    better one.
+    """Multiplies the rate by gamma after more than `patience` consecutive evaluations without
+    improvement.
 
-    It follows torch.optim.lr_scheduler.ReduceLROnPlateau and uses its names; factor is gamma, and
-    min_lr is recipe.end_lr.
+    It follows torch.optim.lr_scheduler.ReduceLROnPlateau and uses its names, except that factor is
+    gamma and min_lr is recipe.end_lr.
     """
 
     peak: float  # the rate after the warm-up
-    begin: float  # epochs done at the end of the warm-up: evaluations before it are not looked at
+    begin: float  # epochs done at the end of the warm-up; earlier evaluations are ignored
     gamma: float
     patience: int
     threshold: float
     is_relative: bool  # threshold_mode=rel
     cooldown: int
-    least: float  # share of the peak
+    least: float  # the lowest rate, as a share of the peak
 
     def after(self, state: Plateau, epochs: float, value: float, better: Better) -> Plateau:
-        """The state after an evaluation with this value, at `epochs` epochs done."""
+        """Returns the state after an evaluation with this value, at `epochs` epochs done."""
         if epochs < self.begin:
             return state
         share, best, bad, cooldown = state

@@ -1,4 +1,4 @@
-"""Recipe: every number of a step as a pure function of progress."""
+"""Recipe: learning rate, batch, momentum and noise of a step, as a pure function of progress."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ Scale = Literal["linear", "sqrt", "none"]
 class Recipe:
     """Learning rate, batch and noise of each step, equal on every rank."""
 
-    lr: Schedule  # for the first batch
+    lr: Schedule  # for the first batch size
     batch: Growth  # samples over all ranks
     momentum: float
     weight_decay: float
-    epochs: float  # of the whole job; infinity if only time ends it
+    epochs: float  # epochs of the job; infinity if only time ends it
     lr_follows_batch: Scale = "none"  # how the rate scales when the batch grows
     base_batch: int = 1  # global batch whose gradient noise sample_noise=1 reproduces
     sample_noise: float = 0.0
     gradient_noise: float = 0.0
     local_from: float = 0.0  # epochs done where comm.local_steps begins
-    plateau: PlateauRule | None = None  # of recipe.schedule=plateau
+    plateau: PlateauRule | None = None  # the rule of recipe.schedule=plateau
     momentum_cycle: Schedule | None = None  # instead of `momentum`
-    thaw: tuple[int, ...] = ()  # as Hyper's
+    thaw: tuple[int, ...] = ()  # see Hyper.thaw
 
     def at(self, progress: Progress) -> Hyper:
-        """The numbers of the step that follows `progress`."""
+        """Returns the numbers of the step that follows `progress`."""
         batch = self.batch(progress.epochs)
         return Hyper(
             lr=self.lr(progress.epochs) * scaling(self.lr_follows_batch, batch, self.batch.first),
@@ -52,11 +52,11 @@ class Recipe:
         )
 
     def after_evaluations(self, hyper: Hyper, state: Plateau) -> Hyper:
-        """The numbers of a step from at(), adjusted by the evaluations before it."""
+        """Returns the numbers of a step from at(), adjusted by the evaluations before it."""
         return hyper if self.plateau is None else hyper._replace(lr=hyper.lr * state.share)
 
     def judge(self, state: Plateau, progress: Progress, value: float, better: Better) -> Plateau:
-        """The state after an evaluation with this value of the objective."""
+        """Returns the state after an evaluation with this value of the objective."""
         return (
             state
             if self.plateau is None
@@ -65,7 +65,7 @@ class Recipe:
 
 
 def scaling(scale: Scale, batch: int, base_batch: int) -> float:
-    """The factor by which a learning rate for base_batch is multiplied.
+    """Returns the factor for a learning rate that is meant for base_batch.
 
     linear: batch / base_batch (Goyal et al. 2017, arXiv:1706.02677, 2.1). sqrt: its square root
     (Krizhevsky 2014, arXiv:1404.5997, 5.1).

@@ -1,4 +1,4 @@
-"""Schedules of the learning rate: functions of the epochs done, with the fraction."""
+"""Learning rate schedules: functions of the epochs done, a real number."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hvdtrain.errors import UserError, short
 
-Schedule = Callable[[float], float]  # epochs done, with the fraction -> value of the next step
+Schedule = Callable[[float], float]  # epochs done, a real number -> value of the next step
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Steps:
-    """`value`, multiplied by gamma at each milestone (epochs, rising): the step that starts at a
+    """`value`, multiplied by gamma at each milestone (ascending epochs). The step that starts at a
     milestone has the new value."""
 
     value: float
@@ -37,8 +37,8 @@ class Steps:
 
 @dataclass(frozen=True)
 class Cosine:
-    """Half a cosine from `value` at epoch `begin` to `end` at epoch `finish` (Loshchilov, Hutter
-    2016, arXiv:1608.03983, eq. 5)."""
+    """Half a cosine wave from `value` at epoch `begin` to `end` at epoch `finish` (Loshchilov,
+    Hutter 2016, arXiv:1608.03983, eq. 5)."""
 
     value: float
     end: float
@@ -52,12 +52,12 @@ class Cosine:
 
 @dataclass(frozen=True)
 class OneCycle:
-    """Half a cosine from `start` to `top` at epoch `turn`, and another one to `end` at epoch
+    """Half a cosine wave from `start` to `top` at epoch `turn`, and another one to `end` at epoch
     `finish`.
 
     Source: Smith, Topin 2017, arXiv:1708.07120, in the form of torch.optim.lr_scheduler.OneCycleLR
-    (anneal_strategy="cos"), whose last step is one before its total_steps; here, as in every
-    schedule, the end is after the last step.
+    (anneal_strategy="cos"), except that the end is reached after the last step, as in every
+    schedule here, and not at it.
     """
 
     start: float
@@ -74,7 +74,7 @@ class OneCycle:
 
 @dataclass(frozen=True)
 class UsersSchedule:
-    """`peak` times the user's function of the share of the job that is done."""
+    """`peak` times a user's function of the completed share of the job."""
 
     peak: float
     function: Callable[[float], float]
@@ -82,8 +82,7 @@ class UsersSchedule:
     where: str
 
     def __call__(self, epochs: float) -> float:
-        """The rate. Raises UserError if the function does not return a number, or not a valid
-        factor."""
+        """Returns the rate. Raises UserError if the function does not return a valid factor."""
         share = _fraction(epochs, 0.0, self.finish)
         factor = self.function(share)
         try:
@@ -122,8 +121,8 @@ class Polynomial:
 
 @dataclass(frozen=True)
 class Exponential:
-    """value gamma^((epochs - begin) / per): multiplied by gamma every `per` epochs from epoch
-    `begin` on, evenly by step."""
+    """value gamma^((epochs - begin) / per): decays smoothly by gamma every `per` epochs, from epoch
+    `begin` on."""
 
     value: float
     gamma: float
@@ -136,8 +135,8 @@ class Exponential:
 
 @dataclass(frozen=True)
 class Chain:
-    """Schedules one after the other: from starts[i] on, pieces[i]. All of them count epochs from
-    the beginning of the job."""
+    """Consecutive schedules: pieces[i] applies from starts[i] on. All of them count epochs from the
+    beginning of the job."""
 
     starts: tuple[float, ...]
     pieces: tuple[Schedule, ...]
@@ -159,8 +158,7 @@ class AtLeast:
 
 @dataclass(frozen=True)
 class Warmup:
-    """Before `epochs` rises linearly from `start` towards the value of `then`; from there on equal
-    to `then`.
+    """Rises linearly from `start` towards the value of `then` until `epochs`, then equals `then`.
 
     Goyal 2017, arXiv:1706.02677, 2.2: gradual warm-up. The first step has `start`; with start 0 it
     changes no weight and fills the momentum.
@@ -181,8 +179,8 @@ class Warmup:
 
 @dataclass(frozen=True)
 class ConstantWarmup:
-    """`start` before `epochs`, from there on equal to `then` (Goyal 2017, arXiv:1706.02677, 2.2,
-    constant warm-up)."""
+    """`start` before `epochs`, then equal to `then` (Goyal 2017, arXiv:1706.02677, 2.2, constant
+    warm-up)."""
 
     epochs: float
     start: float
@@ -193,5 +191,5 @@ class ConstantWarmup:
 
 
 def _fraction(epochs: float, begin: float, finish: float) -> float:
-    """The fraction of the way from `begin` to `finish` that is done, 0 to 1."""
+    """Returns the completed fraction of the way from `begin` to `finish`, 0 to 1."""
     return min(1.0, max(0.0, (epochs - begin) / (finish - begin)))

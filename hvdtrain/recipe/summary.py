@@ -1,5 +1,4 @@
-"""Describes the recipe: the arithmetic behind the learning rate on one line, the batch on
-another."""
+"""Describes the recipe in header lines: the arithmetic of the learning rate, and the batch."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ from hvdtrain.recipe.clock import base_batch, clock, epoch_multiplier
 from hvdtrain.recipe.from_config import batch_growth, peak_lr, schedule_pieces, warmup_start_lr
 from hvdtrain.recipe.recipe import Recipe, scaling
 
-MOST_EPOCHS = 64  # averages_lines() counts the steps of so many
+MOST_EPOCHS = 64  # epochs whose steps averages_lines() counts
 
 
 def lr_summary(config: Config, dataset: int, context: int | None = None) -> str:
-    """lr 0.1 x 8192/256 = 3.2 after 5 warm-up epochs (linear scaling, from 0.1), then x 0.1 at
-    epochs 30, 60, 80"""
+    """Describes the rate: lr 0.1 x 8192/256 = 3.2 after 5 warm-up epochs (linear scaling, from
+    0.1), then x 0.1 at epochs 30, 60, 80."""
     multiplier = epoch_multiplier(config)
     line = _peak_and_warmup(config, multiplier)
     for piece in schedule_pieces(config.recipe):
@@ -59,8 +58,8 @@ def lr_summary(config: Config, dataset: int, context: int | None = None) -> str:
 
 
 def noise_summary(config: Config) -> str:
-    """gradient noise of variance 0.01 / (1 + step)^0.55; losses of samples weighted with variance
-    2; empty if there is none."""
+    """Describes the noise: gradient noise of variance 0.01 / (1 + step)^0.55; losses of samples
+    weighted with variance 2. Empty if there is none."""
     recipe = config.recipe
     parts = []
     if recipe.gradient_noise:
@@ -73,7 +72,7 @@ def noise_summary(config: Config) -> str:
 
 
 def batch_summary(recipe: Recipe) -> str:
-    """128, 640 from epoch 60, 3200 from epoch 120"""
+    """Describes the batch: 128, 640 from epoch 60, 3200 from epoch 120."""
     changes = [
         f"{batch} from epoch {epoch:g}"
         for epoch, batch in zip(recipe.batch.at, recipe.batch.to, strict=True)
@@ -82,11 +81,11 @@ def batch_summary(recipe: Recipe) -> str:
 
 
 def averages_lines(local_steps: int, recipe: Recipe, dataset: int) -> list[str]:
-    """averages of the weights after each 3 local steps, and at the end of each epoch, of 22 or 23
-    steps: the count begins again there
+    """Describes when ranks average weights: after each 3 local steps, and at the end of each epoch,
+    of 22 or 23 steps, where the count restarts.
 
-    No line where comm.local_steps divides every epoch from comm.local_from on: then the end of an
-    epoch is where ranks average anyway.
+    Returns no line if comm.local_steps divides every epoch from comm.local_from on, because then
+    ranks average at the end of an epoch anyway.
     """
     first = math.floor(recipe.local_from) + 1
     last = math.floor(min(recipe.epochs, first + MOST_EPOCHS))
@@ -136,7 +135,7 @@ def _peak_and_warmup(config: Config, multiplier: int) -> str:
 
 
 def _rates_of_grown_batches(config: Config, dataset: int, context: int | None) -> str:
-    """0.16 from epoch 2, 0.04 from epoch 3.5"""
+    """Describes the rates of grown batches: 0.16 from epoch 2, 0.04 from epoch 3.5."""
     growth = batch_growth(config, clock(config, dataset, context))
     peak = peak_lr(config)
     rates = []
@@ -148,8 +147,8 @@ def _rates_of_grown_batches(config: Config, dataset: int, context: int | None) -
 
 
 def _piece_summary(piece: PieceConfig, multiplier: int) -> str:
-    """x 0.1 at epochs 30, 60, 80; empty for a constant piece that goes to the end at the peak
-    rate."""
+    """Describes a piece: x 0.1 at epochs 30, 60, 80. Empty for a constant piece at the peak rate up
+    to the end."""
     length = f" for {read_length(piece.length).words(multiplier)}" if piece.length else ""
     scale = f" from x {piece.scale:g}" if piece.scale != 1 else ""
     match piece.kind:
@@ -170,7 +169,7 @@ def _piece_summary(piece: PieceConfig, multiplier: int) -> str:
 
 
 def _milestones(lengths: Sequence[float | str], multiplier: int) -> str:
-    """epochs 30, 60, 80; or 500 steps, 50% of the job"""
+    """Formats milestones: epochs 30, 60, 80; or 500 steps, 50% of the job."""
     read = [read_length(length) for length in lengths]
     if all(length.unit == "epochs" for length in read):
         return f"epochs {', '.join(f'{length.amount * multiplier:g}' for length in read)}"

@@ -169,7 +169,7 @@ class UserTask(DelegatingTask):
         return str(getattr(self.task, "main", "x") if found is None else found)
 
 
-# members of Task with a default that UserTask takes as they are
+# members of Task with a default, which UserTask passes on unchanged
 _OPTIONAL = {
     name
     for name in vars(Task)

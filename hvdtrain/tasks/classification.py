@@ -30,8 +30,8 @@ from hvdtrain.tasks.task import (
 )
 from hvdtrain.tasks.transform import Transform, check_stats, input_stats, is_image
 
-_MOST = 2**26  # values of an image, and classes: more than any data set has
-_MOST_LABEL = 2**31  # of task.ignore_label: labels are int32 in JAX
+_MOST = 2**26  # limit for the values of an image and for classes: more than any data set has
+_MOST_LABEL = 2**31  # limit for task.ignore_label: labels are int32 in JAX
 _NEEDS = "x (images uint8 (H, W, C), or numbers) with integer labels y"
 
 
@@ -55,13 +55,14 @@ class Classification(Task):
     std: np.ndarray
     dtype: str = "uint8"  # of x
     ignored: int | None = None  # label of samples without a class, of PartlyLabelled
-    top_k: int | None = None  # a metric more: how often the class is among so many
-    class_weights: tuple[float, ...] | None = None  # of the losses of samples, by their class
+    # adds a metric: how often the class is among the top_k largest outputs
+    top_k: int | None = None
+    class_weights: tuple[float, ...] | None = None  # factors of the losses of samples, by class
 
     name = "classification"
     objective = "accuracy"
     sample_weight: ClassVar[int | None] = 1
-    counted: ClassVar[str] = "count"  # the sum that metrics are means over
+    counted: ClassVar[str] = "count"  # the sum by which metrics are divided
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
@@ -101,7 +102,7 @@ class Classification(Task):
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """`shape` is (H, W, C) of floats (C, H, W) too."""
+        """The sizes of models; `shape` is (H, W, C), even for floats (C, H, W)."""
         shape = self.shape or (1,)
         if len(shape) == 3 and not self.is_of_images:
             shape = (*shape[1:], shape[0])
@@ -117,7 +118,7 @@ class Classification(Task):
 
     @property
     def details(self) -> str:
-        """images of 28x28 pixels and 1 channel, 10 classes"""
+        """The data in words: images of 28x28 pixels and 1 channel, 10 classes."""
         if not self.is_of_images:
             return self.summary
         height, width, channels = self.shape
@@ -133,7 +134,7 @@ class Classification(Task):
             self.is_of_images
             and self.shape[2] == 3
             and not has_given_stats
-            and self.mean.any()  # of several inputs they stand elsewhere, and 0 here
+            and self.mean.any()  # zero for several inputs, which have their own transforms
             and len({*self.mean.tolist()}) == len({*self.std.tolist()}) == 1
         )
         if is_grey:
@@ -167,7 +168,7 @@ class Classification(Task):
         return f"logits ({samples}, {self.classes})"
 
     def fits(self, found: tuple[int, ...], samples: int) -> bool:
-        """A model may have more outputs than there are classes."""
+        """Whether the outputs fit; a model may have more outputs than there are classes."""
         return len(found) == 2 and found[0] == samples and found[1] >= self.classes
 
     def torch(self, model: ModelConfig, place: DeviceAndDtype) -> TaskPart:
@@ -200,8 +201,8 @@ class Classification(Task):
 
 @dataclass(frozen=True)
 class PartlyLabelled(Classification):
-    """Classification of sets in which some samples have no class; loss and metrics are means over
-    the others."""
+    """Classification if some samples have no class; loss and metrics are means over the other
+    samples."""
 
     counted: ClassVar[str] = "labelled"
     sample_weight: ClassVar[int | None] = None
@@ -249,8 +250,8 @@ def build(
     class_weights: factor of a sample's loss, for each class; balanced: samples / (classes x samples
         of the class)
 
-    Raises UserError if the data have no x with labels y, their number of classes is not known,
-    or the sets do not fit each other.
+    Raises UserError if the data have no x with labels y, if the number of classes is unknown, or if
+    the sets do not match.
     """
     if ignore_label is not None and abs(ignore_label) >= _MOST_LABEL:
         raise UserError(
@@ -328,8 +329,8 @@ def _of_kind(ignored: int | None) -> type[Classification]:
 
 
 def restore(facts: dict[str, Any]) -> Classification:
-    """The task of Classification.facts(). Raises KeyError, TypeError, ValueError or OverflowError
-    if they are missing or impossible."""
+    """Rebuilds the task from Classification.facts(). Raises KeyError, TypeError, ValueError or
+    OverflowError if facts are missing or invalid."""
     shape = tuple(facts["shape"])
     classes = facts["classes"]
     dtype = np.dtype(facts.get("dtype", "uint8")).name
@@ -371,7 +372,7 @@ def _are_counts(values: list[Any]) -> bool:
 
 
 class NumpyClassification:
-    """The reference implementation for the other frameworks, with its gradient written by hand.
+    """The reference implementation for the other frameworks, with a hand-written gradient.
 
     Images are uint8 (n, H, W, C), flattened as torch does, other numbers (n, ...); logits (n,
     outputs), at least one for each class.
@@ -385,7 +386,7 @@ class NumpyClassification:
         self._form = form
 
     def inputs(self, batch: Batch) -> np.ndarray:
-        """(n, C H W) in the learner's number type; n may be 0."""
+        """Returns (n, C H W) in the learner's dtype; n may be 0."""
         return self._transform.flat(batch["x"], self._dtype)
 
     def each(self, outputs: np.ndarray, batch: Batch, training: bool) -> Each:
@@ -400,7 +401,7 @@ class NumpyClassification:
         return Each(loss, right_terms(outputs, batch["y"], self._form.top_k))
 
     def gradient(self, outputs: np.ndarray, batch: Batch) -> np.ndarray:
-        """(n, outputs), in training."""
+        """Returns d(loss of each sample) / d(outputs) in training, (n, outputs)."""
         error = self._of_labels(outputs, batch["y"], self._form.smoothing)[1]
         if "mixup_weight" in batch:
             weight = batch["mixup_weight"].astype(self._dtype)
@@ -414,7 +415,7 @@ class NumpyClassification:
     def _of_labels(
         self, logits: np.ndarray, labels: np.ndarray, smoothing: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Each sample's loss (n,), and d(loss) / d(logits) (n, outputs)."""
+        """Returns each sample's loss (n,), and d(loss) / d(logits) (n, outputs)."""
         outputs = logits.shape[1]
         target = (
             np.eye(outputs, dtype=self._dtype)[labels] * (1.0 - smoothing) + smoothing / outputs
@@ -436,7 +437,7 @@ class NumpyClassification:
 
 
 def check_fields(source: Source, where: str) -> None:
-    """Raises UserError if a sample is not x with its label y, a whole number."""
+    """Raises UserError unless samples have x and an integer label y."""
     y = source.fields.get("y")
     if "x" in source.fields and y is not None and not y.shape and np.dtype(y.dtype).kind in "iub":
         refuse_nothing("x", source.fields["x"], where)

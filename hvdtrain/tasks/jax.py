@@ -1,5 +1,5 @@
-"""Tasks in JAX, like those in torch.py; this code is compiled. Functions of a script also get rows
-of padding, which are not counted."""
+"""Tasks in JAX, like the tasks in torch.py; this code is compiled. Functions of a script also get
+rows of padding, which are not counted."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class JaxClassification:
     def __init__(self, inputs: JaxInputs, form: LossForm, *, turned: bool) -> None:
         self._inputs = inputs
         self._form = form
-        self._turned = turned  # whether images of floats (n, C, H, W) become (n, H, W, C)
+        self._turned = turned  # whether float images (n, C, H, W) become (n, H, W, C)
 
     def inputs(self, batch: Arrays) -> jax.Array:
         x = self._inputs(batch["x"])
@@ -160,7 +160,7 @@ class JaxSegmentation:
         *,
         turned: bool,
     ) -> None:
-        """turned: whether images of floats (n, C, H, W) become (n, H, W, C)."""
+        """turned: whether float images (n, C, H, W) become (n, H, W, C)."""
         self._inputs = inputs
         self._classes = classes
         self._pixels = pixels
@@ -174,7 +174,7 @@ class JaxSegmentation:
         return x.transpose(0, 2, 3, 1) if self._turned else x
 
     def outputs_of(self, found: Any) -> Any:
-        """Converts the model's outputs to those that each() takes."""
+        """Converts the model's outputs to the form that each() expects."""
         is_last = getattr(found, "shape", ())[1:] == (*self._pixels, self._classes)
         return jnp.moveaxis(found, 3, 1) if is_last else found
 
@@ -215,7 +215,7 @@ class JaxSegmentation:
         )
 
     def _confusion(self, outputs: jax.Array, labels: jax.Array, counts: jax.Array) -> jax.Array:
-        """Whole numbers (n, classes ** 2): pixels by [label, said]."""
+        """Returns integers (n, classes ** 2): numbers of pixels by [label, prediction]."""
         cells = (labels * self._classes + outputs.argmax(1)).reshape(len(labels), -1)
         rows = jnp.arange(len(labels))[:, None]
         return (
@@ -233,7 +233,7 @@ class JaxLanguage:
         self._smoothing = smoothing
 
     def inputs(self, batch: Arrays) -> jax.Array:
-        """int32 (n, T)"""
+        """Returns the input tokens, int32 (n, T)."""
         return batch["tokens"][:, :-1]
 
     def each(self, outputs: jax.Array, batch: Arrays, training: bool) -> Each:

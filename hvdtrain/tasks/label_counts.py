@@ -44,7 +44,7 @@ class LossForm(NamedTuple):
     """How the loss of a sample with a class is computed, and which metrics go with it."""
 
     squared_error: bool  # else cross-entropy
-    # share of the label that is spread over all classes in training (Szegedy et al. 2015,
+    # label smoothing: share of the label spread over all classes in training (Szegedy et al. 2015,
     # arXiv:1512.00567, section 7)
     smoothing: float
     class_weights: tuple[float, ...] | None = None
@@ -61,8 +61,8 @@ def right_terms(logits: Any, labels: Any, top_k: int | None) -> dict[str, Any]:
     return terms_by_name | {"among_top": (~(logits <= of_class)).sum(1) < top_k}
 
 
-_MOST_LABELS = 2**26  # that are looked at before a job starts: a third of a second
-_SHOWN = 5  # ranges of a message
+_MOST_LABELS = 2**26  # labels checked before a job starts: takes a third of a second
+_SHOWN = 5  # ranges shown in a message
 
 
 def notes_on_gaps(train: Source, name: str, classes: int, ignored: int | None) -> list[str]:
@@ -91,7 +91,7 @@ def notes_on_gaps(train: Source, name: str, classes: int, ignored: int | None) -
         return []
     unit = {"multilabel": "sample has", "segmentation": "pixel is of"}.get(name, "sample is of")
     kind = "label" if name == "multilabel" else "class"
-    if name == "classification" and missing.tolist() == [0]:  # notes_on_labels() says it
+    if name == "classification" and missing.tolist() == [0]:  # notes_on_labels() reports this
         return []
     looked_at = "" if are_all else f" (of the {len(labels):,} samples looked at)"
     line = (
@@ -105,8 +105,8 @@ def notes_on_gaps(train: Source, name: str, classes: int, ignored: int | None) -
 
 
 def _labels_in_memory(source: Source) -> tuple[np.ndarray, bool] | None:
-    """Returns labels y (n, ...), all of them or an evenly spaced selection; None if samples would
-    have to be read for them."""
+    """Returns labels y (n, ...), all of them or an evenly spaced selection; None if reading them
+    would require reading samples."""
     labels = source.known_labels()
     if labels is not None:
         return labels, True

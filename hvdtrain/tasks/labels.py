@@ -7,7 +7,7 @@ import numpy as np
 from hvdtrain.data.source import LabelledImages, Source
 from hvdtrain.errors import UserError
 
-_MOST_CLASSES = 2**20  # by the largest label
+_MOST_CLASSES = 2**20  # limit for the largest label
 
 
 def number_of_classes(train: Source, val: Source, ignored: int | None, where: str) -> int:

@@ -22,7 +22,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.tasks.rows import Rows, rows_of_tokens
 from hvdtrain.tasks.task import DeviceAndDtype, Task, TaskPart, find_field
 
-_MOST = 2**26  # tokens of a window, and of a vocabulary
+_MOST = 2**26  # limit for the tokens of a window and of a vocabulary
 _nats = ratio("loss", "tokens")
 
 
@@ -40,9 +40,9 @@ class Language(Task):
     """Prediction of the next token: in a window of T + 1 tokens, the first T are inputs and the
     last T are targets, except tokens equal to `ignore`."""
 
-    tokens: Field  # (T + 1,), values: the vocabulary; with padding sequences of at most so many
+    tokens: Field  # (T + 1,), values: the vocabulary; with padding, T + 1 is the maximum length
     ignore: int | None = None
-    # windows have several sequences each, as their segments say: none is predicted from another one
+    # windows contain several sequences, marked by segments; none is predicted from another
     packed: bool = False
 
     name = "language"
@@ -126,7 +126,7 @@ class Language(Task):
         return f"logits {(samples, self.context, self.tokens.values)}"
 
     def fits(self, found: tuple[int, ...], samples: int) -> bool:
-        """A model may have more outputs than the vocabulary."""
+        """Whether the outputs fit; a model may have more outputs than the vocabulary."""
         return (
             len(found) == 3
             and found[:2] == (samples, self.context)
@@ -157,7 +157,7 @@ def build(
 
     ignore: token that is not predicted, for example padding
 
-    Raises UserError if the data have no tokens, or the sets do not fit each other.
+    Raises UserError if the data have no tokens, or if the sets do not match.
     """
     fields = [
         find_field(source, "tokens", name, where, "integers (T + 1,) below a vocabulary")
@@ -196,14 +196,14 @@ def build(
             where,
             "one of them, or leave it out",
         )
-    # of padded sequences both sets have the longest of either
+    # with padded sequences, both sets have the same maximum length
     tokens = fields[0]._replace(values=vocabulary)
     return Language(tokens, ignore, is_packed(train.fields))
 
 
 def restore(facts: dict[str, Any]) -> Language:
-    """The task of Language.facts(). Raises KeyError, TypeError, ValueError or OverflowError if
-    they are missing or impossible."""
+    """Rebuilds the task from Language.facts(). Raises KeyError, TypeError, ValueError or
+    OverflowError if facts are missing or invalid."""
     tokens = field_of_facts(facts["tokens"])
     ignore = facts["ignore"]
     (length,), vocabulary = tokens.shape, tokens.values

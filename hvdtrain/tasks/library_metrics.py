@@ -25,8 +25,7 @@ _UPDATE = f"{_FIX}, with a metric whose update() takes these two; or hvdtrain.Ow
 
 
 def is_library_metric(thing: Any) -> bool:
-    """Whether it is an instance of a torchmetrics class or of a subclass; does not import
-    torchmetrics."""
+    """Whether an object is a torchmetrics metric; does not import torchmetrics."""
     return any(
         kind.__name__ == "Metric" and kind.__module__ == "torchmetrics.metric"
         for kind in type(thing).__mro__
@@ -63,7 +62,7 @@ class _Library:
         if tensors:
             self._metric.set_dtype(tensors[0].double().dtype)
         self._metric._to_sync = self._metric.sync_on_compute = (
-            False  # ranks are put together here, whatever torch.distributed has started
+            False  # hvdtrain combines ranks itself, whether or not torch.distributed is running
         )
         self._metric.reset()
 
@@ -158,7 +157,7 @@ class _Library:
         metric.reset()
         for state, value in states.items():
             setattr(metric, state, value)
-        metric._update_count = 1  # else it warns that nothing was added
+        metric._update_count = 1  # otherwise the library warns that nothing was added
         with self._named(f"{self.kind}.compute() fails", "more samples; or hvdtrain.OwnMetric"):
             found = metric.compute()
         if not hasattr(found, "numel") or found.numel() != 1:
@@ -180,7 +179,7 @@ class SumsOfMetric:
     """
 
     def __init__(self, name: str, metric: Any, inputs: Inputs | None, where: str) -> None:
-        """metric: one that has_sums_alone(). Raises UserError for one without states."""
+        """metric: has_sums_alone() must be true for it. Raises UserError if it has no states."""
         self._library = _Library(name, metric, inputs, where)
         self._defaults = {
             state: value.double().clone() for state, value in self._library.defaults.items()
@@ -234,7 +233,7 @@ class PartsOfMetric:
         }
         self.refuse_padding = self._library.refuse_padding
         self._last: tuple[weakref.ref[Concatenated], float] | None = (
-            None  # compute() is called several times for one evaluation
+            None  # no cache: compute() is called several times for one evaluation
         )
         own = {state: found for state, found in self._reductions.items() if found not in _KNOWN}
         if own:
@@ -260,7 +259,7 @@ class PartsOfMetric:
                 f"metric {library.name}: {library.kind} keeps {state}, whose values are not tensors"
             )
             raise UserError(what, library.where, "hvdtrain.OwnMetric")
-        # which NumPy does not have
+        # dtypes that NumPy does not have
         wide = (
             tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor
             for tensor in tensors
@@ -320,8 +319,8 @@ def _as(value: Any, like: Any) -> Any:
 
 
 def _same_shape(outputs: Any, target: Any) -> tuple[Any, Any]:
-    """Returns the outputs: the first of several, or "out" or "logits" of a dict; reshaped from (n,
-    1) to (n,) if the targets are (n,)."""
+    """Returns the first of several outputs, or "out" or "logits" of a dict; reshaped from (n, 1) to
+    (n,) if the targets are (n,)."""
     while isinstance(outputs, (tuple, list, Mapping)):
         if isinstance(outputs, Mapping):
             named = (outputs[name] for name in ("out", "logits") if name in outputs)

@@ -16,8 +16,8 @@ from hvdtrain.tasks.user_functions import (
     UserLoss,
 )
 
-# Whose mean is that over all elements, so that it is the mean over samples of each sample's mean
-# over its elements.
+# Losses whose mean is over all elements. It equals the mean over samples of each sample's mean over
+# its elements.
 _ELEMENTWISE: tuple[type[nn.Module], ...] = (
     *(
         nn.MSELoss,
@@ -36,7 +36,7 @@ _ELEMENTWISE: tuple[type[nn.Module], ...] = (
         nn.HingeEmbeddingLoss,
     ),
 )
-# whose mean is over the targets that are not ignore_index
+# losses whose mean is over the targets that are not ignore_index
 _OF_CLASSES: tuple[type[nn.Module], ...] = (
     nn.CrossEntropyLoss,
     nn.NLLLoss,
@@ -54,12 +54,12 @@ def of_torch_module(
     never: Callable[[int], bool],
     sample_of: Callable[[int], str],
 ) -> UserLoss:
-    """The loss of each sample, called with the model's outputs and y; a module without `reduction`
-    is called with outputs and batch.
+    """Returns a loss of each sample, called with the model's outputs and y; a module without
+    `reduction` is called with outputs and batch.
 
     never: whether it is known that no target has this value. sample_of: names the first sample with
-    a given target, for messages. Raises UserError if its mean over a batch is not the mean over
-    samples, or not of one number for each.
+    a given target, for messages. Raises UserError if its mean over a batch is not the mean of one
+    number for each sample.
     """
     name = type(loss).__name__
     reduction = getattr(loss, "reduction", None)
@@ -81,7 +81,7 @@ def of_torch_module(
     _refuse_padded_targets(loss, name, fields["y"], where)
     if reduction == "none":
         return UserLoss(_OfTargets(loss, "none", sample_of), facts)
-    # a class that is made of one may compute something else
+    # a subclass may compute something else
     known = type(loss) in (
         *_ELEMENTWISE,
         *_OF_CLASSES,
@@ -101,7 +101,7 @@ def of_torch_module(
 
 def _refuse_padded_targets(loss: nn.Module, name: str, y: Field, where: str) -> None:
     """Raises UserError if a loss would treat padding as targets: only losses whose ignore_index is
-    the padding do not."""
+    the padding exclude it."""
     if y.padding is None:
         return
     is_of_classes = isinstance(loss, _OF_CLASSES) and loss.reduction == "mean"

@@ -29,18 +29,18 @@ from hvdtrain.tasks.task import (
 from hvdtrain.tasks.transform import Transform, check_stats, input_stats
 
 Objective = Literal["loss", "f1", "f1_macro", "average_precision"]
-_MOST = 2**20  # labels, and bins of all labels together: a row of bytes for each sample
+_MOST = 2**20  # limit for labels, and for the bins of all labels: a row of bytes for each sample
 
 
 @dataclass(frozen=True)
 class Multilabel(Task):
-    """Predicts several labels: from a field x to one logit for each of `labels` labels."""
+    """Predicts several labels: one logit for each of `labels` labels, from a field x."""
 
     x: Field
     labels: int
     mean: np.ndarray  # float64, of Transform
     std: np.ndarray
-    bins: int = 100  # of probabilities, for the average precision; 0: without it
+    bins: int = 100  # bins of probabilities for the average precision; 0: do not compute it
     objective: Objective = "f1"
 
     name = "multilabel"
@@ -156,8 +156,8 @@ def build(
     standardize: true: (x - mean) / std of the training set, by the last axis; false: x as it is;
         default: docs/tasks.md
 
-    Raises UserError if the data lack these fields, y is not of 0 and 1, or the sets do not fit
-    each other.
+    Raises UserError if the data lack these fields, if y has values other than 0 and 1, or if the
+    sets do not match.
     """
     x, y = (
         find_field(train, field, name, where, of)
@@ -198,8 +198,8 @@ def build(
 
 
 def restore(facts: dict[str, Any]) -> Multilabel:
-    """The task of Multilabel.facts(). Raises KeyError, TypeError, ValueError or OverflowError if
-    they are missing or impossible."""
+    """Rebuilds the task from Multilabel.facts(). Raises KeyError, TypeError, ValueError or
+    OverflowError if facts are missing or invalid."""
     dtype, shape = facts["x"]
     x = Field(np.dtype(dtype).name, tuple(shape))
     labels = facts["labels"]
@@ -245,8 +245,8 @@ def mean_average_precision(bins: int) -> Callable[[Sums], float]:
     """Computes the mean average precision: for each label that any sample has, the sum over bins,
     from the highest, of (step of recall) x precision.
 
-    It is the average precision if each score is replaced by its bin number; NaN if no sample has a
-    label.
+    This equals the average precision with each score replaced by its bin number. NaN if no sample
+    has a label.
     """
 
     def of(sums: Sums) -> float:
@@ -267,7 +267,7 @@ def mean_average_precision(bins: int) -> Callable[[Sums], float]:
 
 
 class NumpyMultilabel:
-    """The reference implementation for the other frameworks, with a gradient written by hand. x as
+    """The reference implementation for the other frameworks, with a hand-written gradient. x is as
     in regression, y uint8 (n, labels), logits (n, labels)."""
 
     def __init__(self, transform: Transform, bins: int, place: DeviceAndDtype) -> None:
@@ -276,7 +276,7 @@ class NumpyMultilabel:
         self._dtype = place.dtype
 
     def inputs(self, batch: Batch) -> np.ndarray:
-        """(n, features) in the learner's number type; n may be 0."""
+        """Returns (n, features) in the learner's dtype; n may be 0."""
         return self._transform.flat(batch["x"], self._dtype)
 
     def each(self, outputs: np.ndarray, batch: Batch, training: bool) -> Each:

@@ -1,4 +1,4 @@
-"""OnlyInputs: a task of predictions, whose samples have no targets."""
+"""OnlyInputs: a task for predictions, without targets."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hvdtrain.tasks.transform import Transform
 
 
 class OnlyInputs(DelegatingTask):
-    """Another task without its targets: models are built and called in the same way, and the loss
-    is 0."""
+    """Wraps a task and removes its targets. Models are built and called in the same way, and the
+    loss is 0."""
 
     metrics = (Metric("loss", ratio("loss", "count"), "min"),)
     objective = "loss"
@@ -53,7 +53,7 @@ class OnlyInputs(DelegatingTask):
 
 
 class _WithoutLoss:
-    """Another part with a loss of 0, in any framework."""
+    """Wraps a part in any framework and makes its loss 0."""
 
     def __init__(self, part: TaskPart) -> None:
         self.inputs = part.inputs

@@ -27,7 +27,7 @@ from hvdtrain.tasks.transform import Transform, check_stats, column_stats, input
 
 Loss = Literal["squared_error", "absolute_error"]
 Objective = Literal["loss", "mse", "mae", "r2"]
-_MOST = 2**26  # numbers of a field: more than any data set has
+_MOST = 2**26  # limit for the numbers of a field: more than any data set has
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class Regression(Task):
     y: Field
     mean: np.ndarray  # float64, of Transform: the model gets (x - mean) / std
     std: np.ndarray
-    # float64 (outputs,), of y: R2 counts from there, so that large targets lose no digits
+    # float64 (outputs,), the mean of y; R2 uses differences from it, so large targets lose no
+    # digits
     target_mean: np.ndarray
     loss: Loss = "squared_error"
     objective: Objective = "loss"
@@ -168,7 +169,7 @@ def build(
     standardize: true: (x - mean) / std of the training set, by the last axis; false: x as it is;
         default: docs/tasks.md
 
-    Raises UserError if the data lack these fields, or the sets do not fit each other.
+    Raises UserError if the data lack these fields, or if the sets do not match.
     """
     x = find_field(train, "x", name, where, "numbers of any shape")
     y = find_field(train, "y", name, where, "the numbers to predict")
@@ -190,7 +191,7 @@ def build(
         np.broadcast_to(array, x.shape[-1:] or (1,))
         for array in input_stats(train, standardize, users_model)
     )
-    of_targets = column_stats(train, "y").mean  # by the last axis
+    of_targets = column_stats(train, "y").mean  # along the last axis
     target_mean = np.broadcast_to(of_targets, (math.prod(y.shape[:-1]), len(of_targets))).reshape(
         -1
     )
@@ -200,8 +201,8 @@ def build(
 
 
 def restore(facts: dict[str, Any]) -> Regression:
-    """The task of Regression.facts(). Raises KeyError, TypeError, ValueError or OverflowError if
-    they are missing or impossible."""
+    """Rebuilds the task from Regression.facts(). Raises KeyError, TypeError, ValueError or
+    OverflowError if facts are missing or invalid."""
     x, y = (Field(np.dtype(dtype).name, tuple(shape)) for dtype, shape in (facts["x"], facts["y"]))
     if any(
         not all(type(size) is int and size >= 1 for size in field.shape)
@@ -226,7 +227,7 @@ def restore(facts: dict[str, Any]) -> Regression:
 
 
 class NumpyRegression:
-    """The reference implementation for the other frameworks, with its gradient written by hand.
+    """The reference implementation for the other frameworks, with a hand-written gradient.
 
     Outputs (n, outputs); targets of any shape with as many numbers. Images are uint8 (n, H, W, C),
     flattened as torch does.
@@ -241,7 +242,7 @@ class NumpyRegression:
         self._dtype = place.dtype
 
     def inputs(self, batch: Batch) -> np.ndarray:
-        """(n, features) in the learner's number type; n may be 0."""
+        """Returns (n, features) in the learner's dtype; n may be 0."""
         return self._transform.flat(batch["x"], self._dtype)
 
     def each(self, outputs: np.ndarray, batch: Batch, training: bool) -> Each:

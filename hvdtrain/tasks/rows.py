@@ -13,14 +13,14 @@ from hvdtrain.errors import short
 class Rows(NamedTuple):
     """The columns of a table, and the conversion of outputs to its rows."""
 
-    head: Callable[[int], list[str]]  # of so many numbers of a sample
-    # outputs (n, ...), tokens of padded samples -> (n, numbers)
+    head: Callable[[int], list[str]]  # column names for this many numbers per sample
+    # outputs (n, ...), lengths of padded samples -> (n, numbers)
     numbers: Callable[[np.ndarray, np.ndarray | None], np.ndarray]
-    row: Callable[[Sequence[Any]], list[str]]  # of a sample's numbers
+    row: Callable[[Sequence[Any]], list[str]]  # converts a sample's numbers to cells
 
 
 def rows_of_numbers() -> Rows:
-    """The outputs as they are."""
+    """Returns columns with the outputs themselves."""
     return Rows(
         lambda numbers: (
             ["prediction"]
@@ -33,7 +33,7 @@ def rows_of_numbers() -> Rows:
 
 
 def rows_of_classes(is_softmax: bool, names: Sequence[str] | None) -> Rows:
-    """The class with the largest output, and its probability."""
+    """Returns columns with the class of the largest output, and its probability."""
     return Rows(
         lambda numbers: ["class", "probability"],
         lambda outputs, lengths: best(outputs.astype(np.float64), is_softmax),
@@ -42,7 +42,7 @@ def rows_of_classes(is_softmax: bool, names: Sequence[str] | None) -> Rows:
 
 
 def rows_of_tokens() -> Rows:
-    """The most probable token that comes next, and its probability."""
+    """Returns columns with the most probable next token, and its probability."""
     return Rows(
         lambda numbers: ["token", "probability"],
         lambda outputs, lengths: best(_last(outputs, lengths).astype(np.float64), is_softmax=True),
@@ -51,7 +51,7 @@ def rows_of_tokens() -> Rows:
 
 
 def rows_of_pixels() -> Rows:
-    """The class of each pixel."""
+    """Returns columns with the class of each pixel."""
     return Rows(
         lambda numbers: [f"pixel_{number}" for number in range(numbers)],
         lambda outputs, lengths: outputs.argmax(1).reshape(len(outputs), -1),
@@ -65,8 +65,8 @@ def name_of_class(label: int, class_names: Sequence[str] | None) -> str:
 
 
 def _last(outputs: np.ndarray, lengths: np.ndarray | None) -> np.ndarray:
-    """Selects (n, V) from outputs (n, T, V): those that predict the last token of each sample, or
-    the next token for a sample of one token."""
+    """Selects from outputs (n, T, V) the output (n, V) that predicts the last token of each sample,
+    or the next token for a sample of one token."""
     return (
         outputs[:, -1]
         if lengths is None

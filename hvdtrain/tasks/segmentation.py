@@ -23,13 +23,13 @@ from hvdtrain.tasks.task import DeviceAndDtype, Task, TaskPart, find_field, is_u
 from hvdtrain.tasks.transform import Transform, check_stats, input_stats, is_image, without_stats
 
 Objective = Literal["loss", "accuracy", "mean_iou"]
-_MOST = 2**26  # pixels of an image
-_MOST_CLASSES = 1000  # whose confusion matrix is added up: 8 MB
+_MOST = 2**26  # limit for the pixels of an image
+_MOST_CLASSES = 1000  # limit for classes: their confusion matrix has 8 MB
 _OPTION = "task.ignore_label"
 
 
 def pixel_accuracy(sums: Sums) -> float:
-    """Computes the share of correctly classified pixels, of those with a class; NaN if there are
+    """Computes the share of correctly classified pixels among pixels with a class; NaN if there are
     none."""
     confusion = np.asarray(sums["confusion"], np.float64)
     size = math.isqrt(len(confusion))
@@ -71,7 +71,8 @@ class Segmentation(Task):
     ignored: int | None = None
     dice: float = 0.0  # weight of the Dice term in the loss
     objective: Objective = "mean_iou"
-    class_weights: tuple[float, ...] | None = None  # of the cross-entropy of pixels, by their class
+    # factors of the cross-entropy of pixels, by class
+    class_weights: tuple[float, ...] | None = None
 
     name = "segmentation"
     metrics = (
@@ -80,7 +81,7 @@ class Segmentation(Task):
         Metric("mean_iou", mean_iou, "max", column="iou", percent=True),
     )
     sample_weight: ClassVar[int | None] = (
-        None  # how many pixels count is known of each batch alone: crops change it
+        None  # the number of pixels that count differs between batches, and crops change it
     )
 
     @property
@@ -116,7 +117,8 @@ class Segmentation(Task):
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """`shape` is (H, W, C) of floats (C, H, W) too; `pixel_classes`: outputs of each pixel."""
+        """The sizes of models; `shape` is (H, W, C), even for floats (C, H, W). `pixel_classes`:
+        outputs of each pixel."""
         channels = self.x.shape[2] if is_image(self.x) else self.x.shape[0]
         return {"shape": (*self.pixels, channels), "pixel_classes": self.classes}
 
@@ -304,8 +306,8 @@ def _classes(sources: tuple[Source, Source], ignored: int | None, where: str) ->
 
 
 def restore(facts: dict[str, Any]) -> Segmentation:
-    """The task of Segmentation.facts(). Raises KeyError, TypeError, ValueError or OverflowError
-    if they are missing or impossible."""
+    """Rebuilds the task from Segmentation.facts(). Raises KeyError, TypeError, ValueError or
+    OverflowError if facts are missing or invalid."""
     dtype, shape = facts["x"]
     x = Field(np.dtype(dtype).name, tuple(shape))
     ignored = facts["ignore_label"]

@@ -1,5 +1,5 @@
-"""SeveralInputs: a task whose model is called with several fields; each is transformed as a single
-x would be."""
+"""SeveralInputs: a task whose model is called with several fields. Each is transformed like a
+single x."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from hvdtrain.tasks.transform import (
 )
 from hvdtrain.tasks.user_tasks import Measured
 
-Build = Callable[[Source, Source], Task]  # of a task from fields x and y
+Build = Callable[[Source, Source], Task]  # builds a task from fields x and y
 
 
 class SeveralInputs(AroundTask):
@@ -44,7 +44,7 @@ class SeveralInputs(AroundTask):
 
     @property
     def transform(self) -> None:
-        """None: each input has its own transform."""
+        """Always None, because each input has its own transform."""
 
     @property
     def transforms(self) -> Transforms:
@@ -64,7 +64,8 @@ class SeveralInputs(AroundTask):
         return None if self.task.examples is None else self.with_names(self.task.examples)
 
     def with_names(self, batch: Batch) -> Batch:
-        """Renames the fields of samples of the task with one x to those of the data."""
+        """Renames the fields of samples from the names in the wrapped task to the names in the
+        data."""
         return {self._main if name == "x" else name: array for name, array in batch.items()}
 
     @property
@@ -101,7 +102,7 @@ class SeveralInputs(AroundTask):
         return "; ".join([f"{self._main} {self.task.summary}", *others])
 
     def facts(self) -> dict[str, Any]:
-        """Facts of the task, and the inputs in their order."""
+        """Returns the facts of the task, and the inputs in order."""
         inputs = []
         for name, each in self._transforms.each.items():
             padding = [] if each.x.padding is None else [list(each.x.padding)]
@@ -147,7 +148,7 @@ def several_inputs(
     task of sources with one x, without changing x.
 
     standardize: task.standardize, applied to each field as to a single x. Raises UserError if the
-    sets do not fit each other.
+    sets do not match.
     """
     if standardize not in (None, True, False):
         raise UserError(
@@ -162,7 +163,7 @@ def several_inputs(
         refuse_nothing(name, field, where)
         if is_image(field) and has_channels_first(
             field.shape
-        ):  # as files have them; arrays and samples of a user have been turned
+        ):  # as in files; arrays and samples of a user are already (H, W, C)
             what = f"{name} is {field}, but images are (H, W, C)"
             raise UserError(
                 what,
@@ -193,7 +194,7 @@ def _with_inputs(task: Task, transforms: Transforms) -> Task:
 
 
 def restore_inputs(facts: Mapping[str, Any], restore: Callable[[dict[str, Any]], Task]) -> Task:
-    """Rebuilds a task from Task.facts(), with several inputs if they contain them. Raises what
+    """Rebuilds a task from Task.facts(), with several inputs if the facts contain them. Raises what
     restore() raises."""
     if not isinstance(facts, Mapping):
         raise TypeError("no facts of a task")

@@ -28,7 +28,8 @@ class Task(ABC):
 
     Every task implements the abstract members. The other members default to the simplest case; a
     task overrides them by class attributes or properties. The methods torch(), jax() and numpy()
-    give its part in a framework; a task implements those of the frameworks that it supports.
+    return its part in a framework; a task implements the methods of the frameworks that it
+    supports.
     """
 
     @property
@@ -85,11 +86,13 @@ class Task(ABC):
 
     @abstractmethod
     def outputs(self, samples: int) -> str:
-        """Describes a model's outputs for so many samples in messages: "logits (2, 10)"."""
+        """Describes a model's outputs for this number of samples, for messages: "logits (2,
+        10)"."""
 
     @abstractmethod
     def fits(self, found: tuple[int, ...], samples: int) -> bool:
-        """Whether a model with outputs of this shape for so many samples can learn the task."""
+        """Whether a model with outputs of this shape for this number of samples can learn the
+        task."""
 
     @property
     def frameworks(self) -> tuple[str, ...]:
@@ -139,7 +142,7 @@ class Task(ABC):
 
     @property
     def drawn(self) -> Field | None:
-        """The field of tokens that a model of the task generates one after the other."""
+        """The field of tokens that a model of the task generates one by one."""
         return None
 
     @property
@@ -149,7 +152,7 @@ class Task(ABC):
 
     @property
     def takes_split_logits(self) -> bool:
-        """Whether the loss also takes logits that are partitioned among ranks by class."""
+        """Whether the loss also accepts logits that are partitioned among ranks by class."""
         return False
 
     @property
@@ -164,8 +167,8 @@ class Task(ABC):
 
     @property
     def gathered(self) -> dict[str, Callable[[Concatenated], float]]:
-        """The names of values that an evaluation gathers from all ranks besides the sums, and what
-        it computes of them."""
+        """The values that an evaluation gathers from all ranks besides the sums, by name, and the
+        functions that it applies to them."""
         return {}
 
     @property
@@ -179,7 +182,7 @@ class Task(ABC):
         return ()
 
     def notes_on_data(self, train: Source, val: Source, has_given_stats: bool) -> list[str]:
-        """Returns header lines about data that may not be what was meant.
+        """Returns header lines about data that may not be as intended.
 
         has_given_stats: whether the user sets the mean and deviation of images.
         """
@@ -187,7 +190,7 @@ class Task(ABC):
 
     @property
     def details(self) -> str:
-        """The data in words, where the summary is short for an image's shape."""
+        """The data in words; it spells out the image shape that the summary abbreviates."""
         return self.summary
 
     def rows(self, is_softmax: bool, class_names: Sequence[str] | None) -> Rows:
@@ -198,23 +201,23 @@ class Task(ABC):
         return rows_of_numbers()
 
 
-# what an object of the user's needs, to be a task
+# the members that a user's object needs to be a task
 MEMBERS = [name for name in vars(Task) if name in Task.__abstractmethods__]
 
 
 class Each(NamedTuple):
     """Loss and sums of each sample of a batch, as arrays of the framework."""
 
-    # (n,), what is learned from, unweighted; its sum over all samples over the sum of weight() is
+    # (n,), the unweighted training loss; its sum over all samples divided by the sum of weight() is
     # the loss
     loss: Any
-    terms: dict[str, Any]  # (n,) or (n, length) for each of Task.sums but "loss"
-    parts: Mapping[str, Concatenated] = {}  # of an evaluation alone, for each of Task.gathered
+    terms: dict[str, Any]  # (n,) or (n, length) for each of Task.sums except "loss"
+    parts: Mapping[str, Concatenated] = {}  # only in an evaluation, for each of Task.gathered
 
 
 def wrong_shapes(task: Task, each: Any, samples: int) -> str:
-    """Describes how a part's result for so many samples differs from what Task.sums declares; empty
-    if it does not."""
+    """Describes how a part's result for this number of samples differs from Task.sums; empty if it
+    does not."""
     if not isinstance(each, Each) or not isinstance(each.terms, Mapping):
         return f"gives a {type(each).__name__}, not Each(loss, terms)"
     expected = {
@@ -237,16 +240,16 @@ class TaskPart(Protocol):
     the further keys of core/arrays.py."""
 
     def inputs(self, batch: Any, /) -> Any:
-        """Returns the model's input, (n, ...); in torch a dict of inputs if it has several."""
+        """Returns the model's input, (n, ...); in torch, a dict if it has several inputs."""
 
     def each(self, outputs: Any, batch: Any, /, training: bool) -> Each:
-        """Returns the loss and sums of each sample, in the dtype of the weights. They depend on the
-        sample and its outputs only."""
+        """Returns the loss and sums of each sample, in the dtype of the weights. They depend only
+        on the sample and its outputs."""
 
 
 def outputs_of(part: TaskPart) -> Callable[[Any], Any]:
-    """Returns the function that turns a model's outputs into those that each() takes: the part's
-    outputs_of(), or the identity."""
+    """Returns the function that converts a model's outputs to the form that each() expects: the
+    part's outputs_of(), or the identity."""
     return getattr(part, "outputs_of", lambda found: found)
 
 
@@ -256,7 +259,7 @@ def counts_exactly(part: TaskPart) -> bool:
 
 
 class NumpyPart(TaskPart, Protocol):
-    """A task's part in NumPy, which has no gradients of its own."""
+    """A task's part in NumPy, which needs a hand-written gradient."""
 
     def gradient(self, outputs: np.ndarray, batch: Any, /) -> np.ndarray:
         """Returns d(loss of each sample) / d(outputs) in training, (n, outputs)."""
@@ -316,7 +319,7 @@ def tokens_of_sample(task: Task) -> int | None:
 
 
 def samples_of(task: Task) -> str:
-    """Returns the word for samples in printed lines: images, or samples."""
+    """Returns the word for samples in printed lines: "images" or "samples"."""
     return (
         "images"
         if any(field.dtype == "uint8" and len(field.shape) == 3 for field in task.fields.values())

@@ -40,7 +40,7 @@ class TorchInputs:
         return as_given(x, self._dtype) if self._keeps_integers else x.to(self._dtype)
 
     def named(self, batch: Tensors) -> dict[str, torch.Tensor]:
-        """Returns the model's input as a dict with the name of x."""
+        """Returns the model's input as a dict, by the name of x."""
         return {"x": self(batch["x"])}
 
 
@@ -75,7 +75,7 @@ def as_given(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor if tensor.dtype == torch.bool or is_image else tensor.long()
 
 
-# what torchvision's segmentation nets and transformers' models call it
+# names of the main output in torchvision's segmentation nets and transformers' models
 MAIN_OUTPUTS = (
     "out",
     "logits",
@@ -268,7 +268,7 @@ class TorchSegmentation:
         occur in a sample."""
         shares = (outputs.softmax(1) * counts[:, None]).flatten(2)  # (n, classes, H W)
         numbers = torch.arange(self._classes, device=y.device)[None, :, None, None]
-        # (n, classes, H W): one_hot() looks for the largest number on a CPU
+        # (n, classes, H W): one_hot() would look for the largest number on a CPU
         is_there = ((y[:, None] == numbers) & counts[:, None]).flatten(2)
         area = is_there.sum(2)  # (n, classes)
         each = 2.0 * (shares * is_there).sum(2) / (shares.sum(2) + area).clamp(min=1e-30)
@@ -278,8 +278,9 @@ class TorchSegmentation:
     def _confusion(
         self, outputs: torch.Tensor, y: torch.Tensor, counts: torch.Tensor
     ) -> torch.Tensor:
-        """int64 (n, classes ** 2): pixels by [label, said]. A cell of their own has those that do
-        not count: the host would wait for how many do, and for the largest cell of bincount()."""
+        """Returns int64 (n, classes ** 2): numbers of pixels by [label, prediction]. Pixels that do
+        not count have a separate cell: selecting the others, and bincount() without a length, would
+        make the host wait."""
         cells = self._classes**2
         cell = (self._classes * y + outputs.detach().argmax(1)).masked_fill(~counts, cells)
         found = torch.zeros((len(y), cells + 1), dtype=torch.int64, device=y.device)
@@ -309,7 +310,7 @@ class TorchLanguage:
         self._ignore = ignore
         self._smoothing = smoothing
         self._mask = mask
-        # inputs that a model has to take by their names
+        # inputs that are passed to the model by name
         self.by_name = (TOKENS, SEGMENTS) if packed else ()
 
     def inputs(self, batch: Tensors) -> torch.Tensor | dict[str, torch.Tensor]:
@@ -321,7 +322,7 @@ class TorchLanguage:
         return {TOKENS: tokens, SEGMENTS: batch[SEGMENTS][:, :-1]} if self.by_name else tokens
 
     def each(self, outputs: torch.Tensor | CutLogits, batch: Tensors, training: bool) -> Each:
-        if not hasattr(outputs, "cross_entropy"):  # else CutLogits, which is a tuple too
+        if not hasattr(outputs, "cross_entropy"):  # otherwise CutLogits, which is also a tuple
             outputs = main_output(outputs)
         targets = batch["tokens"][:, 1:].long()  # (n, T)
         if self._ignore is not None:

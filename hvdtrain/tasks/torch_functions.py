@@ -45,7 +45,7 @@ class TorchFunctions:
         return named if isinstance(self._inputs, TorchFields) else named["x"]
 
     def batch_for_user(self, batch: Tensors) -> dict[str, torch.Tensor]:
-        """Returns all fields: inputs as the model gets them, the others converted by their
+        """Returns all fields: inputs as the model gets them, other fields converted by their
         dtype."""
         named = self._inputs.named(batch)
         others = {
@@ -88,7 +88,7 @@ def _not_of_each(loss: Any, samples: int) -> tuple[str, str, str]:
 
 def check_alone(part: TaskPart, outputs: Any, batch: Tensors) -> None:
     """Raises UserError if a function's value for a sample depends on other samples of the batch:
-    (n, 1) minus (n,) is (n, n)."""
+    for example, (n, 1) minus (n,) is (n, n)."""
     if not isinstance(part, (TorchFunctions, TorchMeasured)):
         return
     samples = len(next(iter(batch.values())))

@@ -19,7 +19,7 @@ from hvdtrain.data.source import LabelledImages, Source
 from hvdtrain.data.user_data.arrays import as_images, to_numpy
 from hvdtrain.errors import UserError
 
-_MOST_VALUES = 2**22  # that are read at most: about 2 s of exact sums
+_MOST_VALUES = 2**22  # most values to read: about 2 s of exact sums
 STANDARDIZE = "task.standardize"
 
 
@@ -78,7 +78,7 @@ class ImagesWithStats(WithStats, LabelledImages):
 
 
 def without_stats(source: Source) -> Source:
-    """The source that WithStats() wraps."""
+    """Returns the source that WithStats() wraps."""
     return source.source if isinstance(source, WithStats) else source
 
 
@@ -117,8 +117,8 @@ def with_stats(source: Source, config: DataConfig, standardize: Any) -> Source:
 
 
 def column_stats(source: Source, name: str) -> ColumnStats:
-    """Returns the statistics of a field: exact for up to 2**22 numbers; for more, those stored in
-    the files, or those of 2**22 numbers drawn by counters."""
+    """Returns the statistics of a field: exact for up to 2**22 numbers. For more, they come from
+    the files, or from 2**22 numbers drawn by counters."""
     if name == "x" and isinstance(source, WithStats):
         return source.given
     if name == "x" and isinstance(source, LabelledImages):
@@ -164,13 +164,11 @@ class Transform:
     """
 
     x: Field
-    mean: np.ndarray  # float64 (C,) or (1,), over the last axis; zeros where nothing is subtracted
-    std: np.ndarray  # float64 of the same shape, never 0; ones where nothing is divided
-    dtype: str = "float32"  # of the model's numbers
-    keeps_integers: bool = (
-        False  # x as the data have it, also where it is of integers: what a user's own model gets
-    )
-    channels_last: bool = False  # images, as JAX has them
+    mean: np.ndarray  # float64 (C,) or (1,), along the last axis; zeros if nothing is subtracted
+    std: np.ndarray  # float64 of the same shape, never 0; ones if nothing is divided
+    dtype: str = "float32"  # dtype of the model's numbers
+    keeps_integers: bool = False  # x unchanged, even if it has integers, for a user's model
+    channels_last: bool = False  # images are (H, W, C), as in JAX
 
     @property
     def is_of_images(self) -> bool:
@@ -356,7 +354,7 @@ def transform_of_facts(facts: Mapping[str, Any]) -> Transform:
     ValueError if they do not contain it."""
     if "x" in facts:  # regression
         dtype, shape = facts["x"]
-    elif "fields" in facts:  # a loss of a script
+    elif "fields" in facts:  # a script's loss
         dtype, shape = facts["fields"]["x"][:2]
     else:
         dtype = facts.get("dtype", "uint8")

@@ -27,14 +27,14 @@ class UserLoss(NamedTuple):
 
     # (outputs, batch) -> (n,); a torch.nn.Module moves to the model's device
     of: Callable[[Any, Mapping[str, Any]], Any]
-    facts: dict[str, Any]  # its plain values, which a checkpoint keeps
+    facts: dict[str, Any]  # plain values that a checkpoint keeps
     ignore: int | None = (
-        None  # targets y of this value have no loss, and the mean is over the others
+        None  # targets y with this value have no loss, and the mean is over the other targets
     )
 
 
 def is_torch_module(thing: Any) -> bool:
-    """Whether it is a torch.nn.Module, without importing torch."""
+    """Whether an object is a torch.nn.Module; does not import torch."""
     return any(
         kind.__module__ == "torch.nn.modules.module" and kind.__name__ == "Module"
         for kind in type(thing).__mro__
@@ -64,9 +64,9 @@ class GatheredMetric:
 
     function: Callable[[Any, Mapping[str, Any]], Concatenated]
     better: Better
-    of: Callable[[Concatenated], float]  # of all ranks' parts, in the order of the ranks
+    of: Callable[[Concatenated], float]  # computes the metric from all ranks' parts, in rank order
 
-    length: ClassVar[int] = -1  # no vector of sums
+    length: ClassVar[int] = -1  # it has no vector of sums
     percent: ClassVar[bool] = False
 
 
@@ -179,7 +179,8 @@ def terms_of(
     """Computes the terms of Measured.sums. rows(value, samples, whole): converts a value to an
     array of the framework.
 
-    Raises UserError if a function fails, or returns another shape than its metric declares.
+    Raises UserError if a function fails, or if the shape of its result is not what the metric
+    declares.
     """
     terms: dict[str, Any] = {}
     for name, metric in summed(metrics).items():

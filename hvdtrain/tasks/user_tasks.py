@@ -1,5 +1,5 @@
-"""Tasks with user-defined functions: OwnLoss, a loss of the model's outputs and the batch;
-Measured, any task with additional metrics."""
+"""Tasks with user-defined functions. OwnLoss has a loss of the model's outputs and the batch;
+Measured adds metrics to any task."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class OwnLoss(Task):
     fields_of_data: Mapping[str, Field]
     stats: ColumnStats  # of Transform
     loss: UserLoss
-    own_outputs: int | None  # numbers that a model of hvdtrain's gives, where that is known
+    own_outputs: int | None  # number of outputs of a built-in model, if known
     examples_of_data: Batch
 
     objective = "loss"
@@ -136,8 +136,8 @@ def own_loss(
 ) -> OwnLoss:
     """Builds the task of a user-defined loss; standardize, users_model: see input_stats().
 
-    Raises UserError if the data have no x, the sets do not fit each other, or the loss of a batch
-    is not a mean over samples."""
+    Raises UserError if the data have no x, if the sets do not match, or if the loss of a batch is
+    not a mean over samples."""
     find_field(train, "x", name, where, "which the model is called with")
     for field, kind in train.fields.items():
         other = val.fields.get(field)
@@ -175,8 +175,8 @@ def without_loss(facts: Mapping[str, Any], outputs: int | None) -> OwnLoss:
 
 
 def with_inputs_of(task: Task, facts: Mapping[str, Any]) -> Task:
-    """Returns the task of a script's loss, also with metrics, with the inputs of a checkpoint.
-    Raises what without_loss() raises."""
+    """Returns the task of a script's loss, with or without metrics, with the inputs of a
+    checkpoint. Raises what without_loss() raises."""
     if isinstance(task, Measured):
         inner = with_inputs_of(task.task, facts)
         return Measured(inner, task.own, task.objective, task.examples)
@@ -250,8 +250,7 @@ def _refuse_keys_of_classification(model: ModelConfig) -> None:
 
 
 class Measured(AroundTask):
-    """Another task with user-defined metrics. The objective is one of them, or one of the
-    task's."""
+    """Adds user-defined metrics to a task. The objective is one of them, or one of the task's."""
 
     def __init__(
         self, task: Task, metrics: UserMetrics, objective: str | None, examples: Batch
@@ -296,7 +295,7 @@ class Measured(AroundTask):
         return [*self.task.notes, *([line] if names else [])]
 
     def facts(self) -> dict[str, Any]:
-        """With the direction and length of each metric."""
+        """Returns the task's facts, with the direction and length of each metric."""
         return {
             **self.task.facts(),
             "metrics": {name: [one.better, one.length] for name, one in self.own.items()},
@@ -355,7 +354,7 @@ def _metric(name: str, own: OwnMetric | GatheredMetric) -> Metric:
 
         def of_parts_or_value(sums: Sums) -> float:
             found = sums.get(f"{name}_parts", Concatenated())
-            # allreduce_sums() has computed it
+            # allreduce_sums() has already computed it
             return of_all(found) if isinstance(found, Concatenated) else float(found)
 
         return Metric(name, of_parts_or_value, own.better)

@@ -1,2 +1,2 @@
-"""The keys that a user can set, a module for each section: type, default, bounds, and the
-description that `--help` and editors show. What a section is: section.py."""
+"""The keys that a user can set, in one module per section, with type, default, bounds, and the
+description that `--help` and editors show. section.py defines a section."""

@@ -11,11 +11,11 @@ from hvdtrain.config.sections.section import Section
 from hvdtrain.core.lengths import LengthValue
 
 BUCKET_MB = 4.0
-# With NCCL each collective is a kernel, and a ring moves a bucket in parts of 1 / ranks: below a
-# quarter of a MiB latency outweighs the bandwidth. DDP has 25, Megatron-LM 4 for each rank.
+# With NCCL, each collective is a kernel, and a ring moves a bucket in parts of 1 / ranks. Below a
+# quarter of a MiB, latency outweighs bandwidth. DDP uses 25, Megatron-LM 4 per rank.
 NCCL_BUCKET_MB = 25.0
 NCCL_RANK_MB = 0.25
-NCCL_MOST_MB = 256.0  # a step of ZeRO has two of them, beside the weights
+NCCL_MOST_MB = 256.0  # a ZeRO step holds two buckets, besides the weights
 
 
 @with_keys_of_extras
@@ -116,7 +116,8 @@ class CommConfig(Section):
     )
 
     def bucket_bytes(self, nccl_ranks: int = 0) -> int:
-        """nccl_ranks: that reduce by NCCL; 0 without it."""
+        """Returns the bucket size in bytes. nccl_ranks: the number of ranks that reduce by NCCL; 0
+        without NCCL."""
         if self.bucket_mb is not None:
             return int(self.bucket_mb * 2**20)
         if not nccl_ranks:

@@ -12,7 +12,8 @@ from hvdtrain.config.sections.section import Section
 
 @with_keys_of_extras
 class EvaluateConfig(Section):
-    """Evaluations on the validation set, besides those at the end of each epoch and of the job."""
+    """Evaluations on the validation set, besides the evaluations at the end of each epoch and of
+    the job."""
 
     section = "evaluate"
     every_steps: int | None = Field(

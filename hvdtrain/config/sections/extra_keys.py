@@ -1,4 +1,4 @@
-"""Keys of the configuration that extras have: whole sections, and keys in a section of others."""
+"""Configuration keys of extras: complete sections, and keys in existing sections."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ S = TypeVar("S", bound=Section)
 
 @functools.cache
 def key_classes() -> list[type[Section]]:
-    """The classes in KEYS of every extras/NAME/keys.py.
+    """Returns the classes in KEYS of every extras/NAME/keys.py.
 
-    Where hvdtrain has no section of that name, the class is one. Otherwise its keys, properties and
-    methods come into that section; super() is there the class of config/sections/.
+    If hvdtrain does not have a section of that name, the class becomes one. Otherwise its keys,
+    properties and methods are added to that section, where super() is the class in
+    config/sections/.
     """
     return [kind for module in modules("keys").values() for kind in module.KEYS]
 
@@ -30,7 +31,7 @@ def dividing_keys() -> list[str]:
 
 
 def defaults() -> dict[str, Any]:
-    """Every key of an extra -> its default."""
+    """Returns every key of an extra -> its default."""
     return {
         kind.full_key(name): value
         for kind in key_classes()
@@ -39,8 +40,8 @@ def defaults() -> dict[str, Any]:
 
 
 def unused_keys(config: BaseModel) -> list[tuple[str, str]]:
-    """Section and name of the keys of extras that a job does not use: all of a class have their
-    defaults."""
+    """Returns section and name of the keys of extras that a job does not use, because all keys of a
+    class have their defaults."""
     return [
         (kind.section, name)
         for kind in key_classes()
@@ -50,7 +51,7 @@ def unused_keys(config: BaseModel) -> list[tuple[str, str]]:
 
 
 def with_keys_of_extras(kind: type[S]) -> type[S]:
-    """A decorator: the section with the keys that extras have in it."""
+    """A decorator that adds the keys of extras to a section."""
     added = [each for each in key_classes() if each.section == kind.section]
     if not added:
         return kind
@@ -58,7 +59,7 @@ def with_keys_of_extras(kind: type[S]) -> type[S]:
 
 
 def with_sections_of_extras(kind: type[S]) -> type[S]:
-    """A decorator: the class of the whole configuration with the sections of extras."""
+    """A decorator that adds the sections of extras to the class of the configuration."""
     added = [each for each in key_classes() if each.section not in kind.model_fields]
     if not added:
         return kind
@@ -83,9 +84,9 @@ def _in_order(kind: type[S], added: Iterable[type[Section]]) -> type[S]:
 
 
 def _move(kind: type[Section], names: list[str], behind: str) -> None:
-    """Puts these fields behind another one, or at the end where there is none of that name.
+    """Moves these fields behind another one, or to the end if there is no field of that name.
 
-    Nothing has been validated yet (defer_build), so validators and JSON Schema have this order.
+    Nothing has been validated yet (defer_build), so validators and the JSON Schema use this order.
     """
     fields = kind.model_fields
     others = {name: info for name, info in fields.items() if name not in names}

@@ -1,4 +1,4 @@
-"""The section optim: the optimizer, and groups of parameters with a rate of their own."""
+"""The section optim: the optimizer, and parameter groups with different rates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvdtrain.config.sections.section import OpenSection, Section
 
 
 class GroupConfig(Section):
-    """Parameters with a rate, a decay or a momentum of their own: an entry of optim.groups."""
+    """Parameters with a separate rate, decay or momentum: an entry of optim.groups."""
 
     section = "optim.groups"
     names: str = Field(
@@ -121,7 +121,7 @@ class OptimConfig(OpenSection):
     @model_validator(mode="before")
     @classmethod
     def _default_decay(cls, tree: Any) -> Any:
-        """Returns the default decay; None if the user's class may have its own default."""
+        """Returns the default decay; None if a user's class may have its own default."""
         if (
             not isinstance(tree, dict)
             or tree.get("weight_decay") is not None
@@ -132,6 +132,6 @@ class OptimConfig(OpenSection):
 
     @property
     def decay(self) -> float:
-        """The decay that hvdtrain passes to the optimizer: 0 if weight_decay is not set, and a
-        class keeps its own."""
+        """The decay that hvdtrain passes to the optimizer: 0 if weight_decay is not set; then a
+        user's class keeps its default."""
         return self.weight_decay or 0.0

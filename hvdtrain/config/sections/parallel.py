@@ -79,7 +79,7 @@ class ParallelConfig(Section):
     @field_validator("balance", mode="before")
     @classmethod
     def _as_on_the_command_line(cls, balance: Any) -> Any:
-        """3,2 is [3, 2], and 3 is [3]."""
+        """Converts 3,2 on the command line to [3, 2], and 3 to [3]."""
         if isinstance(balance, str) and all(
             part.strip().isdecimal() for part in balance.split(",")
         ):
@@ -100,7 +100,7 @@ class ParallelConfig(Section):
 
     @property
     def ranks(self) -> int:
-        """That have one model together, and read the same samples."""
+        """The number of ranks that share one model and read the same samples."""
         return self.tensor * self.pipeline
 
     @property
@@ -115,31 +115,32 @@ class ParallelConfig(Section):
         return frozenset({"p2p"} if self.pipeline > 1 else ())
 
     def summary(self) -> str:
-        """parallel.tensor=2, or parallel.pipeline=2 x parallel.tensor=2"""
+        """The settings, for people: parallel.tensor=2, or parallel.pipeline=2 x
+        parallel.tensor=2."""
         sizes = {"pipeline": self.pipeline, "tensor": self.tensor}
         return " x ".join(f"parallel.{name}={size}" for name, size in sizes.items() if size > 1)
 
     @property
     def cut_by(self) -> str:
-        """The key by which ranks have parts of layers; empty if each has whole ones."""
+        """The key that partitions layers among ranks; empty if every rank has complete layers."""
         return next((key for key in ("tensor", "pipeline") if getattr(self, key) > 1), "")
 
     @property
     def cuts(self) -> bool:
-        """Whether ranks have parts of parameters, and of the optimizer's state."""
+        """Whether parameters and optimizer state are partitioned among ranks."""
         return bool(self.cut_by)
 
     @property
     def highest_stage(self) -> int:
-        """The highest shard.stage that goes with them."""
+        """The highest shard.stage that these settings support."""
         return 2 if self.pipeline > 1 else 3
 
     @property
     def may_recompute(self) -> bool:
-        """Whether model.recompute goes with them."""
+        """Whether these settings support model.recompute."""
         return self.schedule != "zero_bubble"
 
     @property
     def may_divide_passes(self) -> bool:
-        """Whether batch.micro goes with them."""
+        """Whether these settings support batch.micro."""
         return True

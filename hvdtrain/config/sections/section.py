@@ -1,5 +1,5 @@
 """A section of the configuration: where its keys were set, copies with other values, and the object
-that a script gives for it."""
+that a script passes for it."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _OBJECT = "<object of "
 
 
 class Provenance(dict[str, str]):
-    """key -> where it was set: "configs/x.yaml:14" or "command line". A key that is not here has
-    its default."""
+    """key -> where it was set: "configs/x.yaml:14" or "command line". A missing key has its
+    default."""
 
     def where(self, key: str) -> str:
-        """`batch.size, configs/x.yaml:14`, ready for UserError.where."""
+        """Returns the key and where it was set, for UserError.where: `batch.size,
+        configs/x.yaml:14`."""
         return f"{key}, {self.get(key, DEFAULT)}"
 
 
 class Section(BaseModel):
-    """Frozen values of checked types and bounds. Two sections are equal where their values are,
-    wherever these were set."""
+    """Frozen values of checked types and bounds. Two sections are equal if their values are equal,
+    wherever the values were set."""
 
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
-        # "3" is not a number, and 1 is not true: a file is judged as by an editor with the JSON
-        # Schema
+        # "3" is not a number, and 1 is not true, just as in an editor with the JSON Schema
         strict=True,
         allow_inf_nan=False,
         # --help reads the fields only: validators are built when the first value is checked
@@ -39,10 +39,10 @@ class Section(BaseModel):
         protected_namespaces=(),
     )
     section: ClassVar[str] = ""  # its name in the configuration; Config itself has none
-    # of keys that an extra has: the section, or the key of this section, that they come behind
+    # for keys of an extra: the section, or the key of this section, that they follow
     behind: ClassVar[str] = ""
     dividing: ClassVar[tuple[str, ...]] = ()  # keys that divide a model among ranks
-    # a key -> the one that it belongs to, and the value without which it says nothing
+    # a key -> the key that it belongs to, and the value without which it has no effect
     owners: ClassVar[Mapping[str, tuple[str, Any]]] = {}
     _provenance: Provenance = PrivateAttr(default_factory=Provenance)
     _given: Given | None = PrivateAttr(default=None)
@@ -53,59 +53,59 @@ class Section(BaseModel):
         return self._given
 
     def with_given(self, given: Given) -> Self:
-        """A copy for which a script gives an object."""
+        """Returns a copy with an object that a script passes."""
         copy = self.model_copy()
         copy._given = given
         return copy
 
     @classmethod
     def of(cls, config: BaseModel) -> Self:
-        """The section of a configuration that has the keys of this class."""
+        """Returns the section of a configuration that has the keys of this class."""
         section = getattr(config, cls.section)
         assert isinstance(section, cls), cls.section
         return section
 
     @classmethod
     def full_key(cls, key: str) -> str:
-        """`batch.size` for the key `size` of the section batch."""
+        """Returns the full name of a key: `batch.size` for `size` in the section batch."""
         return f"{cls.section}.{key}" if cls.section else key
 
     def origin(self, key: str) -> str:
-        """Where a key was set: "configs/x.yaml:14", "command line" or "default"."""
+        """Returns where a key was set: "configs/x.yaml:14", "command line" or "default"."""
         return self._provenance.get(self.full_key(key), DEFAULT)
 
     def where(self, key: str) -> str:
-        """The key and where it was set, ready for UserError.where: `batch.size,
+        """Returns the key and where it was set, for UserError.where: `batch.size,
         configs/x.yaml:14`."""
         return self._provenance.where(self.full_key(key))
 
     def readers_of(self, ranks: int) -> int:
-        """The number of ranks, of so many, that divide the samples of a step among them, by the
-        keys of this section."""
+        """Returns how many of the ranks divide the samples of a step among themselves, according to
+        this section."""
         return ranks
 
     def first_reader_of(self, ranks: int) -> int:
-        """The first of so many ranks that reads samples of training."""
+        """Returns the first of the ranks that reads training samples."""
         return 0
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether a step is of one rank alone, and which one makes it is not known before."""
+        """Whether a single rank takes each step, and it is not known in advance which one."""
         return False
 
     @property
     def needed_of_engine(self) -> frozenset[str]:
-        """Features that the engine needs, which not every engine has."""
+        """The optional features that the engine must support."""
         return frozenset()
 
     def why_over(self, lost: Sequence[int], left: int) -> str:
-        """Returns why a job cannot continue without dead ranks, with so many that are left; empty
-        if it can."""
+        """Returns why a job cannot continue without the dead ranks `lost`, with `left` remaining
+        ranks; empty if it can."""
         return ""
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with other values, which are not validated; it still knows where its keys were
-        set. TypeError for an unknown key."""
+        """Returns a copy with other values, which are not validated; it keeps where its keys were
+        set. Raises TypeError for an unknown key."""
         if unknown := changes.keys() - type(self).model_fields.keys():
             raise TypeError(f"{type(self).__name__} has no {', '.join(sorted(unknown))}")
         return self.model_copy(update=changes)
@@ -121,38 +121,38 @@ class Section(BaseModel):
 class Given(NamedTuple):
     """An object that a script passes for one section."""
 
-    name: str | None  # that stands in the configuration; None: the section keeps its own
-    # what package.module:function would be; of a section that keeps its name: task -> task
+    name: str | None  # its name in the configuration; None: the section keeps its name
+    # replaces package.module:function; for a section that keeps its name: task -> task
     make: Callable[..., Any]
-    # whose code and values must be the same on all ranks, by what a message calls them
+    # objects whose code and values must be equal on all ranks, by their names in messages
     objects: Mapping[str, Any]
-    # once training is over, on every rank, while the ranks are connected
+    # called after training, on every rank, while the ranks are connected
     at_end: Callable[[Any], None] = lambda learner: None
-    framework: str | None = None  # the one that it is for
-    unset: Mapping[str, Any] = {}  # values of keys of its section, where nothing sets them
-    # after at_end() what a script gets in its place, if that is another object
+    framework: str | None = None  # the framework that it requires
+    unset: Mapping[str, Any] = {}  # values for keys of its section that are not set
+    # returns the object that a script gets after at_end(), if it is a different one
     trained: Callable[[], Any] = lambda: None
 
 
 class OpenSection(Section):
-    """A section whose `name` picks a plugin: keys that are not its own fields are options of that
-    plugin."""
+    """A section whose `name` selects a plugin. Keys that are not fields of the section are options
+    of that plugin."""
 
     model_config = ConfigDict(extra="allow")
 
     def with_options(self, **options: Any) -> Self:
-        """A copy with other options of the plugin, which are not validated."""
+        """Returns a copy with other options of the plugin, which are not validated."""
         assert not options.keys() & type(self).model_fields.keys(), options
         return self.model_copy(update=options)
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The options of the plugin, as they were read."""
+        """The options of the plugin, unconverted."""
         return self.model_extra or {}
 
 
 def name_of_object(thing: Any) -> str:
-    """<object of mine:Net>: the class of an object, or the function itself."""
+    """Returns the name of an object's class, or of a function, as <object of mine:Net>."""
     # a generator has no module
     named = (
         thing if hasattr(thing, "__qualname__") and hasattr(thing, "__module__") else type(thing)
@@ -161,19 +161,18 @@ def name_of_object(thing: Any) -> str:
 
 
 def is_object(name: str) -> bool:
-    """Whether the name stands for an object that only a script has."""
+    """Whether the name stands for a script's object."""
     return name.startswith(_OBJECT)
 
 
 def class_of_object(name: str) -> str:
-    """The last word of the name of an object: Net of <object of mine:Net>, lambda of <object of
-    mine:make.<locals>.<lambda>>."""
+    """Returns the last word of an object's name: Net for <object of mine:Net>, lambda for <object
+    of mine:make.<locals>.<lambda>>."""
     return re.findall(r"\w+", name)[-1]
 
 
 def go_on(section: str) -> str:
-    """Returns the fix for a job whose objects only a script has: how to resume, evaluate and use
-    it."""
+    """Returns the fix for a job with a script's objects: how to resume, evaluate and use it."""
     again = "start that script again, with resume=RUN in its hvdtrain.train()"
     by_path = {
         "optim": "; or optim.name=package.module:function, which makes the same optimizer",

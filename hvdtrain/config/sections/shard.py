@@ -12,7 +12,7 @@ from hvdtrain.config.sections.section import Section
 
 @with_keys_of_extras
 class ShardConfig(Section):
-    """What each rank holds of the training state."""
+    """The part of the training state that each rank holds."""
 
     section = "shard"
     stage: Literal[0, 1, 2, 3] = Field(

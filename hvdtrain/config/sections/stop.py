@@ -1,4 +1,4 @@
-"""The section stop: when the job is done."""
+"""The section stop: when the job ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvdtrain.config.sections.section import Section
 
 @with_keys_of_extras
 class StopConfig(Section):
-    """When the job is done: after `epochs` (or stop.epochs, the same key), stop.steps, stop.time,
+    """When the job ends: after `epochs` (or stop.epochs, the same key), stop.steps, stop.time,
     stop.target or stop.patience."""
 
     section = "stop"

@@ -1,4 +1,4 @@
-"""The section task: what is learned."""
+"""The section task: the training task."""
 
 from __future__ import annotations
 
