@@ -38,7 +38,7 @@ hvdtrain export RUN --to FILE [--checkpoint newest] [--merged] [--force]
                  stop.restore_best best
   --merged       of a run with model.lora: its adapters are merged into the weights of their layers
   --force        overwrite FILE if it exists"""  # noqa: E501
-_WIDTH = 120  # letters of mean and std on the screen
+_WIDTH = 120  # characters of mean and std on the screen
 _SYNTAX = USAGE.partition("\n")[0]
 
 
@@ -72,7 +72,7 @@ def export(arguments: Sequence[str]) -> int:
 def _without_adapters(weights: Arrays, run: Path, is_asked: bool) -> Arrays:
     """Returns the weights with the adapters of model.lora merged into their layers.
 
-    Raises UserError if there are some and is_asked is false, or the other way round.
+    Raises UserError if there are adapters and is_asked is false, or the reverse.
     """
     scale = scale_of(_run_config(run))
     if scale is None and is_asked:
@@ -139,7 +139,8 @@ def check_target(to: Path, force: bool) -> None:
 
 
 def _write(to: Path, weights: Arrays, fields: dict[str, str]) -> int:
-    """Writes the file, or leaves it as it was and raises UserError; returns its size in bytes.
+    """Writes the file and returns its size in bytes, or raises UserError and leaves the file
+    unchanged.
 
     A .pt file is a plain state_dict, without the metadata `fields`.
     """
@@ -175,11 +176,11 @@ def _progress(train_state: TrainState) -> str:
 
 def _input(fields: dict[str, str]) -> str:
     """Formats the inputs of the model."""
-    if fields.get("inputs", "").startswith("{"):  # of several inputs
+    if fields.get("inputs", "").startswith("{"):  # several inputs
         return "; ".join(
             _input_of_field(name, of) for name, of in json.loads(fields["inputs"]).items()
         )
-    if "dtype" in fields:  # of numbers that are not images
+    if "dtype" in fields:  # numbers that are not images
         of_x = f"x {fields['dtype']} {fields['shape']:.200} as the data have it"
         if "mean" not in fields:
             return of_x
@@ -206,12 +207,13 @@ def _input_of_field(name: str, field: dict[str, Any]) -> str:
 
 
 def _cut(numbers: str) -> str:
-    """Shortens a long list to its first entries; the file has all."""
+    """Shortens a long list to its first entries; the file contains all of them."""
     return numbers if len(numbers) <= _WIDTH else f"{numbers[:_WIDTH]} ..."
 
 
 def _how_to_load(to: Path, fields: dict[str, str]) -> list[str]:
-    """Lines for people: the model, its input, and two lines of Python that load the file."""
+    """Returns lines for people: the model, its input, and two lines of Python that load the
+    file."""
     lines = []
     if "model" in fields:
         lines.append(f"model    {fields['model']:.500} of framework {fields['framework']!r:.20}")

@@ -1,7 +1,7 @@
 """python -m hvdtrain.cli.horovod: runs `hvdtrain horovod` before the packages of a job are
 installed.
 
-In a copy without the extra that builds Horovod, what `make` runs ends with 0.
+In a copy without the extra that builds Horovod, the command that `make` runs exits with 0.
 """
 
 import importlib

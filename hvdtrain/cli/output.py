@@ -46,11 +46,11 @@ STANDARD_OUTPUT = "-"
 
 
 def with_json_value(arguments: Sequence[str]) -> list[str]:
-    """The arguments, with `-` behind a --json that has no value: where the next argument is an
-    option or key=value, or is missing.
+    """Returns the arguments, with `-` inserted after a --json without a value: if the next argument
+    is missing, an option or key=value.
 
-    Raises UserError if its value is a folder: that would be noticed when all work is done, or is
-    the RUN of another argument.
+    Raises UserError if its value is a folder: otherwise the error would come after all work, and
+    the folder may be a RUN argument.
     """
     completed: list[str] = []
     for argument, following in zip_longest(arguments, arguments[1:], fillvalue="--"):
@@ -89,10 +89,10 @@ def print_result(json_path: str | None, lines: Sequence[str], result: Mapping[st
 
 
 class StandardOutput(io.FileIO):
-    """Drops output after an error: without a word for a closed pipe (`| head -3`), otherwise after
-    a UserError.
+    """Drops output after an error: silently for a closed pipe (`| head -3`), otherwise after
+    raising UserError.
 
-    is_job: the output is not what the program was started for, so there is no UserError either.
+    is_job: the output is not the purpose of the program, so it does not raise UserError, either.
     """
 
     def __init__(self, number: int) -> None:
@@ -120,9 +120,9 @@ class StandardOutput(io.FileIO):
 def open_standard_output() -> StandardOutput | None:
     """Replaces sys.stdout if it is a file; otherwise returns None.
 
-    Letters that its encoding does not have are written as \\u65e5, as on the standard error. A line
-    is written when it is complete, so that what a model prints comes in its place among the lines
-    of the job.
+    Characters that its encoding lacks are written as \\u65e5, as on the standard error. Complete
+    lines are written immediately, so that the output of a model appears in order among the lines of
+    the job.
     """
     old = sys.stdout
     if type(old) is not io.TextIOWrapper:

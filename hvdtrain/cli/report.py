@@ -84,7 +84,7 @@ def _parse(arguments: Sequence[str]) -> _Options:
     parser.add_argument("--to")
     parsed, unknown = parser.parse_known_intermixed_args(arguments)
     if unknown:
-        is_folder = os.path.isdir(unknown[0])  # whose name begins with -
+        is_folder = os.path.isdir(unknown[0])  # a folder whose name begins with -
         suggestion = (
             f"write ./{short(unknown[0])}"
             if is_folder
@@ -117,8 +117,7 @@ def _picture_name(kind: draw.FigureKind) -> str:
 
 
 def _remove_old_pictures(folder: Path, keep: set[str]) -> None:
-    """Deletes pictures of an earlier report that are not part of this one; the user's own files
-    stay."""
+    """Deletes pictures of an earlier report that are not part of this one; other files are kept."""
     for name in {_picture_name(kind) for kind in draw.KINDS} - keep:
         try:
             with Folder.open(folder) as opened, contextlib.suppress(FileNotFoundError):
@@ -128,8 +127,8 @@ def _remove_old_pictures(folder: Path, keep: set[str]) -> None:
 
 
 def _write_whole(folder: Path, name: str, data: bytes) -> None:
-    """Writes the file, or leaves it as it was and raises UserError. A link of its name is replaced,
-    not followed."""
+    """Writes the file, or raises UserError and leaves it unchanged. A link with its name is
+    replaced, not followed."""
     try:
         with Folder.open(folder) as opened:
             opened.replace(name, data)

@@ -42,8 +42,8 @@ class LoadedCheckpoint(NamedTuple):
 
 
 class Metadata(NamedTuple):
-    fields: dict[str, str]  # as safetensors stores them
-    notes: list[str]  # for people: what is not known
+    fields: dict[str, str]  # metadata fields, as in safetensors
+    notes: list[str]  # for people: unknown values
 
 
 def read_checkpoint(
@@ -97,8 +97,8 @@ def _first_undamaged(
 
 
 def _best_first(run: Path, folders: list[Path]) -> tuple[list[Path], list[str]]:
-    """Checkpoints that were evaluated at their own step, the best first, of equals the earlier; and
-    a note for each damaged one."""
+    """Returns checkpoints that were evaluated at their step, the best first (the earlier in a tie),
+    and a note for each damaged one."""
     states = {}
     notes = []
     for folder in folders:
@@ -164,7 +164,7 @@ def model_state(arrays: Arrays, checkpoint: Checkpoint) -> Arrays:
     state: Arrays = {}
     for full_name, array in arrays.items():
         kind, _, name = full_name.partition(".")
-        if kind == "s":  # of the optimizer
+        if kind == "s":  # optimizer state
             continue
         if kind not in ("p", "b") or not _is_valid(name):
             raise UserError(
@@ -209,8 +209,8 @@ def with_averages(arrays: Arrays) -> Arrays:
 
 
 def _is_valid(name: str) -> bool:
-    """No path that leaves its folder, no control codes, and not the name under which safetensors
-    stores the metadata."""
+    """Whether a name has no path out of its folder, no control codes, and is not the name that
+    safetensors uses for metadata."""
     parts = re.split(r"[/\\]", name)  # a user's modules may have a slash in their names
     return (
         name.isprintable()
@@ -221,7 +221,7 @@ def _is_valid(name: str) -> bool:
 
 
 def metadata(run: Path, checkpoint: Checkpoint) -> Metadata:
-    """What the exported file states about itself: model, framework, data, progress and accuracy, as
+    """Returns the metadata of an exported file: model, framework, data, progress and accuracy, as
     far as they are known."""
     model = _model(run)
     data = checkpoint.identity.get("data")
@@ -262,8 +262,8 @@ def _columns(run: Path) -> Metadata:
 
 
 def _inputs(data: dict[str, Any]) -> dict[str, str]:
-    """The formula of what the model gets, and its numbers; nothing where the task is not
-    hvdtrain's, or the checkpoint does not say it."""
+    """Returns the formula of the model's input and its numbers; nothing if the task is not
+    hvdtrain's, or if the checkpoint lacks them."""
     task = data.get("task", "classification")
     if task not in ("classification", "multilabel", "segmentation", "regression") and not (
         isinstance(task, str) and is_object(task)
@@ -307,15 +307,15 @@ def _several_inputs(transforms: Transforms) -> dict[str, str]:
 
 
 def _is_number_or_numbers(value: Any) -> bool:
-    """A number or a list of numbers."""
+    """Whether a value is a number or a list of numbers."""
     return all(
         type(number) in (int, float) for number in (value if isinstance(value, list) else [value])
     )
 
 
 def _model(run: Path) -> Metadata:
-    """The framework, and the model's name and options; a note where config.yaml cannot be read: the
-    weights alone are worth exporting."""
+    """Returns the framework, and the model's name and options; only a note if config.yaml cannot be
+    read, because the weights are still worth exporting."""
     try:
         # bounded in size; runs no code
         config = {assignment.key: assignment.value for assignment in read_run_config(run)}

@@ -55,12 +55,10 @@ def json_schema() -> Schema:
 
     It accepts what read_file() accepts: nested and dotted keys, empty sections, `${key}` for a
     value. Options of plugins:
-    - Where the file names a plugin (`model: {name: mlp, ...}`), only the options of that plugin are
-      right.
-    - Where it names none, since the command line may, the options of every plugin of the section
-      are right.
-    - Where data.name, task.name, model.name or optim.name is an import path, every option is right:
-      it is the user's own code.
+    - If the file names a plugin (`model: {name: mlp, ...}`), only the options of that plugin are
+    valid. - If it names no plugin, which the command line may do, the options of every plugin of
+    the section are valid. - If data.name, task.name, model.name or optim.name is an import path,
+    every option is valid, because it is user code.
     """
     schema = _without_titles(Config.model_json_schema())
     definitions = schema["$defs"]
@@ -70,7 +68,7 @@ def json_schema() -> Schema:
     rules: list[Schema] = []
     for section, kind in SECTIONS.items():
         definition = definitions[kind.__name__]
-        definition["type"] = ["object", "null"]  # null: a section with nothing under it
+        definition["type"] = ["object", "null"]  # null: an empty section
         if section in OPEN_SECTIONS:
             _add_options(definition, _options_by_name(section))
             rules.append(_dotted_options_rule(section, definition["properties"]))
@@ -115,10 +113,10 @@ def _add_names(properties: Schema, definitions: Mapping[str, Schema]) -> None:
 
 
 def _add_other_names(schema: Schema) -> None:
-    """Returns the names that the reader accepts for a key, besides its own."""
+    """Adds the other names that the reader accepts for a key."""
 
     def place(key: str) -> tuple[Schema, str, str]:
-        """The properties that hold a key, its name there, and how a $ref points to them."""
+        """Returns the properties that hold a key, its name there, and how a $ref points to them."""
         section, _, name = key.rpartition(".")
         if not section:
             return schema["properties"], name, "#/properties"
@@ -239,13 +237,13 @@ def _accept_references(definition: Schema) -> None:
 
 
 def _or_reference(value: Schema) -> Schema:
-    """A value of a key or `${key}`; for a text also a number or a truth value, which is read as a
-    text.
+    """Allows `${key}` for a value; for a string also a number or a boolean, which is read as a
+    string.
 
-    In one `type` where that can be, since `minimum` judges numbers only and `pattern` texts only:
-    messages are clearer than of anyOf.
+    Uses one `type` if possible, because `minimum` only applies to numbers and `pattern` only to
+    strings; messages are clearer than with anyOf.
     """
-    if "$ref" in value:  # a section
+    if "$ref" in value:  # the value is a section
         return value
     outer = {key: text for key, text in value.items() if key in ("description", "default")}
     inner = {key: rule for key, rule in value.items() if key not in outer}

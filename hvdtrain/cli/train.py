@@ -54,7 +54,7 @@ def _print_config(config_file: str | None, arguments: list[str]) -> int:
     config = configure(config_file, arguments)
     check_names(config)
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(encoding="utf-8")  # as configurations are read
+        sys.stdout.reconfigure(encoding="utf-8")  # the encoding in which configurations are read
     print(to_yaml(config), end="")
     return DONE
 
@@ -74,12 +74,12 @@ def _take_option(arguments: list[str], option: str, example: str) -> tuple[str |
 
 @contextlib.contextmanager
 def lasting_imports() -> Iterator[Callable[[], None]]:
-    """Turns off garbage collection until the yielded function is called; what exists by then
-    is never collected.
+    """Turns off garbage collection until the yielded function is called; objects that exist by then
+    are never collected.
 
-    They took a third of the processor time of a job of one step, most of it at the end of the
-    interpreter (docs/performance.md, Start). For a process of our own: objects of a script's could
-    be garbage that is never freed.
+    Collections took a third of the CPU time of a job of one step, mostly at interpreter exit
+    (docs/performance.md, Start). Only for hvdtrain's processes: in a script, unfreed objects could
+    be garbage.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -10,18 +10,18 @@ import numpy as np
 
 from hvdtrain.errors import UserError
 
-# ends of names: (rank, inputs), (outputs, rank)
+# suffixes of names; shapes (rank, inputs), (outputs, rank)
 A = ".lora_A"
 B = ".lora_B"
 
 
 def is_adapter(name: str) -> bool:
-    """Whether an array is an adapter's."""
+    """Whether an array belongs to an adapter."""
     return name.endswith((A, B))
 
 
 def scale_of(config: Mapping[str, Any]) -> float | None:
-    """The scale of a run's adapters, from the keys of its configuration; None without
+    """Returns the scale of a run's adapters, from the keys of its configuration; None without
     model.lora."""
     if not config.get("model.lora"):
         return None
@@ -38,7 +38,7 @@ def merged(arrays: Mapping[str, np.ndarray], scale: float) -> dict[str, np.ndarr
     would split one array into two.
     """
     weights = {name: array for name, array in arrays.items() if not is_adapter(name)}
-    sums: dict[int, np.ndarray] = {}  # of each weight with an adapter
+    sums: dict[int, np.ndarray] = {}  # by id() of each weight with an adapter
     for layer in (name.removesuffix(A) for name in arrays if name.endswith(A)):
         weight = weights.get(f"{layer}.weight")
         b = arrays.get(layer + B)

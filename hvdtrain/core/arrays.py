@@ -13,24 +13,24 @@ import xxhash
 # "p." weights, "b." buffers, "s." optimizer state: {"p.fc.weight": ..., "s.fc.weight.0": ...}
 Arrays = dict[str, np.ndarray]
 
-_ROWS_AT_ONCE = 2**18  # of a digest
+_ROWS_AT_ONCE = 2**18  # rows converted at a time for a digest
 
 
 class ArrayStream(NamedTuple):
     """Arrays that arrive one after the other; the receiver keeps what it needs."""
 
-    shapes: dict[str, tuple[int, ...]]  # of all that come
-    # to be read once: numpy arrays, or of a learner that is_sharded ArrayInFile
+    shapes: dict[str, tuple[int, ...]]  # shapes of all arrays that arrive
+    # readable only once: numpy arrays, or ArrayInFile for a learner that is_sharded
     arrays: Iterable[tuple[str, Any]]
-    is_partial: bool = False  # arrays that do not arrive stay as they are
+    is_partial: bool = False  # arrays that do not arrive remain unchanged
 
 
 class ArrayInFile(NamedTuple):
-    """An array of a file; a rank reads the elements that it has. numpy.asarray() reads it whole."""
+    """An array in a file; a rank reads only its own elements. numpy.asarray() reads all of it."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    # (first, last + 1) of each stretch of elements -> (n,), one stretch after the other
+    # (first, last + 1) of each range of elements -> (n,), the concatenated ranges
     read: Callable[[Iterable[tuple[int, int]]], np.ndarray]
 
     @property
@@ -43,7 +43,7 @@ class ArrayInFile(NamedTuple):
 
 
 def as_stream(state: Arrays | ArrayStream) -> ArrayStream:
-    """Arrays in memory as a stream."""
+    """Returns arrays in memory as a stream."""
     return (
         state
         if isinstance(state, ArrayStream)
@@ -52,27 +52,24 @@ def as_stream(state: Arrays | ArrayStream) -> ArrayStream:
 
 
 # On the host {"x": uint8 (n, H, W, C), "y": int64 (n,)}; after Learner.to_device() arrays of the
-# framework. Further keys, where they apply:
-#   "augmentation"          AugmentationParameters of "x"
-# "partner_x", "partner_y", "partner_augmentation"    the same of the samples that are mixed in, by
-# mixup or CutMix
-#   "mixup_weight"          float64 (n,), the weight of "y", and with mixup of "x", in the mixture
+# framework. Further keys, if they apply: "augmentation" AugmentationParameters of "x" "partner_x",
+# "partner_y", "partner_augmentation" the same for the samples that mixup or CutMix mixes in
+# "mixup_weight"          float64 (n,), the weight of "y", and with mixup of "x", in the mixture
 # "cutmix_box"            int64 (n, 4), the box of "partner_x" that is pasted into "x": top, bottom,
-# left, right
-#   "w"                     float64 (n,), the weight of each sample's loss
-# "indices", "partner_indices"    int64 (n,), in place of images and labels: samples of a data set
-# that is cached on the device
+# left, right "w"                     float64 (n,), the weight of each sample's loss "indices",
+# "partner_indices"    int64 (n,), instead of images and labels: samples of a data set that is
+# cached on the device
 Batch = dict[str, Any]
 _OF_PARTNERS = ("partner_indices", "partner_x", "partner_y", "partner_augmentation")
-# no field has these names
+# fields must not have these names
 BATCH_KEYS = frozenset(
     {"augmentation", "mixup_weight", "cutmix_box", "w", "indices", *_OF_PARTNERS}
 )
 
 
 def digests(arrays: Iterable[tuple[str, np.ndarray]]) -> dict[str, int]:
-    """64 bits for each named array, over its dtype, shape and bytes; by XXH3, at the speed of
-    memory."""
+    """Returns a 64-bit digest of each named array's dtype, shape and bytes, by XXH3 at memory
+    speed."""
     return {name: _digest_of_parts(array.dtype.str, array.shape, [array]) for name, array in arrays}
 
 
@@ -94,13 +91,13 @@ def combine(each: dict[str, int]) -> str:
 
 
 def digest(arrays: Arrays) -> str:
-    """A 64-bit digest over names, dtypes, shapes and bytes, as 16 hex digits."""
+    """Returns a 64-bit digest of names, dtypes, shapes and bytes, as 16 hex digits."""
     return combine(digests(arrays.items()))
 
 
 def digest_as(dtype: str, name: str, array: np.ndarray) -> str:
-    """digest() of one array converted to this type, a piece at a time: it may be mapped from a
-    file, and larger than the memory."""
+    """Returns digest() of one array converted to this dtype. It is converted in pieces, because it
+    may be memory-mapped and larger than the memory."""
     pieces = (
         array[start : start + _ROWS_AT_ONCE].astype(dtype, copy=False)
         for start in range(0, len(array), _ROWS_AT_ONCE)
@@ -109,22 +106,22 @@ def digest_as(dtype: str, name: str, array: np.ndarray) -> str:
 
 
 class Cut(NamedTuple):
-    """One of the parts of an array that is cut along one axis. Arrays are numpy arrays or torch
+    """One part of an array that is partitioned along an axis. Arrays are numpy arrays or torch
     tensors.
 
-    The axis may consist of several groups that are each cut, such as queries, keys and values in
-    one matrix, with some heads on each rank. A group that does not divide evenly is split as
-    numpy.array_split does: the first parts get one more.
+    The axis may consist of several groups that are partitioned separately, such as queries, keys
+    and values in one matrix, with some heads on each rank. A group that does not divide evenly is
+    split as numpy.array_split does: the first parts get one more.
     """
 
     axis: int = 0
     groups: int = 1
     parts: int = 1  # ranks
     part: int = 0  # this rank's, from 0
-    length: int = 0  # of the axis of the whole; 0: the parts are equal
+    length: int = 0  # length of the axis of the whole array; 0: the parts are equal
 
     def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the part, for a whole array of this shape."""
+        """Returns the shape of the part, for a whole array of this shape."""
         first, behind, _ = self._stretch(shape)
         return (
             shape
@@ -133,7 +130,7 @@ class Cut(NamedTuple):
         )
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the whole array, for a part of this shape."""
+        """Returns the shape of the whole array, for a part of this shape."""
         if self.parts == 1:
             return shape
         return (
@@ -148,16 +145,16 @@ class Cut(NamedTuple):
         return self._in_stretches(whole).reshape(self.local_shape(shape))
 
     def put(self, whole: Any, array: Any) -> None:
-        """The inverse of take(): writes the part, `array`, into the whole, which is contiguous."""
+        """Writes the part `array` into the contiguous array `whole`, the inverse of take()."""
         stretches = self._in_stretches(whole)
         stretches[...] = array.reshape(stretches.shape)
 
     def runs(self, shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The positions of elements start ... stop - 1 of the part in the whole of this shape:
-        (first, last + 1) of each stretch."""
+        """Yields where elements start ... stop - 1 of the part are in the whole array of this
+        shape: (first, last + 1) of each contiguous range."""
         first, behind, every = self._stretch(shape)
         inner = math.prod(shape[self.axis + 1 :]) if self.parts > 1 else 1
-        own = (behind - first) * inner  # elements of the part in each stretch
+        own = (behind - first) * inner  # elements of the part in each range
         while start < stop:
             number, offset = divmod(start, own)
             begin = (number * every + first) * inner + offset
@@ -166,8 +163,8 @@ class Cut(NamedTuple):
             start += length
 
     def _stretch(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
-        """Bounds in each stretch of the axis: the part's first row, its last row + 1, and the
-        stretch's number of rows."""
+        """Returns the bounds in each group of the axis: the part's first row, its last row + 1, and
+        the number of rows in the group."""
         if self.parts == 1:
             return 0, math.prod(shape), math.prod(shape)
         every, rest = divmod(shape[self.axis], self.groups)
@@ -178,7 +175,7 @@ class Cut(NamedTuple):
         return first, first + rows + (self.part < more), every
 
     def _in_stretches(self, whole: Any) -> Any:
-        """(stretches, rows of the part, elements of a row), a view if possible."""
+        """Returns (groups, rows of the part, elements of a row), a view if possible."""
         first, behind, every = self._stretch(tuple(whole.shape))
         inner = math.prod(whole.shape[self.axis + 1 :]) if self.parts > 1 else 1
         stretches = math.prod(whole.shape) // (every * inner) if every * inner else 1
@@ -189,17 +186,17 @@ WHOLE = Cut()
 
 
 def elements(array: Any, cut: Cut, start: int, stop: int) -> Any:
-    """Elements start ... stop - 1 of a cut of an array, (stop - start,); of an ArrayInFile only
-    they are read."""
+    """Returns elements start ... stop - 1 of a cut of an array, (stop - start,); reads only these
+    from an ArrayInFile."""
     if isinstance(array, ArrayInFile):
         return array.read(cut.runs(array.shape, start, stop))
     return cut.take(array).reshape(-1)[start:stop]
 
 
 class Piece(NamedTuple):
-    """Elements start ... stop - 1 of a named array, or of a cut of it, in the order of C.
+    """Elements start ... stop - 1 of a named array, or of a cut of it, in C order.
 
-    read() returns the numbers: in that shape if the array is replicated, else (stop - start,).
+    read() returns the numbers, in the array's shape if it is replicated, else (stop - start,).
     Arrays in host memory are not copied, and may change in the next step. Arrays on a GPU are
     copied into memory that the next read() of any piece of the learner overwrites.
     """
@@ -210,42 +207,43 @@ class Piece(NamedTuple):
     stop: int
     dtype: np.dtype[Any]
     read: Callable[[], np.ndarray]
-    is_whole: bool  # every rank has all of it; the same on all ranks
-    is_mine: bool = False  # for a part: whether this is the first rank that has it
+    is_whole: bool  # the array is replicated, equal on all ranks
+    is_mine: bool = False  # for a part: whether this rank is the first that has it
     cut: Cut = WHOLE
-    # a number that int() takes, of 64 bits, from the bytes where they lie; None: they are read
+    # returns a 64-bit hash, computed on the device of the array; None: the array is copied to the
+    # host
     hash_in_place: Callable[[], Any] | None = None
 
     def runs(self) -> Iterator[tuple[int, int]]:
-        """The positions of its elements in the whole array, in order: (first, last + 1) of each
-        stretch."""
+        """Yields the positions of its elements in the whole array, in order: (first, last + 1) of
+        each range."""
         return self.cut.runs(self.shape, self.start, self.stop)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole array."""
+        """The bytes of the whole array."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def copied(self) -> Piece:
-        """The piece with a private copy of its numbers."""
+        """Returns the piece with a private copy of its numbers."""
         array = self.read().copy()
         return self._replace(read=lambda: array, hash_in_place=None)
 
 
 def whole(name: str, array: np.ndarray) -> Piece:
-    """A piece of an array that every rank has, in host memory."""
+    """Returns the piece of a replicated array in host memory."""
     return Piece(name, array.shape, 0, array.size, array.dtype, lambda: array, True)
 
 
 def digests_of_pieces(pieces: Iterable[tuple[str, Piece]]) -> dict[str, int]:
-    """64 bits for each piece, by the name that comes with it; only digests come from a device."""
+    """Returns a 64-bit digest of each piece by name; only digests are copied from a device."""
     found: dict[str, int] = {}
     in_place: dict[str, tuple[Piece, Any]] = {}
     for name, piece in pieces:
         if piece.hash_in_place is None:
             found[name] = digests([(name, piece.read())])[name]
         else:
-            found[name] = 0  # the host waits once for all of them
+            found[name] = 0  # filled below, where the host waits once for all of them
             in_place[name] = (piece, piece.hash_in_place())
     for name, (piece, number) in in_place.items():
         shape = piece.shape if piece.is_whole else (piece.stop - piece.start,)
@@ -255,16 +253,17 @@ def digests_of_pieces(pieces: Iterable[tuple[str, Piece]]) -> dict[str, int]:
 
 
 def whole_arrays(pieces: Iterable[Piece]) -> Iterator[tuple[str, np.ndarray]]:
-    """The replicated arrays by name; each is valid until the next one is requested."""
+    """Yields the replicated arrays by name; each is valid until the next one is requested."""
     return ((piece.name, piece.read()) for piece in pieces if piece.is_whole)
 
 
-# columns: outputs are cut; rows: inputs, the tokens of an embedding, or the numbers of a shard
+# columns: partitioned outputs; rows: partitioned inputs, tokens of an embedding, or numbers of a
+# shard
 Way = Literal["whole", "columns", "rows"]
 
 
 def shown_bytes(count: float) -> str:
-    """1.2 MB, 16 kB"""
+    """Formats bytes, as in 1.2 MB, 16 kB."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:
             return f"{count / factor:.3g} {unit}"

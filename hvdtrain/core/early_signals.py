@@ -6,7 +6,7 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
-# their default kills; mpirun and srun pass them on to ranks that only start
+# by default they kill; mpirun and srun pass them on to ranks that are still starting
 REMEMBERED = (
     signal.SIGUSR1,
     signal.SIGUSR2,
@@ -14,8 +14,8 @@ REMEMBERED = (
 
 
 class EarlySignals:
-    """A handler. `received` is 0, or the number of the first signal that came; the next handler
-    reads it."""
+    """A signal handler. `received` is 0, or the number of the first signal, which the next handler
+    reads."""
 
     def __init__(self) -> None:
         self.received = 0

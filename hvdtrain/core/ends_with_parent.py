@@ -1,8 +1,8 @@
 """A program, `python -I -S ends_with_parent.py PARENT SIGNAL COMMAND...`: becomes COMMAND, which
 gets SIGNAL when its parent process ends.
 
-Only a process itself can request that. Doing it in a fork of the parent process (`preexec_fn`) may
-hang if the parent has threads.
+Only the process itself can request that. Doing it in a fork of the parent (`preexec_fn`) may hang
+if the parent has threads.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ def main() -> None:
         os.execvp(command[0], command)
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)
-        sys.exit(127)  # as a shell does
+        sys.exit(127)  # as in a shell
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ class Command(NamedTuple):
 
     usage: its help text; `hvdtrain extras` shows the first line. trains: it starts jobs, so a
     signal that asks for a checkpoint does not kill it. on_ranks: --num-nodes and so on start it on
-    ranks. listed_after: the beginning of the line of `hvdtrain --help` that its own line follows;
-    empty if that page does not list it.
+    ranks. listed_after: the beginning of the line in `hvdtrain --help` after which it is listed;
+    empty if it is not listed there.
     """
 
     module: str
@@ -33,7 +33,7 @@ class Mode(NamedTuple):
     """An option of a command that an extra implements, such as `launch --elastic`. module: has the
     function of its name, launch_elastic, which runs instead of the command.
 
-    usage: its text in the command's help. options: the options that need it, each with a value;
+    usage: its text in the command's help. options: the options that require it, each with a value;
     hosts: the options among them that name hosts.
     """
 
@@ -48,11 +48,11 @@ class Extra(NamedTuple):
     only.
 
     says: one sentence. modes: what `COMMAND --OPTION` runs. Plugins need no entry:
-    extras/NAME/FOLDER/PLUGIN.py is found as FOLDER/PLUGIN.py is; aliases has, by folder, the names
-    of those that have others. data_files: ending of a file of the user's, or a folder that counts
-    as one -> the data.name that reads it. token_images: the data.name whose tokens are pixels,
-    which log.samples and `hvdtrain sample` show by read_pictures() of its module. Keys and features
-    need no entry, either: config/sections/extra_keys.py finds them in extras/NAME/keys.py, and
+    extras/NAME/FOLDER/PLUGIN.py is found like FOLDER/PLUGIN.py. aliases: by folder, further names
+    of plugins. data_files: suffix of a user's file, or of a folder that counts as a file -> the
+    data.name that reads it. token_images: the data.name whose tokens are pixels, which log.samples
+    and `hvdtrain sample` show by read_pictures() of its module. Keys and features need no entry,
+    either: config/sections/extra_keys.py finds them in extras/NAME/keys.py, and
     features/of_extras.py in extras/NAME/features.py.
     """
 
@@ -67,13 +67,13 @@ class Extra(NamedTuple):
 
 @functools.cache
 def extras() -> Mapping[str, Extra]:
-    """name -> every installed extra, sorted by name."""
+    """Returns name -> extra, for every installed extra, sorted by name."""
     return MappingProxyType({name: module.EXTRA for name, module in modules("extra").items()})
 
 
 def modules(name: str, beside: str = ".") -> dict[str, ModuleType]:
-    """The module of this name from every extra that has one, and a folder `beside` it, by the
-    extra's name. A job imports no other module of an extra unless it uses the extra."""
+    """Returns the module of this name from every extra that has it together with a folder `beside`,
+    by the extra's name. A job imports no other module of an extra unless it uses the extra."""
     return {
         path.parent.name: importlib.import_module(
             f"{PACKAGE.name}.extras.{path.parent.name}.{name}"
@@ -85,7 +85,7 @@ def modules(name: str, beside: str = ".") -> dict[str, ModuleType]:
 
 @functools.cache
 def commands() -> Mapping[str, Command]:
-    """name -> every command of an extra."""
+    """Returns name -> command, for every command of an extra."""
     return MappingProxyType(
         {name: each for extra in extras().values() for name, each in extra.commands.items()}
     )
@@ -97,7 +97,7 @@ def trains(name: str) -> bool:
 
 
 def modes(command: str) -> dict[str, Mode]:
-    """--OPTION -> the mode, for every mode of a command in an extra."""
+    """Returns --OPTION -> the mode, for every mode of a command in an extra."""
     return {
         name.split()[1]: mode
         for extra in extras().values()
@@ -107,7 +107,7 @@ def modes(command: str) -> dict[str, Mode]:
 
 
 def aliases(folder: str) -> dict[str, str]:
-    """name -> the extra's plugin that it stands for, in a folder of plugins."""
+    """Returns name -> the extra's plugin that it stands for, in a folder of plugins."""
     names: dict[str, str] = {}
     for module in modules("extra", beside=folder).values():
         names |= module.EXTRA.aliases.get(folder, {})
@@ -115,13 +115,13 @@ def aliases(folder: str) -> dict[str, str]:
 
 
 def plugins_of_extras(folder: str) -> list[str]:
-    """Names of the files of plugins that extras have in a folder, without their aliases."""
+    """Returns the file names of the plugins that extras have in a folder, without aliases."""
     found = {path.stem for path in PACKAGE.glob(f"extras/*/{folder}/*.py")} - {"__init__"}
     return sorted(found - set(aliases(folder).values()))
 
 
 def data_files() -> dict[str, str]:
-    """Ending -> the data.name of an extra that reads such files."""
+    """Returns suffix -> the data.name of the extra that reads such files."""
     return {
         end: name
         for module in modules("extra", beside="data/datasets").values()
@@ -130,19 +130,20 @@ def data_files() -> dict[str, str]:
 
 
 def token_images() -> tuple[str, ...]:
-    """The data.name of extras whose tokens are the pixels of images."""
+    """Returns the data.name of extras whose tokens are the pixels of images."""
     found = modules("extra", beside="data/datasets").values()
     return tuple(name for module in found for name in module.EXTRA.token_images)
 
 
 def keys_of(name: str) -> list[str]:
-    """The configuration keys of an extra."""
+    """Returns the configuration keys of an extra."""
     found = modules("keys").get(name)
     return [kind.full_key(key) for kind in found.KEYS for key in kind.model_fields] if found else []
 
 
 def list_text() -> str:
-    """The output of `hvdtrain extras`: each extra with its status, its commands and its keys."""
+    """Returns the output of `hvdtrain extras`: each extra with its status, its commands and its
+    keys."""
     lines = []
     for name, extra in extras().items():
         lines.append(f"{name} ({extra.status}): {extra.says}")

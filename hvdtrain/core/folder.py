@@ -1,5 +1,5 @@
-"""A folder by its handle: names in it are opened, written and removed below the handle, never
-through a link, and only regular files."""
+"""A folder by its handle. Names in it are opened, written and removed relative to the handle, never
+through a link, and only as regular files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Self
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-# a pipe is opened without waiting for its other end, then refused
+# a pipe is opened without waiting for its other end, then rejected
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _KINDS = {
     stat.S_IFLNK: "a link",
@@ -32,20 +32,19 @@ NO_LINKS = (
     "hvdtrain makes no links, pipes or devices: do not trust this folder; if it is yours, "
     "replace the link by its target"
 )
-_PIECE_BYTES = 2**20  # that are read at once
+_PIECE_BYTES = 2**20  # bytes to read at a time
 UNFINISHED = (
     ".unfinished"  # the last part of the name of a file that does not have its own name yet
 )
 
 
 class WrongKind(OSError):
-    """A link, a pipe, a device or a socket, where a file or a folder of this folder is expected;
-    see strerror."""
+    """Raised for a link, a pipe, a device or a socket instead of a file or a folder; strerror says
+    which."""
 
 
 class Folder:
-    """An open folder. The path that opens it is the user's and may contain links; below it no link
-    is followed.
+    """An open folder. The path that opens it may contain links; below it no link is followed.
 
     A name is one part of a path; a name with a slash raises ValueError. All methods raise OSError,
     and WrongKind for anything but a regular file or a folder of this one. Close it, or use it in a
@@ -77,7 +76,7 @@ class Folder:
         return folder
 
     def again(self) -> Self:
-        """A second handle of this folder, whatever its path now leads to."""
+        """Returns a second handle of this folder, wherever its path leads now."""
         return type(self)(self.path, os.open(".", _FOLDER, dir_fd=self._handle))
 
     def folder(self, name: str) -> Self:
@@ -100,7 +99,7 @@ class Folder:
         return sorted(os.listdir(self._handle))
 
     def status(self, name: str) -> os.stat_result | None:
-        """The status of a name itself, not of a link's target; None if it does not exist."""
+        """Returns the status of a name, not of a link's target; None if it does not exist."""
         try:
             return os.stat(_one_part(name), dir_fd=self._handle, follow_symlinks=False)
         except FileNotFoundError:
@@ -109,12 +108,14 @@ class Folder:
     def open_file(self, name: str) -> io.BufferedReader:
         """Opens a file for reading. It reads the current file, even if another one takes its name
         later."""
-        self._check(name, stat.S_IFREG)  # before it is opened, which may do something to a device
+        # checked before it is opened, because opening may affect a device
+        self._check(name, stat.S_IFREG)
         return io.BufferedReader(self._regular(name, os.O_RDONLY, "rb"))
 
     def read(self, name: str, most_bytes: int) -> bytes:
         """Reads the whole file. Raises ValueError if it is larger than most_bytes."""
-        data = bytearray()  # in pieces: a file object allocates all that it is asked for
+        # in pieces, because a file object allocates everything that is requested
+        data = bytearray()
         with self.open_file(name) as file:
             while len(data) <= most_bytes and (
                 piece := file.read(min(_PIECE_BYTES, most_bytes + 1 - len(data)))
@@ -145,8 +146,8 @@ class Folder:
         return self._regular(name, os.O_RDWR, "r+b")
 
     def overwrite(self, name: str) -> io.FileIO:
-        """Opens a file only for writing in place, unbuffered: an NFS client then reads no page
-        before it writes a part of it."""
+        """Opens a file only for writing in place, unbuffered, so that an NFS client does not read a
+        page before it writes a part of it."""
         self._check(name, stat.S_IFREG)
         return self._regular(name, os.O_WRONLY, "wb")
 
@@ -160,7 +161,7 @@ class Folder:
     def replacing(self, name: str) -> Iterator[io.BufferedWriter]:
         """Creates a new file, which takes the name once the block ends and it is on disk. If the
         block raises, nothing changes."""
-        self.status(name)  # raises before much is written under a name that the file system rejects
+        self.status(name)  # raises before anything is written, if the file system rejects the name
         unfinished = f".{name[:100]}.{secrets.token_hex(8)}{UNFINISHED}"
         file = self.create(unfinished)
         try:
@@ -223,15 +224,15 @@ class Folder:
         return os.path.samestat(os.stat(path), os.fstat(self._handle))
 
     def path_now(self) -> Path | None:
-        """The current path of this folder, as the system reports it; None if it was deleted, or if
-        unknown."""
+        """Returns the current path of this folder, as the system reports it; None if it was deleted
+        or is unknown."""
         with contextlib.suppress(OSError):
             path = Path(os.readlink(f"/proc/self/fd/{self._handle}"))
             return path if self.is_at(path) else None
         return None
 
     def sync(self) -> None:
-        """Returns when the names in this folder are on disk."""
+        """Waits until the names in this folder are on disk."""
         os.fsync(self._handle)
 
     def close(self) -> None:
@@ -252,7 +253,7 @@ class Folder:
         self.close()
 
     def _check(self, name: str, kind: int) -> None:
-        """Raises WrongKind, FileNotFoundError."""
+        """Raises WrongKind if a name is not of this kind, and FileNotFoundError."""
         _check_kind(
             os.stat(_one_part(name), dir_fd=self._handle, follow_symlinks=False).st_mode, kind, name
         )
@@ -268,8 +269,8 @@ class Folder:
 
 
 def check_regular(path: Path) -> os.stat_result:
-    """The status of a file, which may be reached through links. Raises OSError; WrongKind for a
-    pipe or a device, which may have no end."""
+    """Returns the status of a file; links are followed. Raises OSError, and WrongKind for a pipe or
+    a device, which may never end."""
     status = path.stat()
     _check_kind(status.st_mode, stat.S_IFREG, str(path))
     return status
@@ -282,7 +283,7 @@ def _check_kind(mode: int, kind: int, name: str) -> None:
 
 
 def _one_part(name: str) -> str:
-    """Returns the name. Raises ValueError if it leads into another folder."""
+    """Returns the name. Raises ValueError if it leads to another folder."""
     if not name or "/" in name or "\0" in name or name in (".", ".."):
         raise ValueError(f"{name!r:.100} is not a name in a folder")
     return name

@@ -23,7 +23,8 @@ _CUDA_LIBRARY = "libtorch_cuda.so"
 _lock = threading.Lock()
 _libraries: list[
     Any
-] = []  # torch.library.Library: its definitions vanish when it is garbage-collected
+    # keeps torch.library.Library objects alive: garbage collection would remove their definitions
+] = []
 
 
 def import_torchvision() -> ModuleType:
@@ -55,11 +56,11 @@ def define_missing_operators() -> None:
 
     if (
         _libraries or torch.version.cuda or torch.version.hip
-    ):  # an older installation of hvdtrain defines them in that import
+    ):  # an older installation of hvdtrain defines them in this import
         return
     with _lock:
-        # a thread that imports the model's libraries and the one that builds the task both come
-        # here while torch is imported
+        # two threads get here while torch is imported: one imports the model's libraries, the other
+        # builds the task
         if not _libraries:
             library = torch.library.Library("torchvision", "DEF")
             for schema in _SCHEMAS:

@@ -29,7 +29,8 @@ class Length(NamedTuple):
     unit: Unit
 
     def words(self, multiplier: int = 1) -> str:
-        """1.5 epochs, 500 steps, 10% of the job; multiplier: of epochs (recipe.adapt_regime)."""
+        """Formats the length: 1.5 epochs, 500 steps, 10% of the job. multiplier: factor on epochs
+        (recipe.adapt_regime)."""
         if self.unit == "%":
             return f"{self.amount:g}% of the job"
         amount = shown_amount(self.amount * (multiplier if self.unit == "epochs" else 1))
@@ -51,7 +52,7 @@ def read_length(value: Any) -> Length:
 
 
 def shown_amount(amount: float) -> str:
-    """1,437 or 0.35"""
+    """Formats an amount: 1,437 or 0.35."""
     return f"{amount:,.0f}" if amount == math.floor(amount) else f"{amount:g}"
 
 
@@ -86,7 +87,7 @@ PositiveLength = Annotated[
 
 def parse_duration(text: str, where: str) -> float:
     """Parses 90, 45m, 1:30:00 and the like to seconds, more than 0. Raises UserError for anything
-    else. where: the place where it was set."""
+    else. where: where it was set."""
     duration = text.strip()
     seconds = _seconds(duration)
     if seconds is None:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# share of a step's computing: two matrix products for each one of the forward pass
+# share of a step's computation: two matrix products for each one in the forward pass
 BACKWARD = 2 / 3
-# the name in `bench allreduce` of a sum that leaves a part on each rank first
+# the name in `bench allreduce` for a reduce-scatter followed by an all-gather
 IN_PARTS = "reduce-scatter, all-gather"
 
 
@@ -19,8 +19,8 @@ class Link(NamedTuple):
     """The connection from one rank to another; each rank has its own."""
 
     name: str
-    latency_s: float  # alpha, of one message
-    bytes_per_s: float  # 1 / beta; summing what arrives is part of it
+    latency_s: float  # alpha, the latency of a message
+    bytes_per_s: float  # 1 / beta; includes the summation of received data
 
 
 class MeasuredAllreduce(NamedTuple):
@@ -29,7 +29,7 @@ class MeasuredAllreduce(NamedTuple):
 
 
 def link_points(result: Mapping[str, Any]) -> list[MeasuredAllreduce]:
-    """The median seconds of the engine's allreduce of one vector, from the JSON of bench
+    """Returns the median seconds of the engine's allreduce of one vector, from the JSON of bench
     allreduce."""
     return [
         MeasuredAllreduce(row["bytes"], row["quartiles_s"][1])
@@ -56,7 +56,8 @@ def least_squares(
     kept = [column for column in range(rows.shape[1]) if rows[:, column].any()]
     while kept:
         relative = rows[:, kept] / seconds[:, None]
-        norms = np.linalg.norm(relative, axis=0)  # bytes and messages are nine powers of ten apart
+        # bytes and messages differ by nine orders of magnitude
+        norms = np.linalg.norm(relative, axis=0)
         normalized = np.linalg.lstsq(relative / norms, (seconds - known) / seconds, rcond=None)[0]
         if normalized.min() >= 0:
             factors = dict(zip(kept, normalized / norms, strict=True))

@@ -12,7 +12,7 @@ import numpy as np
 
 from hvdtrain.errors import UserError
 
-# what a pass keeps: groups of arrays; all passes have as many groups
+# what a forward pass keeps: groups of arrays; all passes have the same number of groups
 Part = tuple[tuple[np.ndarray, ...], ...]
 
 
@@ -29,21 +29,22 @@ class Concatenated:
         return iter(self._parts)
 
     def __add__(self, other: Any) -> Concatenated:
-        """0 adds nothing, as to a sum."""
+        """Concatenates; adding 0 changes nothing, as in a sum."""
         return Concatenated((*self._parts, *other)) if isinstance(other, Concatenated) else self
 
-    __radd__ = __add__  # of 0
+    __radd__ = __add__  # for 0 + x
 
     def __rmul__(self, times: int) -> Concatenated:
-        """0 of a rank whose samples are another's, too."""
+        """Returns the value for 1, and nothing for 0: the factor of a rank whose samples another
+        rank counts."""
         return self if times else Concatenated()
 
 
-# {"loss": sum, "right": sum, "count": n}: sums over samples, never means; which they are the task
-# declares. Device scalars, or vectors of a fixed length, during a step; after an allreduce floats
-# and tuples. At a sync point also: "nonfinite" steps; "stop.signal", "stop.time" and "save", the
-# flags of ranks (training/health/monitor.py); "over", whether the job's time is (training/loop.py);
-# "phase.*", "rank.*" and "joules.*" (training/telemetry); and the numbers of the noise scale
+# {"loss": sum, "right": sum, "count": n}: sums over samples, never means; the task declares their
+# names. Device scalars, or vectors of a fixed length, during a step; after an allreduce floats and
+# tuples. At a sync point also: "nonfinite" steps; "stop.signal", "stop.time" and "save", the flags
+# of ranks (training/health/monitor.py); "over", whether the job's time is (training/loop.py);
+# "phase.*", "rank.*" and "joules.*" (training/telemetry); and the sums of the noise scale
 # (recipe/noise.py).
 Sums = dict[str, Any]
 Better = Literal["max", "min"]
@@ -53,7 +54,7 @@ Better = Literal["max", "min"]
 class Metric:
     """A measure of a model's quality, as a function of sums over any samples."""
 
-    name: str  # of the fields val_<name>, train_<name> and best_<name> of events
+    name: str  # used in the fields val_<name>, train_<name> and best_<name> of events
     of: Callable[[Sums], float]  # NaN if unknown
     better: Better
     column: str = ""  # its short name on the screen; empty: the name
@@ -65,7 +66,7 @@ class Metric:
 
 
 def ratio(numerator: str, denominator: str) -> Callable[[Sums], float]:
-    """The quotient of two sums; NaN where the denominator is 0."""
+    """Returns a function for the quotient of two sums; NaN if the denominator is 0."""
 
     def of(sums: Sums) -> float:
         return float(sums[numerator] / sums[denominator]) if sums[denominator] else math.nan
@@ -84,7 +85,7 @@ def reaches(value: float, target: float, better: Better) -> bool:
 
 
 def zero_sums(keys: Iterable[str]) -> Sums:
-    """The sums over no samples; a vector is one 0 until it is added to another."""
+    """Returns the sums over no samples; a vector is a single 0 until it is added to another."""
     return dict.fromkeys(keys, 0.0) | {"count": 0}
 
 
@@ -108,7 +109,8 @@ def _add(a: Any, b: Any) -> Any:
 
 
 def scalar(name: str, value: Any, where: str) -> Any:
-    """A number, or a device scalar without its gradient. Raises UserError for anything else."""
+    """Returns a number, or a device scalar without its gradient. Raises UserError for anything
+    else."""
     value = value.detach() if hasattr(value, "detach") else value
     check_one_number(name, value, where)
     value = value.reshape(()) if hasattr(value, "reshape") else value

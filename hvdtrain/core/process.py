@@ -1,5 +1,5 @@
-"""This process: exit while threads or other ranks may hang, standard error, the command that starts
-it, a child that ends with it."""
+"""This process: exiting while threads or other ranks may hang, standard error, its command line,
+and children that end with it."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from typing import IO, TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     import subprocess
 
-WAIT_S = 3.0  # less than what the watchdog and an abort give a process to end
+WAIT_S = 3.0  # less than the watchdog and an abort allow a process to end
 _PROGRAM = [sys.executable, "-I", "-S", str(Path(__file__).with_name("ends_with_parent.py"))]
 
 
 def exit_now(code: int) -> NoReturn:
-    """Ends this process at once, from any thread, without the clean-up at exit, which would wait
+    """Ends this process immediately, from any thread, without the cleanup at exit, which would wait
     for other ranks."""
     flush_output()
     os._exit(code)
 
 
 def flush_output() -> None:
-    """Flushes the standard output and the standard error; a closed pipe is ignored, so that it
-    keeps no rank alive."""
+    """Flushes standard output and standard error; ignores a closed pipe, so that it does not keep a
+    rank alive."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
 
 
 class StderrWrite:
-    """A write on its own thread, which nothing has to wait for.
+    """A write on a separate thread, so that nothing has to wait for it.
 
     threading.Thread cannot be used: its start() waits forever if memory is so short that the new
     thread ends before its first line.
@@ -69,10 +69,11 @@ class StderrWrite:
 
 
 def write_stderr(text: str, wait_s: float = WAIT_S) -> StderrWrite | None:
-    """Writes a line or more past Python's buffers, whose lock a thread that hangs may hold.
+    """Writes lines to standard error, bypassing Python's buffers, because a hanging thread may hold
+    their lock.
 
-    If the reader has paused (Ctrl-S, a full pipe) it waits at most wait_s, and returns the write
-    that is still waiting.
+    If the reader has paused (Ctrl-S, a full pipe), waits at most wait_s and returns the unfinished
+    write.
     """
     number = sys.__stderr__.fileno() if sys.__stderr__ else 2
     write = StderrWrite(number, f"{text}\n".encode(errors="replace"))
@@ -94,19 +95,19 @@ def print_stderr(text: str, wait_s: float = WAIT_S) -> StderrWrite | None:
 
 
 def _write_all(number: int, data: bytes) -> None:
-    with contextlib.suppress(OSError):  # a closed pipe, a terminal that is gone, a full disk
+    with contextlib.suppress(OSError):  # a closed pipe, a closed terminal, a full disk
         while data:
             data = data[os.write(number, data) :]
 
 
 def command_line(*arguments: str) -> str:
-    """The command that starts this program, quoted: `hvdtrain ...` if the shell finds this
+    """Returns the quoted command that starts this program: `hvdtrain ...` if the shell finds this
     environment's script, else its path."""
     return shlex.join([*_program(), *arguments])
 
 
 def path_argument(path: Path) -> str:
-    """A path as an argument that no command mistakes for an option: ./-x for -x."""
+    """Returns a path as an argument that is not mistaken for an option: ./-x for -x."""
     return f"./{path}" if str(path).startswith("-") else str(path)
 
 
@@ -121,7 +122,7 @@ def _program() -> list[str]:
     if path and any(script.exists() and script.samefile(path) for script in scripts):
         return ["hvdtrain"]
     script = next((script for script in scripts if os.access(script, os.X_OK)), None)
-    if script is None:  # imported from its source
+    if script is None:  # imported from a source tree
         return [sys.executable or "python", "-m", "hvdtrain"]
     below = os.path.relpath(script)
     return [str(script) if below.startswith(os.pardir) else below]
@@ -138,7 +139,7 @@ def start_child(
     """Starts a child that gets the signal `at_our_end` when this process ends for any reason; it
     exits with 127 if it cannot be started.
 
-    output: for its standard output and error, instead of ours; it then reads no input.
+    output: receives its standard output and error; the child then has no input.
     """
     import subprocess  # 5 ms, which most commands do not need
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-ENDLESS = 2**53 - 1  # samples of a job that has no number of epochs
+ENDLESS = 2**53 - 1  # samples of a job without a number of epochs
 
 
-MOST_STALE = 2**16 - 1  # the limit of a record in the log of updates
+MOST_STALE = 2**16 - 1  # limit of a record in the log of updates
 
 
 _MASK = 2**64 - 1
@@ -19,7 +19,7 @@ class Hyper(NamedTuple):
     """The hyperparameters of one step."""
 
     lr: float
-    momentum: float  # the first beta of Adam and optimizers like it
+    momentum: float  # beta1 in Adam and similar optimizers
     weight_decay: float
     batch: int  # samples over all ranks
     step: int = 0  # updates done before this one
@@ -27,21 +27,19 @@ class Hyper(NamedTuple):
     sample_noise: float = (
         0.0  # standard deviation of the random weight of each sample's loss; its mean is 1
     )
-    thaw: tuple[
-        int, ...
-    ] = ()  # updates before the first that each entry of model.thaw is trained in
-    # with comm.local_steps: the ranks reduce the gradient of this step, which comes before
+    thaw: tuple[int, ...] = ()  # for each entry of model.thaw: the step from which it is trained
+    # with comm.local_steps: ranks reduce the gradient of this step, because it is before
     # comm.local_from
     together: bool = False
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Samples and steps done. With the seed and the checkpoint's arrays it is all that a resume
-    needs."""
+    """Samples and steps done. Together with the seed and the checkpoint's arrays, it is all that a
+    resume needs."""
 
     dataset: int  # samples in one epoch
-    total: int  # samples in the whole job, ENDLESS where they do not end it
+    total: int  # samples in the job; ENDLESS if something else ends it
     step: int = 0
     samples: int = 0
 
@@ -60,21 +58,21 @@ class Progress:
         return self.samples >= self.total
 
     def end_here(self) -> Progress:
-        """Progress of a job that has no more samples to read."""
+        """Returns the progress of a job that has no more samples to read."""
         return replace(self, total=self.samples)
 
     def advance(self, batch: int) -> Progress:
-        """The progress after one more step of `batch` samples over all ranks."""
+        """Returns the progress after one more step of `batch` samples over all ranks."""
         return replace(self, step=self.step + 1, samples=self.samples + batch)
 
 
 def fold(*counters: Any) -> Any:
-    """A 64-bit seed from counters: fold(seed, step, rank). Equal on every platform and in every
-    version of every library.
+    """Returns a 64-bit seed from counters: fold(seed, step, rank). It is equal on every platform
+    and for all library versions.
 
-    Each counter is an int, or a uint64 array, which gives an array of seeds, one for each element.
-    The mixing function is splitmix64's (Steele, Lea, Flood 2014, "Fast splittable pseudorandom
-    number generators", fig. 17).
+    Each counter is an int or a uint64 array; with an array, the result is an array with a seed for
+    each element. The mixing function is splitmix64's (Steele, Lea, Flood 2014, "Fast splittable
+    pseudorandom number generators", fig. 17).
     """
     seed: Any = 0
     for counter in counters:
@@ -91,13 +89,13 @@ def _mix(x: Any) -> Any:
 class WorkerUpdate(NamedTuple):
     """One update of the weights from one worker's gradient."""
 
-    ticket: int  # the step whose samples the gradient is of
+    ticket: int  # the step whose samples the gradient was computed from
     staleness: int  # updates between the worker's reading of the weights and this one
     worker: int  # its rank
 
 
 class Outstanding(NamedTuple):
-    """A gradient that a worker computes or has computed, and that is not yet applied."""
+    """A gradient that a worker is computing or has computed, and that is not applied yet."""
 
     ticket: int
     read: int  # updates included in its weights
@@ -107,8 +105,8 @@ class GoOn(NamedTuple):
     """How surviving ranks continue between two sync points, the same on all of them."""
 
     version: int  # updates done
-    ranks: dict[int, int]  # a rank's old number -> its new number
-    # by a worker's new number: its whole gradient that is not yet applied
+    ranks: dict[int, int]  # old rank -> new rank
+    # by a worker's new rank: its complete gradient that is not applied yet
     sent_again: dict[int, Outstanding]
     given_again: list[int]  # tickets whose gradient no surviving worker has
-    source: str  # where the state is, for the event "lost"
+    source: str  # where the state came from, for the event "lost"

@@ -1,4 +1,4 @@
-"""The names of one array: a tied weight has two names or more, and the state uses the first
+"""The names of an array. A tied weight has two or more names, and the state uses the first
 (Learner.state_dict_names())."""
 
 from __future__ import annotations
@@ -12,30 +12,31 @@ class Ties:
     """The sets of names that stand for one array."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
-        """names: every name of an array, and the one that stands for the array."""
+        """names: every name of an array -> the main name, which stands for it."""
         self._all: dict[str, list[str]] = {}
         for name, own in names.items():
             self._all.setdefault(own, []).append(name)
         self._own = dict(names)
 
     def groups(self) -> list[list[str]]:
-        """The names of each array that has several, the main one first."""
+        """Returns the names of each array with several names, the main name first."""
         return [names for names in self._all.values() if len(names) > 1]
 
     def names_of(self, name: str) -> Sequence[str]:
-        """Every name of the array, including this one."""
+        """Returns every name of the array, including this one."""
         return self._all[self._own[name]]
 
     def others(self, name: str) -> list[str]:
-        """The further names of the array."""
+        """Returns the other names of the array."""
         return [other for other in self.names_of(name) if other != name]
 
     def spread(self, names: Iterable[str]) -> set[str]:
-        """These names with the further names of their arrays."""
+        """Returns these names and the other names of their arrays."""
         return {other for name in names for other in self.names_of(name)}
 
     def half_fitted(self, fits: Callable[[str], bool]) -> dict[str, list[str]]:
-        """Names that fit although other names of the same array do not: {name: other names}."""
+        """Returns names that match although other names of the same array do not: {name: other
+        names}."""
         half: dict[str, list[str]] = {}
         for names in self._all.values():
             fitting = [name for name in names if fits(name)]
@@ -44,8 +45,8 @@ class Ties:
         return half
 
     def check_whole(self, fits: Callable[[str], bool], what: str, where: str) -> None:
-        """Raises UserError if patterns fit one name of an array and not another; what: the key with
-        its patterns."""
+        """Raises UserError if patterns match one name of an array and not another. what: the key
+        with its patterns."""
         for name, others in self.half_fitted(fits).items():
             raise UserError(
                 f"{what} matches {name}, but not {' and '.join(others)}, which is the same array "
@@ -56,8 +57,8 @@ class Ties:
             )
 
     def lines(self, names: Collection[str], key: str) -> list[str]:
-        """Header lines for arrays that a key selects by one of several names. names: the names that
-        the key's patterns fit."""
+        """Returns header lines for arrays that a key selects by one of several names. names: the
+        names that the key's patterns match."""
         half = self.half_fitted(lambda name: name in names)
         return [
             f"{key}: {name} is {' and '.join(others)} too (tied weights): it counts for both"

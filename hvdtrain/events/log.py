@@ -1,5 +1,5 @@
-"""One stream of events for all sinks, and a sink that runs on its own thread behind a bounded
-queue: training never waits for it."""
+"""One stream of events for all sinks, and a sink that runs on a separate thread with a bounded
+queue, so that training never waits for it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Event(NamedTuple):
     fields: dict[str, Any]  # "lines": text for people
 
 
-# A sink is called with each event. Two optional methods: finish() announces that no event follows
-# and returns at once; close(timeout_s) waits until everything is written, at most timeout_s.
+# A sink is called with each event. Two optional methods: finish() announces that no more events
+# follow and returns at once; close(timeout_s) waits until everything is written, at most timeout_s.
 Sink = Callable[[Event], None]
 
 
 class Tracker(Protocol):
-    """Sends events to another product: what events/trackers/*.py build. BackgroundSink runs it on a
+    """Sends events to another product; built by events/trackers/*.py. BackgroundSink runs it on a
     separate thread."""
 
     def __call__(self, event: Event, /) -> None: ...
@@ -45,12 +45,12 @@ class Log:
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = sinks
         self._start: Event | None = None
-        self._recent = deque[Event](maxlen=RECENT)  # of a rank without sinks
+        self._recent = deque[Event](maxlen=RECENT)  # recent events of a rank without sinks
 
     def open(
         self, record: Sink, others: Sequence[Sink], is_missing: Callable[[Event], bool]
     ) -> None:
-        """Adds sinks on a rank that had none: from now on they get the events.
+        """Adds sinks on a rank that had none; from now on they get the events.
 
         record: the sink of the file that an earlier rank 0 wrote; it gets the last events that the
         file lacks. The other sinks get the event "start".
@@ -85,7 +85,7 @@ class Log:
         """Waits until all sinks have written what they hold, timeout_s at most for all of them
         together."""
         deadline = time.monotonic() + timeout_s
-        for sink in self._sinks:  # before the first close(): they write at the same time
+        for sink in self._sinks:  # before the first close(), so that they write at the same time
             finish = getattr(sink, "finish", None)
             if finish is not None:
                 finish()
@@ -114,12 +114,11 @@ class BackgroundSink:
     on the thread of the caller, at its
         next event or at close(), so it may use what that thread uses. After an exception the
         tracker receives no more events.
-    step_interval_s: events of a step kind that follow sooner after the last one are left out. A
-    tracker takes milliseconds for each,
-        during which the interpreter runs nothing else.
-    on_drop: called with each event that is dropped, on the thread of the caller; without it close()
-    warns of how many there were. tick: called on the thread every tick_s seconds, unless the
-    tracker takes longer.
+    step_interval_s: an event of a step kind that follows the previous one sooner is skipped. A
+        tracker takes milliseconds for each, during which the interpreter runs nothing else.
+    on_drop: called with each event that is dropped, on the thread of the caller; without it,
+        close() warns how many were dropped. tick: called on the thread every tick_s seconds, unless
+        the tracker takes longer.
     """
 
     def __init__(
@@ -151,9 +150,9 @@ class BackgroundSink:
         self._other_events = deque[tuple[int, Event]]()
         self._calls = 0
         self._dropped = 0
-        self._closing = False  # no event follows
+        self._closing = False  # no more events follow
         self._closed = False  # close() has reported
-        self._ended = False  # the thread takes no more events
+        self._ended = False  # the thread accepts no more events
         self._failure = ""  # not yet reported
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -203,7 +202,7 @@ class BackgroundSink:
         due_s = self._next_step_s.get(event.kind, 0.0)
         if (
             due_s - self._step_interval_s < event.time < due_s
-        ):  # before that range: the clock was set back
+        ):  # earlier than that: the clock was set back
             return False
         self._next_step_s[event.kind] = event.time + self._step_interval_s
         return True
@@ -244,7 +243,7 @@ class BackgroundSink:
         except (
             Exception,
             SystemExit,
-        ) as error:  # code of another product: whatever it raises must not end training
+        ) as error:  # code of another product must not end training, whatever it raises
             self._failure = _one_line(error)
         with self._changed:
             self._ended = True

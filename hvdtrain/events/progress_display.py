@@ -19,15 +19,15 @@ from rich.text import Text
 from hvdtrain.events.log import Event
 from hvdtrain.events.writers import OutputStream, ShownMetric, TextWriter, shown_metric
 
-MOST_LINES = 200  # that a redrawn screen shows above the display
-CELL_WIDTH = 26  # columns of a terminal, for one metric
+MOST_LINES = 200  # lines above the display when the screen is redrawn
+CELL_WIDTH = 26  # columns of the terminal for one metric
 LONGEST_BAR = 60
-INDENT = " " * 8  # of a continued line, under its first word, as in the header
+INDENT = " " * 8  # indents a continued line under its first word, as in the header
 SLOW = 1.1  # times the median of the ranks' own work; a slower rank is named
 
 
 class _Progress(NamedTuple):
-    share: float  # of the job that is done
+    share: float  # completed share of the job
     time_s: float  # of time.monotonic()
 
 
@@ -57,11 +57,11 @@ class ProgressDisplay:
         self._metric = ShownMetric()
         self._coordinates: list[
             list[int]
-        ] = []  # of each rank [stage, data, tensor]; empty where each has a whole model
+        ] = []  # [stage, data, tensor] of each rank; empty if every rank has a complete model
         self._fields: dict[str, Any] = {}  # name of a field -> its newest value
         self._step = 0
         self._first: _Progress | None = None  # at the first step event
-        self._share = 0.0  # of the job that is done
+        self._share = 0.0  # completed share of the job
         self._live = Live(
             get_renderable=lambda: self.render(self._console.width),
             console=self._console,
@@ -88,7 +88,7 @@ class ProgressDisplay:
             self._update(event)
 
     def drop(self, event: Event) -> None:
-        """Called for a dropped event: only lines that the job printed are missed."""
+        """Called for a dropped event; only lines that the job printed are missed."""
         if event.kind != "step":
             self._lines.drop(event)
 
@@ -133,8 +133,8 @@ class ProgressDisplay:
         self._start()
 
     def render(self, width: int) -> Text:
-        """The display's content for a terminal of `width` columns. A single Text: tables take four
-        times as long."""
+        """Returns the display's content for a terminal of `width` columns. A single Text: tables
+        take four times as long."""
         if self._first is None:
             return Text("starting: the first metrics come with log.every_steps\n", style="dim")
         view = Text(no_wrap=True, overflow="crop")
@@ -166,7 +166,7 @@ class ProgressDisplay:
             self._first = _Progress(self._share, time.monotonic())
 
     def _bars(self, width: int) -> list[list[tuple[str, str]]]:
-        """The bars of the epoch and the job, each as (text, style) parts."""
+        """Returns the bars of the epoch and the job, each as (text, style) parts."""
         done = self._fields.get("epochs", 0.0)
         epochs = self._fields.get("of", math.inf)
         epoch_share = done - math.floor(done) if done < epochs else 1.0
@@ -212,7 +212,7 @@ class ProgressDisplay:
         return duration((1.0 - self._share) * seconds_per_job)
 
     def _metrics(self) -> list[tuple[str, str]]:
-        """(name, value) of each known metric."""
+        """Returns (name, value) of each known metric."""
         f = self._fields
         phases = f.get("phase_ms", {})
         step_ms = sum(phases.values())
@@ -248,8 +248,8 @@ class ProgressDisplay:
         return [(name, value) for name, value in metrics if value]
 
     def _slowest_rank(self) -> str:
-        """The slowest rank; empty unless its own work takes a tenth longer than the median of the
-        ranks."""
+        """Returns the slowest rank; empty unless its own work takes a tenth longer than the median
+        of the ranks."""
         least_ms, median_ms, most_ms = self._fields.get("work_ms", (0.0, 0.0, 0.0))
         if most_ms <= SLOW * median_ms or least_ms == most_ms:
             return ""
@@ -263,8 +263,8 @@ class ProgressDisplay:
         )
 
     def _stages(self) -> str:
-        """A pipeline's line: which stage is slowest, by its own work, which waits most, how long
-        all wait on average. Below 80 columns."""
+        """Returns a pipeline's line, shorter than 80 columns: the stage with the most work, the
+        stage that waits most, and the average wait."""
         bubble = self._fields.get("bubble", [])
         work_ms = self._fields.get("stage_work_ms", [])
         if not bubble or len(bubble) != len(self._coordinates):

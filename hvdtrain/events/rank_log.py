@@ -21,7 +21,7 @@ from hvdtrain.errors import UserError
 
 LOGGER = logging.getLogger("hvdtrain.rank")
 PYTHON = "py.warnings"  # the logger to which logging.captureWarnings() sends them
-MOST_WARNINGS = 1000  # different ones of Python that a rank shows
+MOST_WARNINGS = 1000  # distinct Python warnings that a rank shows
 
 
 class ObjectBroadcast(Protocol):
@@ -34,7 +34,7 @@ class RankWarnings(logging.Handler):
     """Shows warnings of Python and of libraries on the standard error, as `rank 3 on n1: ...` in a
     job of several ranks.
 
-    A warning of Python is shown once: by rank 0 at once, by another rank at the next exchange(),
+    A Python warning is shown once: by rank 0 immediately, by another rank at the next exchange()
     unless rank 0 has shown it. If the reader has paused, training waits one second; warnings are
     dropped until it reads again.
     """
@@ -109,8 +109,8 @@ class RankWarnings(logging.Handler):
 
 @contextmanager
 def rank_warnings(rank: int, size: int, *, from_script: bool = False) -> Iterator[RankWarnings]:
-    """Sends warnings of Python and of libraries to the object while the block runs, except in a
-    script that is the whole job."""
+    """Sends warnings of Python and libraries to the object while the block runs, except for a
+    script on one rank."""
     if from_script and size == 1:
         yield RankWarnings()
         return

@@ -21,18 +21,18 @@ _SECRET_ANYWHERE = re.compile(
     "pass_?(word|wd|phrase|code)|secret|credential|(api|access|account|private)_?key"
 )
 _SECRET_WORDS = {"auth", "oauth", "authorization", "bearer", "jwt", "pwd"}
-# the last word only: max_tokens and pass_through are not secrets
+# only the last word counts: max_tokens and pass_through are not secrets
 _SECRET_LAST_WORD = re.compile(r"(.*token|pass|key)\d*")
 
 
 def redact_urls(text: str) -> str:
-    """The text, with user, password and signature of each URL in it replaced by ***."""
+    """Replaces user, password and signature of each URL in a text by ***."""
     return _SIGNATURE.sub(rf"\1{HIDDEN}", _LOGIN.sub(f"//{HIDDEN}@", text))
 
 
 def redact(value: Any) -> Any:
-    """A value of a configuration with its secrets, known by their keys or inside URLs, replaced by
-    ***. Keys may be nested or dotted."""
+    """Replaces secrets in a value of a configuration by ***; they are recognized by their keys or
+    inside URLs. Keys may be nested or dotted."""
     if isinstance(value, Mapping):
         return {
             key: HIDDEN if inner and is_secret_key(str(key)) else redact(inner)

@@ -20,15 +20,15 @@ from hvdtrain.events.writers import OutputStream, Pace, TextWriter
 NAME = "the standard output"
 # events that wait while the reader has paused; step events are dropped first, oldest first
 CAPACITY = 100
-REFRESH_S = 1.0  # of the display, which takes two milliseconds
+REFRESH_S = 1.0  # refresh interval of the display, which takes 2 ms
 
 
 class TerminalSink:
     """Writes on a thread, so that training never waits for a reader: if it is slow, events of steps
     are dropped and their lines counted.
 
-    An error is reported once, and training continues without the output: the reader is gone, or the
-    stream was closed.
+    If the reader exits or the stream is closed, the error is reported once, and training continues
+    without the output.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class _LinesToDisplay(io.TextIOBase):
         self.name = name
         self.stream = stream
         self._background = background
-        self._begun = ""  # of a line
-        self._stopped = False  # whoever kept this object writes to the stream
+        self._begun = ""  # an incomplete line
+        self._stopped = False  # then code that kept this object writes to the stream
 
     def write(self, text: str) -> int:
         if self._stopped:
@@ -111,7 +111,7 @@ def warn(message: str) -> None:
 
 
 def terminal_sink(out: IO[str], config: LogConfig) -> TerminalSink:
-    """The sink for rank 0's standard output, as log.display and log.every_s select."""
+    """Returns the sink for rank 0's standard output, selected by log.display and log.every_s."""
     if config.display == "live" or (config.display == "auto" and is_interactive(out)):
         from hvdtrain.events.progress_display import ProgressDisplay
 
@@ -126,7 +126,7 @@ def terminal_sink(out: IO[str], config: LogConfig) -> TerminalSink:
 
 
 def is_interactive(out: IO[str] | None) -> bool:
-    """Whether a person reads the output as it comes: a terminal with a size and a TERM.
+    """Whether a person reads the output live: a terminal with a size and a TERM.
 
     Open MPI's mpirun gives ranks a terminal without a size, even if its own output is a pipe.
     """
@@ -139,7 +139,7 @@ def is_interactive(out: IO[str] | None) -> bool:
 
 
 def terminal_size(out: IO[str]) -> os.terminal_size:
-    """Size of the terminal that shows the output; 80 x 24 if there is none.
+    """Returns size of the terminal that shows the output; 80 x 24 if there is none.
 
     Open MPI's mpirun gives rank 0 a separate terminal, and does not resize it when mpirun's own
     terminal is resized.
@@ -155,7 +155,7 @@ def terminal_size(out: IO[str]) -> os.terminal_size:
 
 
 def _size_of(path: str) -> os.terminal_size:
-    """The size of a terminal. Raises OSError if the path is not a terminal."""
+    """Returns the size of a terminal. Raises OSError if the path is not a terminal."""
     if not stat.S_ISCHR(os.stat(path).st_mode):
         raise OSError(f"{path} is not a terminal")
     number = os.open(path, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)

@@ -19,7 +19,7 @@ from hvdtrain.events import redaction
 from hvdtrain.events.log import Event
 
 METRICS: tuple[str, ...] = ("loss", "accuracy")  # if the event "start" does not name them
-# what one device achieves
+# throughput of one device
 _OF_DEVICE = ("device_samples_per_s", "device_tokens_per_s", "device_tflops", "mfu")
 # field -> tag, by kind of event, besides metrics. A field of several numbers becomes a tag
 # for each: "speed/phase_ms/forward".
@@ -27,7 +27,7 @@ _STEP = {
     "lr": "train/lr",
     "batch": "train/batch",
     "epochs": "train/epochs",
-    "logged": "train",  # in a custom loop: the logged values, by name
+    "logged": "train",  # the logged values of a custom loop, by name
     "samples_per_s": "speed/samples_per_s",
     "tokens_per_s": "speed/tokens_per_s",
     **{name: f"speed/{name}" for name in _OF_DEVICE},
@@ -75,22 +75,22 @@ _TAGS = {
     "nonfinite": {"count": "nonfinite/count"},
 }
 _TARGET_FIELDS = ("seconds", "epochs", "samples", "joules")
-_LIST_ITEMS = {"work_ms": ("min", "median", "max")}  # what the items of a list field are
+_LIST_ITEMS = {"work_ms": ("min", "median", "max")}  # names of the items of a list field
 _NOT_IN_TAGS = re.compile(r"[^\w./ -]", re.ASCII)  # all but the letters that every tracker accepts
-_MOST_BYTES = 1000  # of a file with an id
-# of a run: it names files and folders, and is part of an address
+_MOST_BYTES = 1000  # limit for a file with an id
+# id of a run: it names files and folders, and is part of an address
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 
 
 def metric_names(event: Event, known: tuple[str, ...]) -> tuple[str, ...]:
-    """The task's metrics, if the event is a "start" that names them; else `known`."""
+    """Returns the task's metrics, if the event is a "start" that names them; else `known`."""
     metrics = event.fields.get("metrics") if event.kind == "start" else None
     return tuple(metrics) if isinstance(metrics, Mapping) else known
 
 
 def scalars(event: Event, metrics: tuple[str, ...] = METRICS) -> dict[str, float]:
-    """The finite numbers of an event by tag; empty for kinds that have no curve, such as start and
-    step_times."""
+    """Returns the finite numbers of an event by tag; empty for kinds that have no curve, such as
+    start and step_times."""
     tags = _TAGS.get(event.kind, {}) | _metric_tags(event.kind, metrics)
     if event.kind == "target":
         names = (*_TARGET_FIELDS, *(f"val_{name}" for name in metrics))
@@ -104,7 +104,7 @@ def scalars(event: Event, metrics: tuple[str, ...] = METRICS) -> dict[str, float
 
 
 def _metric_tags(kind: str, metrics: tuple[str, ...]) -> dict[str, str]:
-    """The event fields of the metrics."""
+    """Returns the event fields of the metrics."""
     if kind == "step":
         return {name: f"train/{name}" for name in metrics}
     tags: dict[str, str] = {}
@@ -121,8 +121,8 @@ def _metric_tags(kind: str, metrics: tuple[str, ...]) -> dict[str, str]:
 
 
 def _numbers(tag: str, value: Any, items: tuple[str, ...]) -> Iterator[tuple[str, float]]:
-    """(tag, number) for a number, for each inner value of a mapping, and for each item of a list
-    whose items have names."""
+    """Yields (tag, number) for a number, for each inner value of a mapping, and for each item of a
+    list whose items have names."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _numbers(f"{tag}/{name}", inner, ())
@@ -134,8 +134,8 @@ def _numbers(tag: str, value: Any, items: tuple[str, ...]) -> Iterator[tuple[str
 
 
 def load_run_id(path: Path, first: Event) -> str | None:
-    """The id that an earlier start of the job saved; None without one, or if the first event is at
-    step 0, because the job starts over."""
+    """Returns the id that an earlier start of the job saved; None without one, or if the first
+    event is at step 0, because the job starts over."""
     if first.step == 0:
         return None
     try:
@@ -167,14 +167,15 @@ def require_package(package: str, extra: str) -> None:
 
 
 def redacted_config(config: Config) -> dict[str, Any]:
-    """The configuration as in config.yaml: {"epochs": 10, "batch": {"size": 64, ...}, ...}."""
+    """Returns the configuration as in config.yaml: {"epochs": 10, "batch": {"size": 64, ...},
+    ...}."""
     redacted: dict[str, Any] = redaction.redact(config.model_dump())
     return redacted
 
 
 def flat_config(config: Config) -> dict[str, str]:
-    """The configuration with dotted keys, values as JSON: {"epochs": "10", "batch.size": "64",
-    ...}."""
+    """Returns the configuration with dotted keys, values as JSON: {"epochs": "10", "batch.size":
+    "64", ...}."""
     return dict(_flat("", redacted_config(config)))
 
 

@@ -28,17 +28,18 @@ class ShownMetric(NamedTuple):
     """The metric that lines show: the task's objective, or its first other metric if that is the
     loss."""
 
-    name: str = "accuracy"  # of the fields val_<name> and, of the objective, best_<name>
+    name: str = "accuracy"  # used in the fields val_<name> and, for the objective, best_<name>
     column: str = "acc"  # its short name
     spec: str = ".4f"  # how its values are written
     objective: str = "accuracy"
-    unit: str = "images"  # or samples, or tokens, whose rate is shown
+    unit: str = "images"  # or samples, or tokens; their rate is shown
     rate: str = "samples_per_s"  # the field that has it
-    is_own_loop: bool = False  # a custom loop, whose events only have what it logs
+    is_own_loop: bool = False  # a custom loop, whose events only contain the values that it logs
 
 
 def shown_metric(start: Mapping[str, Any]) -> ShownMetric:
-    """The shown metric from the fields of an event "start"; accuracy if it names no metrics."""
+    """Returns the shown metric from the fields of an event "start"; accuracy if it names no
+    metrics."""
     metrics = start.get("metrics")
     objective = start.get("objective")
     if not isinstance(metrics, Mapping) or not isinstance(objective, str):
@@ -139,7 +140,7 @@ class TextWriter:
             self.write(_epoch_header(self._metric))
             self._header_written = True
         self.write(_epoch_line(fields, self._metric))
-        if "logged" in fields:  # by hooks
+        if "logged" in fields:  # logged by hooks
             self.write(f"       {_named(fields['logged']).removesuffix(', ')}")
         noise_scale = fields.get("noise_scale", math.nan)
         if math.isfinite(noise_scale):
@@ -161,7 +162,8 @@ def _named(logged: dict[str, float]) -> str:
 
 
 def _rate(f: dict[str, Any]) -> str:
-    """The learning rate, if known; the rate of a script's optax transformation is unknown."""
+    """Returns the learning rate, if known; the rate of a script's optax transformation is
+    unknown."""
     return "" if math.isnan(f["lr"]) else f", lr {f['lr']:.4g}"
 
 
@@ -177,13 +179,13 @@ def _step_line(step: int, f: dict[str, Any], metric: ShownMetric) -> str:
 
 
 def _epoch_header(metric: ShownMetric) -> str:
-    # a task that has no other metric
+    # the task has no other metric
     column = "" if metric.name == "loss" else f"{f'val {metric.column}':>7}  "
     return f"epoch  seconds  epoch s  {metric.unit}/s  train loss  val loss  {column}     lr"
 
 
 def _epoch_line(f: dict[str, Any], metric: ShownMetric) -> str:
-    # an evaluation within an epoch has its fraction
+    # an evaluation within an epoch shows the fraction
     epoch = f"{f['epoch']:d}" if f["epochs"] >= f["epoch"] else f"{f['epochs']:.2f}"
     times = (
         f"{epoch:>5}  {f['seconds']:7.1f}  {f['epoch_s']:7.1f}  "
@@ -215,7 +217,7 @@ class JsonLinesWriter:
 
     While the disk is full, the newest KEPT lines wait for the next call: training continues, and no
     partial line is written. Events of single steps (step_times) are written in bursts, at the
-    latest before the next event of another kind. What the owner raises is raised once; after that
+    latest before the next event of another kind. An error of the owner is raised once; after that
     nothing is written.
     """
 
@@ -224,7 +226,7 @@ class JsonLinesWriter:
         self._owner = owner
         self._lost = False
         self._waiting = deque[str](maxlen=KEPT)
-        self._since_write = 0  # lines that came after the last attempt to write
+        self._since_write = 0  # lines since the last attempt to write
 
     def __call__(self, event: Event) -> None:
         self._waiting.append(line_of(event))
@@ -236,7 +238,7 @@ class JsonLinesWriter:
             self._write()
 
     def _write(self) -> None:
-        """Raises what the owner raises."""
+        """Writes the waiting lines. Raises the owner's errors."""
         self._lost = True
         try:
             with (self._owner.open if self._owner else Folder.open)(self._path.parent) as folder:
@@ -256,12 +258,12 @@ def append_event(run: Path, event: Event) -> None:
         folder.open_file("events.jsonl").close()
         with folder.append("events.jsonl") as file:
             if file.write(data) < len(data):
-                # at once, since the job may write too; readers skip a truncated line
+                # a single write, because the job may write, too; readers skip a truncated line
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def line_of(event: Event) -> str:
-    """The line of events.jsonl."""
+    """Returns the line of events.jsonl for an event."""
     return (
         to_json(
             {"time": round(event.time, 3), "kind": event.kind, "step": event.step, **event.fields}
@@ -271,7 +273,7 @@ def line_of(event: Event) -> str:
 
 
 def to_json(fields: dict[str, Any]) -> str:
-    """One JSON object on one line, with null for numbers that are not finite."""
+    """Returns a JSON object on one line, with null for numbers that are not finite."""
     return json.dumps(finite(fields), allow_nan=False)
 
 
@@ -297,11 +299,11 @@ def finite(value: Any) -> Any:
 
 
 class OutputStream(io.TextIOBase):
-    """Bypasses Python's buffer: a thread that waits for the reader of a full pipe holds no lock
-    that the exit of the process needs.
+    """An output that bypasses Python's buffer. A thread that waits for the reader of a full pipe
+    then holds no lock that the process needs to exit.
 
     Output that a full disk or a closed terminal does not accept is lost. Raises UserError if the
-    reader of a pipe is gone, and what `out` raises if it is not a file, as in a notebook.
+    reader of a pipe has exited. If `out` is not a file, as in a notebook, raises its errors.
     """
 
     def __init__(self, out: IO[str]) -> None:

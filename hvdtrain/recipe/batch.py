@@ -80,8 +80,8 @@ def samples_after(steps: float, growth: Growth, dataset: int) -> float:
 
 
 def steps_before(epoch: float, growth: Growth, dataset: int) -> float:
-    """The number of steps before the first one that starts at `epoch` or later; infinity as in
-    steps_until()."""
+    """Returns the number of steps before the first one that starts at `epoch` or later; infinity as
+    in steps_until()."""
     for phase in batch_phases(growth, dataset):
         steps = steps_until(epoch, phase.samples, phase.batch, dataset)
         if steps <= phase.steps:
@@ -90,8 +90,8 @@ def steps_before(epoch: float, growth: Growth, dataset: int) -> float:
 
 
 def steps_until(epoch: float, samples: int, batch: int, dataset: int) -> float:
-    """The number of steps before the first one that starts at `epoch` or later; infinity if that is
-    longer than any job.
+    """Returns the number of steps before the first one that starts at `epoch` or later; infinity if
+    that is longer than any job.
 
     It rounds like Progress.epochs, because it corrects the estimate by the same division.
     """

@@ -79,7 +79,7 @@ class Clock:
 
 
 def clock(config: Config, dataset: int, context: int | None = None) -> Clock:
-    """The clock of a job on `dataset` training samples of `context` tokens."""
+    """Returns the clock of a job on `dataset` training samples of `context` tokens."""
     return Clock(
         dataset, context, epoch_multiplier(config), total_epochs(config), config.stop.steps
     )
@@ -98,7 +98,7 @@ def epoch_multiplier(config: Config) -> int:
 
 
 def base_batch(config: Config) -> int:
-    """The global batch that optim.base_lr is meant for."""
+    """Returns the global batch that optim.base_lr is meant for."""
     return config.optim.base_batch or config.batch.size
 
 

@@ -28,41 +28,39 @@ _LOCATION_KEYS = (
 )
 _MODEL_KEYS = ("parallel.pipeline", "parallel.tensor", *dividing_keys())
 _OBSERVATION_PREFIXES = ("log.", "guard.", "checkpoint.", "profile.")
-# what ranks send each other, not what is trained
+# keys that affect what ranks send each other, not the training result
 _COMMUNICATION_PREFIXES = (
     "comm.",
     "parallel.",
     "shard.",
 )
-# more ranks keep either the batch over all ranks or the batch of each rank
+# with more ranks, either the global batch or the batch of each rank stays constant
 _BATCH_KEYS = (
     "batch.size",
     "batch.per_rank",
 )
 _START_FIELDS = ("ranks", "engine", "device")
-SHORTEST_S = (
-    10.0  # of a job whose speed is compared: the first seconds of a shorter one are most of it
-)
+SHORTEST_S = 10.0  # least seconds of a job whose speed is compared: a shorter job is mostly startup
 
 
 class Spread(NamedTuple):
     """Repeated measurements of one quantity; NaN for unknown values."""
 
     mean: float
-    sd: float  # of the sample; NaN for one value
+    sd: float  # standard deviation of the sample; NaN for one value
     n: int
 
 
 class ScalingRow(NamedTuple):
-    """All runs of a comparison on one number of ranks, relative to those on the fewest ranks."""
+    """All runs of a comparison on one number of ranks, relative to the runs on the fewest ranks."""
 
     ranks: int
     seeds: str
     samples_per_s: Spread
     speed_up: float
     efficiency: float  # speed-up divided by the ratio of the ranks
-    seconds: Spread  # of the jobs that reached their end
-    last: Spread  # value of the objective, of those jobs too
+    seconds: Spread  # of the jobs that ran to their end
+    last: Spread  # value of the objective of these jobs
     joules_per_sample: Spread
     energy_ratio: float
 
@@ -70,7 +68,7 @@ class ScalingRow(NamedTuple):
 class ScalingComparison(NamedTuple):
     """Runs of one configuration on at least two numbers of ranks; rows by ranks."""
 
-    batch: str  # the batch that they have in common, for people
+    batch: str  # their common batch, for people
     rows: list[ScalingRow]
     runs: list[RunRecord]
 
@@ -85,8 +83,8 @@ def spread(values: list[float]) -> Spread:
 
 
 def differing_keys(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
-    """(key, its value in each run) for keys whose values differ, except `run`. None if a run lacks
-    the key; the default for a key of an extra, which a run records only if it uses it."""
+    """Returns (key, its value in each run) for keys whose values differ, except `run`. None if a
+    run lacks the key; the default for a key of an extra, which a run records only if it uses it."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key != "run")
     values = {
         key: [run.config.get(key, defaults().get(key) if run.config else None) for run in runs]
@@ -100,11 +98,11 @@ def differing_keys(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
 
 
 def scaling_comparisons(runs: Sequence[RunRecord]) -> list[ScalingComparison]:
-    """Comparisons at a constant batch over all ranks (strong scaling), and at a constant batch of
-    each rank (weak scaling).
+    """Returns comparisons at a constant global batch (strong scaling) and at a constant batch per
+    rank (weak scaling).
 
-    Skips runs whose configuration or ranks are unknown, that changed ranks, engine or device, or
-    that are short.
+    Skips short runs, runs that changed ranks, engine or device, and runs whose configuration or
+    ranks are unknown.
     """
     comparable = [
         run
@@ -126,8 +124,8 @@ def is_short(run: RunRecord) -> bool:
 
 
 def changes_between_starts(run: RunRecord) -> str:
-    """The changes of a resumed job, such as "ranks 1, then 2"; empty if there are none. A start
-    whose steps were all repeated does not count."""
+    """Returns the changes of a resumed job, such as "ranks 1, then 2"; empty if there are none. A
+    start whose steps were all repeated does not count."""
     starts: list[Fields] = []
     for start in run.events_of("start"):
         starts = [*(old for old in starts if number(old, "step") < number(start, "step")), start]
@@ -142,8 +140,8 @@ def changes_between_starts(run: RunRecord) -> str:
 
 
 def global_batch(run: RunRecord) -> float:
-    """The samples of a step over all ranks: batch.size, else from the first step event; NaN if
-    neither is known."""
+    """Returns the samples of a step over all ranks: batch.size, else from the first step event; NaN
+    if neither is known."""
     first_step = next(iter(run.step_events()), {})
     return summary.first_finite(
         number({"size": run.config.get("batch.size")}, "size"), number(first_step, "batch")
@@ -176,7 +174,7 @@ def _groups(runs: Sequence[RunRecord], key: Callable[[RunRecord], Any]) -> list[
 
 
 def _training_key(run: RunRecord) -> str:
-    """A key that is equal for runs that train the same, regardless of seed, ranks and
+    """Returns a key that is equal for runs that train the same, regardless of seed, ranks and
     communication."""
     ignored_keys = (*_LOCATION_KEYS, *_BATCH_KEYS, "seed")
     ignored_prefixes = (*_COMMUNICATION_PREFIXES, *_OBSERVATION_PREFIXES)
@@ -186,13 +184,13 @@ def _training_key(run: RunRecord) -> str:
         if key not in ignored_keys and not key.startswith(ignored_prefixes)
     }
     energy = run.start_event.get("energy")
-    # speed.device=auto takes what the machine has
+    # speed.device=auto depends on the machine
     on_gpus = isinstance(energy, dict) and "gpu" in energy
     return _json([sorted(config.items()), run.start_event.get("device"), on_gpus])
 
 
 def _communication_key(run: RunRecord) -> str:
-    """A key that is equal for runs whose ranks communicate in the same way."""
+    """Returns a key that is equal for runs whose ranks communicate in the same way."""
     config = {
         key: value
         for key, value in (defaults() | run.config).items()
@@ -202,8 +200,8 @@ def _communication_key(run: RunRecord) -> str:
 
 
 def _by_communication(runs: list[RunRecord]) -> list[list[RunRecord]]:
-    """A group for each way of communication; runs on one rank, which do not communicate, are in
-    every group."""
+    """Groups runs by their communication settings. Runs on one rank, which do not communicate, are
+    in every group."""
     single = [run for run in runs if run.ranks == 1]
     several = [run for run in runs if run.ranks != 1]
     return [single + group for group in _groups(several, _communication_key)]
@@ -225,7 +223,7 @@ def _at_constant_batch(runs: list[RunRecord], scaling: _Scaling) -> list[Scaling
 
 
 def _of_models(group: Sequence[RunRecord]) -> str:
-    """The model parallelism of runs: ", parallel.tensor=2"; empty if every rank has a whole
+    """Returns the model parallelism of runs: ", parallel.tensor=2"; empty if every rank has a whole
     model."""
     keys = {
         f"{key}={run.config.get(key)}" for run in group for key in _MODEL_KEYS if run.ranks != 1
@@ -235,7 +233,8 @@ def _of_models(group: Sequence[RunRecord]) -> str:
 
 
 def _scaling_rows(runs: list[RunRecord]) -> list[ScalingRow]:
-    """A row for each number of ranks, the fewest first: the other rows are compared with it."""
+    """Returns a row for each number of ranks, the fewest first: the other rows are compared with
+    it."""
     rows: list[ScalingRow] = []
     for group in sorted(
         _groups(runs, lambda run: run.ranks), key=lambda group: group[0].ranks or 1

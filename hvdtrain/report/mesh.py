@@ -23,7 +23,7 @@ class MeshCoordinate(NamedTuple):
 
 
 class RunMesh(NamedTuple):
-    """The mesh of a run in which several ranks have one model."""
+    """The mesh of a run in which several ranks share one model."""
 
     sizes: MeshCoordinate  # of each axis
     places: list[MeshCoordinate]  # of each rank
@@ -38,7 +38,7 @@ class RunMesh(NamedTuple):
         )
 
     def name(self, rank: int) -> str:
-        """ "stage 1, data 0": without the axes of one place."""
+        """Names the place of a rank: "stage 1, data 0", without axes of length 1."""
         names = zip(MeshCoordinate._fields, self.places[rank], self.sizes, strict=True)
         return ", ".join(f"{axis} {at}" for axis, at, size in names if size > 1 or axis == "data")
 
@@ -50,8 +50,8 @@ class StageTimes(NamedTuple):
     """A stage of a pipeline; NaN for what was not measured."""
 
     ranks: list[int]
-    work_ms: float  # of a step, the median of its ranks
-    waiting: float  # share of the time of its passes, the mean of its ranks
+    work_ms: float  # of a step, the median over its ranks
+    waiting: float  # share of the time of its passes, the mean over its ranks
 
 
 def mesh_of(run: RunRecord) -> RunMesh | None:
@@ -92,7 +92,8 @@ def ways(run: RunRecord) -> str:
 
 
 def stages(run: RunRecord, work_ms: Sequence[float]) -> list[StageTimes]:
-    """Empty without a pipeline; work_ms: of each rank in a step."""
+    """Returns the stages of the pipeline; empty without one. work_ms: work of each rank in a
+    step."""
     mesh = mesh_of(run)
     if mesh is None or mesh.sizes.stage == 1:
         return []
@@ -115,8 +116,8 @@ def stages(run: RunRecord, work_ms: Sequence[float]) -> list[StageTimes]:
 
 
 def bubble(run: RunRecord) -> list[float]:
-    """For each rank the share of the time of its passes in which it waits, the mean over steps;
-    empty if it was not measured."""
+    """Returns for each rank the share of the time of its passes that it waits, the mean over steps;
+    empty if not measured."""
     rows = [(numbers(event, "bubble"), number(event, "steps")) for event in run.step_events()]
     rows = [(row, steps) for row, steps in rows if row and steps > 0]
     # a resumed job may have other ranks
@@ -142,8 +143,8 @@ def predicted_bubble(run: RunRecord) -> float:
 
 
 def stage_summary(run: RunRecord, work_ms: Sequence[float]) -> str:
-    """One sentence: which stage is slowest, which waits; empty without a pipeline, and where
-    nothing was measured."""
+    """Returns a sentence about the slowest stage and the stage that waits most; empty without a
+    pipeline, and if nothing was measured."""
     found = stages(run, work_ms)
     if not found or not all(
         math.isfinite(stage.work_ms) and math.isfinite(stage.waiting) for stage in found

@@ -26,10 +26,11 @@ from hvdtrain.report.page_tables import Table
 from hvdtrain.report.run import RunRecord, number, objective_of
 from hvdtrain.version import __version__
 
-_LAST_EVENTS = 8  # of a run without a regular end
+_LAST_EVENTS = 8  # events shown for a run without a regular end
 _LONGEST_EVENT = 300  # characters
 _MOST_LEADS = (
-    4  # runs that are introduced by a sentence each; of more runs the summary table is enough
+    # runs up to which each is introduced by a sentence; with more runs, the summary table is enough
+    4
 )
 
 
@@ -44,8 +45,8 @@ class PageImage(NamedTuple):
 def render_page(
     runs: Sequence[RunRecord], labels: Sequence[str], images: Sequence[PageImage], command: str
 ) -> str:
-    """The HTML of a report of one run or of several; labels: their short names; command: the
-    command line that created the report.
+    """Returns the HTML of a report of one run or of several; labels: their short names; command:
+    the command line that created the report.
 
     Raises UserError if jinja2 is not installed.
     """
@@ -91,7 +92,7 @@ def render_page(
 
 
 def _tables(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[tuple[str, Table]]:
-    """(title, table) of those that have a row."""
+    """Returns (title, table) for the tables that have rows."""
     tables = [("Summary", page_tables.summary_table(runs, labels))]
     tables.append(
         (f"Time to {page_tables.objective_name(runs)}", page_tables.targets(runs, labels))
@@ -118,7 +119,7 @@ def _tables(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[tuple[str,
 
 
 def _lead(run: RunRecord) -> str:
-    """The run in one sentence."""
+    """Returns the run in one sentence."""
     mesh = mesh_of(run)
     in_mesh = f" ({mesh.summary})" if mesh else ""
     ranks = f"{run.ranks:,} rank{'s' if run.ranks > 1 else ''}{in_mesh}, " if run.ranks else ""
@@ -134,7 +135,8 @@ def _lead(run: RunRecord) -> str:
 def _sentences(
     runs: Sequence[RunRecord], labels: Sequence[str], sentence_of: Callable[[RunRecord], str]
 ) -> list[str]:
-    """A sentence about each run that has one, after the run's label if there are several."""
+    """Returns a sentence about each run that has one, after the run's label if there are
+    several."""
     sentences = [(label, sentence_of(run)) for run, label in zip(runs, labels, strict=True)]
     return [
         f"{label}: {sentence}" if len(runs) > 1 else sentence
@@ -190,7 +192,7 @@ def _last_events(run: RunRecord) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """Numbers with six digits, for people; `time` keeps all of its digits."""
+    """Returns numbers with six digits, for people; `time` keeps all of its digits."""
     if isinstance(value, dict):
         return {key: inner if key == "time" else _rounded(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -205,7 +207,7 @@ class SampleKind(NamedTuple):
     title: str
     note: str
     alternative: str  # the beginning of a picture's alternative text
-    most: int  # steps that are shown; of more the first, the last and some between
+    most: int  # steps to show; if there are more, the first, the last and some between
 
 
 SAMPLE_KINDS = (

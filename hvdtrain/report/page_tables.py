@@ -1,4 +1,4 @@
-"""The tables of a report's page: of one run, and of several side by side."""
+"""The tables of a report's page, for one run and for several side by side."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def percent(value: float) -> str:
 
 
 def summary_table(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table:
-    """A column for each run; a row that is empty in all of them is dropped."""
+    """Returns a column for each run; a row that is empty in all of them is dropped."""
     columns = [_summary_column(run, objective_name(runs)) for run in runs]
     rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
     return Table(["", *labels], [row for row in rows if any(row[1:])])
 
 
 def objective_name(runs: Sequence[RunRecord]) -> str:
-    """The name of the objective; "objective" if it differs between runs."""
+    """Returns the name of the objective; "objective" if it differs between runs."""
     names = {objective_of(run).name for run in runs}
     return names.pop() if len(names) == 1 else "objective"
 
@@ -124,7 +124,7 @@ def targets(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table:
 
 
 def logged(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table:
-    """Values logged by custom loops: a row for each name of each run."""
+    """Returns values logged by custom loops: a row for each name of each run."""
     rows = []
     for run, label in zip(runs, labels, strict=True):
         for name in logged_names(run):
@@ -142,7 +142,7 @@ def logged(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table:
 
 
 def evaluations_table(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table:
-    """A row for each call of `evaluate`; the last ones of each run."""
+    """Returns a row for each call of `evaluate`; the last ones of each run."""
     rows = [
         [
             label,
@@ -159,7 +159,7 @@ def evaluations_table(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table
 
 
 def classes(run: RunRecord) -> Table:
-    """Classes of the last evaluation, the one with the lowest accuracy first."""
+    """Returns classes of the last evaluation, the one with the lowest accuracy first."""
     last = next(reversed(evaluations_of(run)), {})
     results = sorted(class_results(last), key=lambda result: result.accuracy)
     rows = [
@@ -175,7 +175,7 @@ def classes(run: RunRecord) -> Table:
 
 
 def differing(keys: Sequence[tuple[str, list[Any]]], labels: Sequence[str]) -> Table:
-    """(key, its value in each run) as rows, secrets hidden."""
+    """Returns (key, its value in each run) as rows, secrets hidden."""
     rows = [
         [key, *(cell(redaction.redact({key: value})[key]) for value in values)]
         for key, values in keys
@@ -184,7 +184,7 @@ def differing(keys: Sequence[tuple[str, list[Any]]], labels: Sequence[str]) -> T
 
 
 def scaling(comparison: ScalingComparison) -> Table:
-    """A row for each number of ranks; a column that is empty in all of them is dropped."""
+    """Returns a row for each number of ranks; a column that is empty in all of them is dropped."""
     objective = objective_of(comparison.runs[0])
     scale, unit = (100.0, " (%)") if objective.percent else (1.0, "")
     last = f"last {objective.name}{unit}"
@@ -235,7 +235,7 @@ def _spread(spread: Spread) -> str:
 
 
 def ranks(run: RunRecord) -> Table:
-    """Each rank's own work, the slowest first; empty on one rank, and where nothing was
+    """Returns each rank's own work, the slowest first; empty on one rank, and if nothing was
     measured."""
     slowest = summary.straggler(run)
     if slowest is None:
@@ -269,8 +269,8 @@ def ranks(run: RunRecord) -> Table:
 
 
 def mesh_grid(run: RunRecord) -> Table:
-    """The rank and host at each place of the mesh, a row for each place in `data`; empty if every
-    rank has a whole model."""
+    """Returns the rank and host at each place of the mesh, a row for each place in `data`; empty if
+    every rank has a whole model."""
     found = mesh.mesh_of(run)
     if found is None or found.sizes.stage * found.sizes.tensor > _MOST_COLUMNS:
         return Table([], [])
@@ -306,7 +306,7 @@ def mesh_grid(run: RunRecord) -> Table:
 
 
 def stages(run: RunRecord) -> Table:
-    """The stages of a pipeline: their work and waiting times."""
+    """Returns the stages of a pipeline: their work and waiting times."""
     work_ms = summary.rank_work_ms(run)
     rows = [
         [
@@ -331,7 +331,7 @@ def stages(run: RunRecord) -> Table:
 
 
 def world_sizes(run: RunRecord) -> Table:
-    """A row for each change of the ranks; none if there was no change."""
+    """Returns a row for each change of the ranks; none if there was no change."""
     found = summary.world_sizes(run)
     rows = [
         [
@@ -350,7 +350,7 @@ def world_sizes(run: RunRecord) -> Table:
 
 
 def startup(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table:
-    """Seconds of each phase of the last start, and their sum."""
+    """Returns seconds of each phase of the last start, and their sum."""
     columns = [_startup_column(run) for run in runs]
     phases = dict.fromkeys(phase for column in columns for phase in column)
     if not phases:
@@ -379,7 +379,7 @@ def _startup_column(run: RunRecord) -> dict[str, float]:
 
 
 def settings(run: RunRecord) -> Table:
-    """The whole configuration, secrets hidden."""
+    """Returns the whole configuration, secrets hidden."""
     return Table(
         ["key", "value"],
         [[key, cell(value)] for key, value in redaction.redact(run.config).items()],
@@ -387,7 +387,7 @@ def settings(run: RunRecord) -> Table:
 
 
 def cell(value: Any) -> str:
-    """A value of JSON or YAML; text without quotes, nothing for None."""
+    """Returns a value of JSON or YAML; text without quotes, nothing for None."""
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     import pandas
 from typing import NamedTuple
 
-Fields = dict[str, Any]  # of one event: "time", "kind", "step", and the fields in docs/events.md
+# the fields of an event: "time", "kind", "step", and the fields in docs/events.md
+Fields = dict[str, Any]
 _OF_EVALUATIONS = ("epoch", "target")
 # a resumed job writes them again for the steps that it repeats
 _REPEATED_KINDS = (
@@ -34,19 +35,20 @@ _REPEATED_KINDS = (
     "passes",
 )
 _OUTCOMES = {"end": "done", "stop": "stopped", "failed": "failed"}
-_LARGEST = 1e45  # of a number; more than float32 holds, and still what matplotlib can scale
+# limit for a number: more than float32 can represent, but matplotlib can still scale it
+_LARGEST = 1e45
 _LATEST_S = 1e11  # seconds since 1970 that time.gmtime() accepts
 MOST_FILE_BYTES = 2**32
-MOST_LINE_BYTES = 2**22  # of one event; a start event of 4,096 ranks has 0.2 MB
-# of all events: 300,000 events of steps, or a million of step_times
+MOST_LINE_BYTES = 2**22  # limit for an event; a start event of 4,096 ranks has 0.2 MB
+# limit for all events: 300,000 events of steps, or a million of step_times
 MOST_MEMORY_BYTES = 600 * 2**20
 _VALUE_BYTES = 80
-_MOST_DEPTH = 8  # an event has three
+_MOST_DEPTH = 8  # limit for nesting; an event has three levels
 _FEWER_EVENTS = "fewer events; a larger log.every_steps writes fewer, and log.step_times=false"
-_EVENT_PREFIX = b'{"time":'  # of every line
+_EVENT_PREFIX = b'{"time":'  # the beginning of every line
 _STEP_TIMES = b'"kind": "step_times"'
-_KINDS_OF_ROWS = ("step", "epoch", "target", "step_times")  # of a DataFrame
-_LIST_ITEMS = {"work_ms": ("min", "median", "max")}  # what the items of a list field are
+_KINDS_OF_ROWS = ("step", "epoch", "target", "step_times")  # kinds in a DataFrame
+_LIST_ITEMS = {"work_ms": ("min", "median", "max")}  # names of the items of a list field
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class RunRecord:
 
     @property
     def last_of_job(self) -> Fields:
-        """The last event of the job itself: an evaluation may come days later."""
+        """The last event of the job; a separate evaluation may come days later."""
         return next(
             (event for event in reversed(self.events) if event["kind"] != "evaluation"),
             self.events[-1],
@@ -107,8 +109,8 @@ class RunRecord:
         return int(ranks) if math.isfinite(ranks) else None
 
     def seconds_at(self, event: Fields) -> float:
-        """Seconds of the job up to an event; seconds since the first event if the event has no
-        field `seconds`."""
+        """Returns seconds of the job up to an event; seconds since the first event if the event has
+        no field `seconds`."""
         seconds = number(event, "seconds")
         return (
             seconds if math.isfinite(seconds) else max(0.0, event["time"] - self.events[0]["time"])
@@ -116,8 +118,8 @@ class RunRecord:
 
 
 def number(event: Fields, name: str) -> float:
-    """A field as a number, `phase_ms.forward` for one inside a mapping; NaN if it is missing, null,
-    not a number or too large."""
+    """Returns a field as a number, `phase_ms.forward` for one inside a mapping; NaN if it is
+    missing, null, not a number or too large."""
     value: Any = event
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -127,7 +129,8 @@ def number(event: Fields, name: str) -> float:
 
 
 def numbers(event: Fields, name: str) -> list[float]:
-    """A field as a list, with NaN for each item that is not a number; empty if it is not a list."""
+    """Returns a field as a list, with NaN for each item that is not a number; empty if it is not a
+    list."""
     value = event.get(name)
     return [number({"item": item}, "item") for item in value] if isinstance(value, list) else []
 
@@ -190,7 +193,7 @@ def _events(file: BufferedReader, step_times: bool) -> Iterator[tuple[Fields, in
 
 
 def _memory_bytes(line: bytes) -> int:
-    """An upper estimate of the memory of the parsed line: each value is an object."""
+    """Returns an upper estimate of the memory of the parsed line: each value is an object."""
     return len(line) + _VALUE_BYTES * (line.count(b",") + line.count(b"[") + line.count(b"{"))
 
 
@@ -224,7 +227,7 @@ def _parse(line: bytes) -> Iterator[Fields]:
 
 
 def _last_event(line: bytes) -> bytes:
-    """The line from the beginning of its last event."""
+    """Returns the line from the beginning of its last event."""
     return line[max(0, line.rfind(_EVENT_PREFIX)) :]
 
 
@@ -334,7 +337,7 @@ class RunMetric(NamedTuple):
 
 
 ACCURACY = RunMetric("accuracy", percent=True)
-# of a run from before there were other tasks
+# for a run from before other tasks were added
 _OLDER = {
     "loss": RunMetric("loss", lower_is_better=True),
     "accuracy": ACCURACY,
@@ -342,7 +345,7 @@ _OLDER = {
 
 
 def metrics_of(run: RunRecord) -> dict[str, RunMetric]:
-    """By name."""
+    """Returns the metrics of a run by name."""
     described = run.start_event.get("metrics")
     if not isinstance(described, dict):
         return _OLDER
@@ -354,7 +357,7 @@ def metrics_of(run: RunRecord) -> dict[str, RunMetric]:
 
 
 def objective_of(run: RunRecord) -> RunMetric:
-    """The metric of stop.target and checkpoint.keep_best."""
+    """Returns the metric of stop.target and checkpoint.keep_best."""
     name = run.start_event.get("objective")
     return metrics_of(run).get(name, ACCURACY) if isinstance(name, str) else ACCURACY
 
@@ -365,8 +368,7 @@ class ClassResult(NamedTuple):
     name: str
     samples: float
     accuracy: float
-    # the class that it is most often taken for, and how often; empty where there is none or it is
-    # not known
+    # the most frequent wrong prediction, and how often; empty if there is none or it is not known
     mistake: str
 
 
@@ -375,13 +377,13 @@ def evaluations_of(run: RunRecord) -> list[Fields]:
 
 
 def evaluated_data(evaluation: Fields) -> str:
-    """fashion_mnist in /scratch/data, val"""
+    """Describes the evaluated data: fashion_mnist in /scratch/data, val."""
     root = evaluation.get("root")
     return f"{evaluation.get('data')}{f' in {root}' if root else ''}, {evaluation.get('split')}"
 
 
 def class_results(evaluation: Fields) -> list[ClassResult]:
-    """Results of classes by label; empty if not recorded."""
+    """Returns results of classes by label; empty if not recorded."""
     samples = numbers(evaluation, "class_samples")
     accuracies = numbers(evaluation, "class_accuracy")
     if len(samples) != len(accuracies):
@@ -412,7 +414,8 @@ def class_names(evaluation: Fields, classes: int) -> list[str]:
 
 
 def confusion_shares(evaluation: Fields) -> list[list[float]] | None:
-    """[label][prediction] as shares of the label's samples; None without a square matrix."""
+    """Returns [label][prediction] as shares of the label's samples; None without a square
+    matrix."""
     rows = evaluation.get("confusion")
     if not isinstance(rows, list) or not 2 <= len(rows) <= _MOST_CLASSES:
         return None
@@ -443,7 +446,7 @@ def _most_frequent_mistakes(confused: Any, classes: int) -> dict[int, tuple[int,
 
 
 def logged_names(run: RunRecord) -> list[str]:
-    """The logged names, in the order of their first events."""
+    """Returns the logged names, in the order of their first events."""
     names = dict.fromkeys(name for event in run.events for name in _values(event))
     return [name for name in names if name.isprintable() and 0 < len(name) <= _LONGEST_NAME][
         :_MOST_LOGGED
@@ -451,7 +454,7 @@ def logged_names(run: RunRecord) -> list[str]:
 
 
 def logged_steps(run: RunRecord, name: str) -> tuple[list[Fields], list[float]]:
-    """The step events with this name, and its value in each."""
+    """Returns the step events with this name, and its value in each."""
     events = [event for event in run.step_events() if name in _values(event)]
     return events, [number({"value": _values(event)[name]}, "value") for event in events]
 

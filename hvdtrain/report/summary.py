@@ -1,5 +1,4 @@
-"""The key figures of a run: speed, objective, time, energy; and its ranks: their number, and the
-slowest."""
+"""The key figures of a run: speed, objective, time, energy, number of ranks, and slowest rank."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from hvdtrain.report.mesh import mesh_of
 from hvdtrain.report.run import Fields, RunRecord, number, numbers, objective_of
 
 LONGEST_LABEL = 40  # characters of a run's name in a legend
-SLOW = 1.1  # times the median of the ranks' own work; a rank above that holds the others up
+SLOW = 1.1  # times the median of the ranks' own work; a rank above it delays the others
 _ENERGY_NAMES = {"gpu": "GPUs", "cpu": "processors"}
 
 
@@ -30,10 +29,10 @@ class Straggler(NamedTuple):
     """The rank with the most own work in a step."""
 
     rank: int
-    host: str  # empty where it is not known
+    host: str  # empty if unknown
     work_ms: float
-    median_ms: float  # of all ranks; with a pipeline, of its stage
-    place: str = ""  # in the mesh
+    median_ms: float  # over all ranks, or with a pipeline over its stage
+    place: str = ""  # its place in the mesh
 
 
 class _WeightedRate(NamedTuple):
@@ -48,13 +47,13 @@ def finite(values: Iterable[float]) -> list[float]:
 
 
 def first_finite(*values: float) -> float:
-    """The first finite value; NaN if there is none."""
+    """Returns the first finite value; NaN if there is none."""
     return next(iter(finite(values)), math.nan)
 
 
 def samples_per_s(run: RunRecord) -> float:
-    """The training rate over the whole job: all samples divided by all seconds, not a mean of
-    rates."""
+    """Returns the training rate over the whole job: all samples divided by all seconds, not a mean
+    of rates."""
     epochs = [
         _WeightedRate(number(event, "samples_per_s"), number(event, "epoch_s"))
         for event in run.epoch_events()
@@ -78,9 +77,9 @@ def tokens_per_s(run: RunRecord) -> float:
 
 
 def of_each_device(run: RunRecord) -> dict[str, str]:
-    """What one device achieves, by the name of a row: samples/s, tokens/s, TFLOP/s, MFU, and the
-    share of time in which its GPU is busy. Of the whole job if it has ended, else of its last
-    event."""
+    """Returns the throughput of one device by row name: samples/s, tokens/s, TFLOP/s, MFU, and the
+    share of time in which its GPU is busy. It is over the whole job if the job has ended, else from
+    its last event."""
     last: Fields = next(reversed([*run.epoch_events(), *run.step_events()]), {})
     event = run.end_event if "device_samples_per_s" in run.end_event else last
     rows = {
@@ -96,14 +95,14 @@ def of_each_device(run: RunRecord) -> dict[str, str]:
 
 
 def _weighted_mean(rates: list[_WeightedRate]) -> float:
-    """The weighted mean; NaN if no rate with its weight is known."""
+    """Returns the weighted mean; NaN if no rate with its weight is known."""
     known = [one for one in rates if math.isfinite(one.rate) and math.isfinite(one.weight)]
     total = sum(one.weight for one in known)
     return sum(one.rate * one.weight for one in known) / total if total else math.nan
 
 
 def last_value(run: RunRecord) -> float:
-    """Value of the objective in the last evaluation; NaN without one."""
+    """Returns value of the objective in the last evaluation; NaN without one."""
     name = objective_of(run).name
     return first_finite(*(number(event, f"val_{name}") for event in reversed(run.epoch_events())))
 
@@ -129,7 +128,7 @@ def epochs_done(run: RunRecord) -> float:
 
 
 def job_seconds(run: RunRecord) -> float:
-    """The seconds up to the last event that has `seconds`; else up to the last event."""
+    """Returns the seconds up to the last event that has `seconds`; else up to the last event."""
     known = [
         number(event, "seconds") for event in run.events if event["kind"] not in ("target", "start")
     ]
@@ -154,7 +153,8 @@ def joules_per_sample(run: RunRecord) -> float:
 
 
 def measured_hardware(event: Fields) -> set[str] | None:
-    """The kinds of hardware (gpu, cpu) whose joules an event has; None if it does not name them."""
+    """Returns the kinds of hardware (gpu, cpu) whose joules an event has; None if it does not name
+    them."""
     joules = event.get("joules")
     if not isinstance(joules, dict) or (
         not joules and math.isfinite(number(event, "joules_per_sample"))
@@ -166,7 +166,7 @@ def measured_hardware(event: Fields) -> set[str] | None:
 def energy_summary(run: RunRecord) -> str:
     """Summarizes joules per sample with the kind of hardware, or why they were not measured: 0.6 J
     (GPUs); not measured: processors: no counter"""
-    # kind of hardware -> empty where it is measured, else why not
+    # kind of hardware -> empty if it is measured, else why not
     energy = run.start_event.get("energy")
     if not isinstance(energy, dict):
         return "not recorded"
@@ -188,8 +188,8 @@ def energy_summary(run: RunRecord) -> str:
 
 
 def memory_summary(run: RunRecord) -> str:
-    """The memory of a rank, and the prediction for rank 0: 480 MB, 421 predicted (+14.0%); empty if
-    no end tells."""
+    """Returns the memory of a rank, and the prediction for rank 0: 480 MB, 421 predicted (+14.0%);
+    empty if the end event does not have it."""
     ranks = numbers(run.end_event, "rank_memory_mb")
     predicted = number(run.end_event, "memory_predicted_mb")
     if not finite(ranks):
@@ -201,7 +201,7 @@ def memory_summary(run: RunRecord) -> str:
 
 
 def _lost_counters(run: RunRecord, kinds: set[str]) -> dict[str, str]:
-    """Kinds of hardware that the job's last energy figure no longer includes -> why."""
+    """Returns kinds of hardware that the job's last energy figure no longer includes -> why."""
     newest_first = (run.end_event, *reversed(run.epoch_events()))
     included = next(
         (hardware for event in newest_first if (hardware := measured_hardware(event)) is not None),
@@ -216,7 +216,7 @@ def _lost_counters(run: RunRecord, kinds: set[str]) -> dict[str, str]:
 
 
 def targets(run: RunRecord) -> list[ReachedTarget]:
-    """The targets, the easiest first, each at the first time it was reached."""
+    """Returns the targets, the easiest first, each at the first time it was reached."""
     reached: dict[float, ReachedTarget] = {}
     for event in run.events_of("target"):
         value = number(event, "target")
@@ -233,8 +233,8 @@ def targets(run: RunRecord) -> list[ReachedTarget]:
 
 
 def rank_work_ms(run: RunRecord) -> list[float]:
-    """Each rank's own work in a step, the mean over the epochs with the last number of ranks; empty
-    if no epoch has it."""
+    """Returns each rank's own work in a step, the mean over the epochs with the last number of
+    ranks; empty if no epoch has it."""
     rows = [row for event in run.epoch_events() if (row := numbers(event, "rank_work_ms"))]
     rows = [row for row in rows if len(row) == len(rows[-1])]  # a resumed job may have fewer ranks
     known = [finite(rank) for rank in zip(*rows, strict=True)]
@@ -242,7 +242,7 @@ def rank_work_ms(run: RunRecord) -> list[float]:
 
 
 def straggler(run: RunRecord) -> Straggler | None:
-    """The slowest rank; None for one rank, and if nothing was measured."""
+    """Returns the slowest rank; None for one rank, and if nothing was measured."""
     work_ms = rank_work_ms(run)
     known = finite(work_ms)
     if len(known) < 2:
@@ -259,7 +259,8 @@ def straggler(run: RunRecord) -> Straggler | None:
 
 
 def median_of_stage(run: RunRecord, work_ms: Sequence[float]) -> list[float]:
-    """For each rank, the median of the ranks that do the same work: of its stage, or of all."""
+    """Returns for each rank the median over the ranks that do the same work: over its stage, or
+    over all."""
     mesh = mesh_of(run)
     if mesh is None or len(mesh.places) != len(work_ms):
         return [median(finite(work_ms))] * len(work_ms)
@@ -271,13 +272,14 @@ def median_of_stage(run: RunRecord, work_ms: Sequence[float]) -> list[float]:
 
 
 def host_of(start: Fields, rank: int) -> str:
-    """The host of a rank; empty if unknown."""
+    """Returns the host of a rank; empty if unknown."""
     hosts = start.get("host_of_rank")
     return str(hosts[rank]) if isinstance(hosts, list) and 0 <= rank < len(hosts) else ""
 
 
 def straggler_summary(run: RunRecord) -> str:
-    """A sentence about the slowest rank; empty for one rank, and if nothing was measured."""
+    """Returns a sentence about the slowest rank; empty for one rank, and if nothing was
+    measured."""
     slowest = straggler(run)
     if not slowest:
         return ""
@@ -309,7 +311,8 @@ def duration(seconds: float) -> str:
 
 
 def labels(runs: Sequence[RunRecord]) -> list[str]:
-    """A short name for each run: the part of its path in which it differs from the others."""
+    """Returns a short name for each run: the part of its path in which it differs from the
+    others."""
     paths = [run.folder.absolute().parts for run in runs]
     if len(paths) == 1:
         return [_shortened(paths[0][-1])]
@@ -328,7 +331,7 @@ def labels(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _common_prefix(sequences: Sequence[Sequence[str]]) -> int:
-    """The number of leading elements that are equal."""
+    """Returns the number of leading elements that are equal."""
     length = 0
     for elements in zip(*sequences, strict=False):
         if len(set(elements)) > 1:
@@ -338,7 +341,7 @@ def _common_prefix(sequences: Sequence[Sequence[str]]) -> int:
 
 
 def _shortened(name: str) -> str:
-    """At most LONGEST_LABEL printable characters."""
+    """Returns at most LONGEST_LABEL printable characters."""
     name = "".join(letter if letter.isprintable() else "?" for letter in name)
     return (
         name
@@ -352,7 +355,7 @@ class WorldSize(NamedTuple):
 
     step: int
     seconds: float  # since its first event
-    ranks: float  # NaN where the event does not tell
+    ranks: float  # NaN if the event does not have it
     hosts: list[Any]
     why: str
 
@@ -360,7 +363,7 @@ class WorldSize(NamedTuple):
 def world_sizes(run: RunRecord) -> list[WorldSize]:
     """Returns the changes of the number of ranks, in order; a single one if it never changed."""
     sizes: list[WorldSize] = []
-    living: dict[int, Any] = {}  # host of each rank, by the numbers of the launcher
+    living: dict[int, Any] = {}  # host of each rank, by the launcher's rank numbers
     before: Mapping[str, Any] = {}
     for event in run.events:
         at = int(event["step"])

@@ -239,7 +239,7 @@ def build(
     top_k: int | None = None,
     class_weights: tuple[float, ...] | Literal["balanced"] | None = None,
 ) -> Classification:
-    """The task of both sets.
+    """Returns the task of both sets.
 
     standardize: true: (x - mean) / std of the training set, by the last axis; false: x as it is;
         default: docs/tasks.md

@@ -105,7 +105,7 @@ class Language(Task):
         )
 
     def weight(self, batch: Batch) -> int:
-        """The number of tokens that are predicted."""
+        """Returns the number of tokens that are predicted."""
         targets = batch["tokens"][:, 1:]
         counts = np.ones(targets.shape, bool) if self.mask is None else batch[self.mask][:, 1:]
         if self.packed:

@@ -38,8 +38,8 @@ def has_sums_alone(metric: Any) -> bool:
 
 
 def _reduction(function: Any) -> str:
-    """The way in which the library combines states of several ranks: sum, mean, max, min, cat,
-    stack, or the function's name."""
+    """Returns the way in which the library combines states of several ranks: sum, mean, max, min,
+    cat, stack, or the function's name."""
     name = "stack" if function is None else getattr(function, "__name__", type(function).__name__)
     return str(name).removeprefix("dim_zero_")
 

@@ -285,7 +285,7 @@ class NumpyMultilabel:
         return Each(loss, terms(outputs, _sigmoid(outputs), batch["y"] > 0, self._edges))
 
     def gradient(self, outputs: np.ndarray, batch: Batch) -> np.ndarray:
-        """(n, labels)"""
+        """Returns (n, labels)"""
         grad: np.ndarray = (_sigmoid(outputs) - batch["y"].astype(self._dtype)) / outputs.shape[1]
         return grad
 

@@ -261,7 +261,7 @@ class NumpyRegression:
         return Each(loss, terms)
 
     def gradient(self, outputs: np.ndarray, batch: Batch) -> np.ndarray:
-        """(n, outputs)"""
+        """Returns (n, outputs)"""
         error = outputs - self._target(outputs, batch)
         each = 2.0 * error if self._loss == "squared_error" else np.sign(error)
         return each / outputs.shape[1]

@@ -134,7 +134,7 @@ class Segmentation(Task):
         )
 
     def weight(self, batch: Batch) -> int:
-        """The number of pixels that have a class."""
+        """Returns the number of pixels that have a class."""
         y = batch["y"]
         return int(y.size if self.ignored is None else np.count_nonzero(y != self.ignored))
 

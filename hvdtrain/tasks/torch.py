@@ -54,7 +54,7 @@ class TorchFields:
         }
 
     def named(self, batch: Tensors) -> dict[str, torch.Tensor]:
-        """(n, ...) each"""
+        """Returns (n, ...) each"""
         return {name: inputs(batch[name]) for name, inputs in self._each.items()}
 
 

@@ -1,1 +1,1 @@
-"""`check`: what would go wrong with these ranks, and what to do; trains nothing."""
+"""`check`: reports what would go wrong with these ranks, and what to do. Trains nothing."""

@@ -1,9 +1,8 @@
-"""hvdtrain check: the ranks look for problems of a job under its launcher; nothing is
-trained.
+"""hvdtrain check: the ranks look for problems of a job under its launcher, without training.
 
 --json FILE (- or nothing: the standard output instead of the text) writes one object: CheckReport,
-of report.py, with its exit code (0 or 2). Its ranks are RankFacts, of rank_facts.py. What is not
-known is null.
+from report.py, with its exit code (0 or 2). Its ranks are RankFacts, from rank_facts.py. Unknown
+values are null.
 """
 
 from __future__ import annotations
@@ -72,14 +71,14 @@ mpirun -np 8 ... hvdtrain check [--config FILE] [--json [FILE]] [--limit 180] [k
   --num-nodes 2 --node-id 0 --num-gpus 4 comm.address=n1:29500   without a launcher: on each host, with its --node-id
   --json FILE                write the result as JSON too; --json or --json - prints it instead of the text
   --limit 180                seconds that one phase of the check may take, on any rank"""  # noqa: E501
-# a launcher that ends the job at the first exit code above 0 may drop what it has not passed on of
-# the report
+# a launcher that ends the job at the first nonzero exit code may drop a part of the report that it
+# has not forwarded
 PASS_ON_S = 0.5
-# rank 0 prints first: where the launcher ends the job at the first exit, an error of all ranks is
-# printed once
+# rank 0 prints first, so that an error of all ranks is printed once if the launcher ends the job at
+# the first exit
 OWN_ERROR_WAIT_S = 1.5
 SAME_ERROR_WAIT_S = (
-    5.0  # an error that is the same on all ranks is for rank 0 to print, even where rank 0 is late
+    5.0  # rank 0 prints an error that is the same on all ranks, even if rank 0 is late
 )
 
 
@@ -170,8 +169,8 @@ def _resolve_on_all_ranks(
 
 
 def _report_unconnected(options: CheckOptions, place: Placement, error: Exception) -> int:
-    """Without an engine a rank knows only itself: rank 0 prints the whole report, another rank its
-    own error on one line."""
+    """Reports without an engine, when a rank knows only itself: rank 0 prints the whole report, any
+    other rank only its error on one line."""
     facts = local_facts(place, os.environ)
     finding = finding_of_error(error, describe_rank(facts))
     if place.rank == 0:
@@ -187,15 +186,15 @@ def _report_unconnected(options: CheckOptions, place: Placement, error: Exceptio
 
 
 def _assumed_placement() -> Placement:
-    """A finding if the launcher's variables contradict each other: one of several ranks, numbered
-    by the first variable that has a number."""
+    """Returns a placement if the launcher's variables contradict each other: one of several ranks,
+    numbered by the first variable that has a number."""
     numbers = (os.environ.get(launcher.rank, "") for launcher in (*LAUNCHERS, SRUN, SUBMITIT))
     rank = next((int(number) for number in numbers if number.isdecimal()), 0)
     return Placement(rank, rank + 2, 0, 1, "not known")
 
 
 def _print(options: CheckOptions, report: CheckReport) -> int:
-    """On rank 0. Returns the exit code: the report's, or USER where the file of --json cannot be
+    """Prints the report on rank 0. Returns its exit code, or USER if the file of --json cannot be
     written."""
     as_json = json.dumps(to_json(report), indent=1)
     print(as_json if options.json_path == "-" else "\n".join(to_text(report)), flush=True)
@@ -209,7 +208,7 @@ def _print(options: CheckOptions, report: CheckReport) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> CheckOptions:
-    """The options of check; everything else belongs to the configuration."""
+    """Parses the options of check; everything else belongs to the configuration."""
     parser = CommandParser("check", USAGE.partition("\n")[0])
     parser.add_argument("--config")
     parser.add_argument("--json")
@@ -218,7 +217,8 @@ def _parse(arguments: Sequence[str]) -> CheckOptions:
     return CheckOptions(options.config, options.json, options.limit, overrides)
 
 
-_GRACE_S = 1.5  # for the messages of other ranks: some launchers end the job at the first exit
+# time for messages of other ranks, because some launchers end the job at the first exit
+_GRACE_S = 1.5
 _NETWORK_FIX = (
     "look for the message of another rank; a host without this job, a firewall, or a network "
     "interface that other hosts cannot reach "
@@ -283,7 +283,7 @@ class RankInspection:
         """Returns the action's result; if it raises, the error becomes a finding and the result is
         None.
 
-        The action must call no collective: where it raised on one rank only, the other ranks would
+        The action must not call a collective: if it raised on one rank only, the other ranks would
         wait.
         """
         try:
@@ -294,7 +294,7 @@ class RankInspection:
 
 
 def connected_facts(place: Placement, communicator: Communicator) -> RankFacts:
-    """The facts of a rank, numbered as the engine numbers it."""
+    """Returns the facts of a rank, numbered as the engine numbers it."""
     facts = local_facts(place, os.environ)
     facts["rank"] = communicator.rank
     facts["size"] = communicator.size
@@ -340,8 +340,8 @@ def compare_ranks(
     place: Placement,
     time_limit: TimeLimit,
 ) -> CheckReport:
-    """Brings the facts and findings of all ranks together and compares them. Every rank calls it
-    and gets the whole report."""
+    """Gathers the facts and findings of all ranks and compares them. Every rank calls it and gets
+    the whole report."""
     time_limit.start_waiting("to compare")
     speeds = measure_speeds(communicator, rank.facts, place)
     rank.facts["clock_s"] = read_clocks(communicator)[communicator.rank]

@@ -1,4 +1,4 @@
-"""The facts of all ranks side by side: what differs, or contradicts itself."""
+"""Compares the facts of all ranks and reports differences and contradictions."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from hvdtrain.errors import short
 from hvdtrain.training.replicas.software import FIXES
 
 Value = TypeVar("Value")
-# largest difference that is not a finding: lines of logs and time limits of hosts are then still in
-# order
+# largest acceptable clock difference: log lines and time limits of hosts still make sense
 CLOCKS_S = 2.0
 MOST_DIFFERENCES = 4  # files or keys named in one finding
 
 
 class DifferingRanks(NamedTuple, Generic[Value]):
-    """Ranks whose value is not the most frequent one."""
+    """Ranks whose value differs from the most frequent one."""
 
     value: Value
     majority_value: Value
@@ -106,7 +105,7 @@ def _differing_key(name: str, found: Mapping[str, str], expected: Mapping[str, s
 def _minorities(
     ranks: Sequence[RankFacts], key: Callable[[RankFacts], Value]
 ) -> Iterator[DifferingRanks[Value]]:
-    """The groups of ranks whose value differs from the most frequent one."""
+    """Yields the groups of ranks whose value differs from the most frequent one."""
     groups = list(group_ranks(ranks, key).items())
     for value, group in groups[1:]:
         yield DifferingRanks(value, groups[0][0], group)
@@ -142,7 +141,7 @@ def _versions(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def _installed(facts: RankFacts) -> dict[str, str]:
-    """Versions of packages, and of the MPI libraries under them."""
+    """Returns versions of packages, and of the MPI libraries under them."""
     versions = dict(facts["versions"])
     if facts["libraries"]["mpi4py"]:
         versions["MPI of mpi4py"] = facts["libraries"]["mpi4py"]

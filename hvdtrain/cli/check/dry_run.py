@@ -27,12 +27,12 @@ from hvdtrain.errors import UserError
 from hvdtrain.training.run_lock import BEAT_S, LOCK, STALE_S, find_holder, in_use
 
 FREE_BYTES = (
-    1e9  # that a run folder needs: a few checkpoints of a ResNet-50 with its optimizer state
+    1e9  # bytes that a run folder needs: a few checkpoints of a ResNet-50 with its optimizer state
 )
 
 
 class RunFolderFacts(TypedDict):
-    """The run folder as rank 0 sees it; also in `--json`."""
+    """The run folder, as seen by rank 0; also in `--json`."""
 
     folder: str
     bytes_free: int
@@ -45,8 +45,8 @@ class RunFolder(NamedTuple):
 
 
 def read_data(config: Config) -> dict[str, Any]:
-    """The data sets, read as the job reads them. All values but the seconds must be equal on all
-    ranks.
+    """Reads the data sets like the job and describes them. All values except the seconds must be
+    equal on all ranks.
 
     Raises UserError if data are missing or broken.
     """
@@ -60,9 +60,9 @@ def read_data(config: Config) -> dict[str, Any]:
 
 
 def pick_device(config: Config, communicator: Communicator) -> DeviceFacts:
-    """The device that this rank would train on; a GPU is identified by its UUID.
+    """Returns the device that this rank would train on; a GPU is identified by its UUID.
 
-    Raises UserError if speed.device asks for a GPU that is not there.
+    Raises UserError if speed.device requests a GPU that does not exist.
     """
     if config.framework != "torch":
         name = {"numpy": "cpu", "jax": "as JAX chooses"}.get(config.framework, "as Keras chooses")
@@ -70,7 +70,7 @@ def pick_device(config: Config, communicator: Communicator) -> DeviceFacts:
     device = plugins.load("frameworks", "torch", config.where("framework")).pick_device(
         config, communicator
     )
-    from hvdtrain.frameworks.torch.device import suffix_of_maker  # torch is there
+    from hvdtrain.frameworks.torch.device import suffix_of_maker  # torch is imported
 
     torch: Any = sys.modules["torch"]
     gpus = torch.get_device_module(device if device.type != "cpu" else "cuda")
@@ -83,7 +83,8 @@ def pick_device(config: Config, communicator: Communicator) -> DeviceFacts:
             "visible": gpus.device_count(),
         }
     properties = gpus.get_device_properties(device)
-    identity = str(getattr(properties, "uuid", "")) or str(device)  # older torch has no uuid
+    # older versions of torch have no uuid
+    identity = str(getattr(properties, "uuid", "")) or str(device)
     return {
         "name": str(device),
         "model": properties.name + suffix_of_maker(device),
@@ -94,7 +95,8 @@ def pick_device(config: Config, communicator: Communicator) -> DeviceFacts:
 
 
 def gpu_cores(config: Config, communicator: Communicator) -> list[int]:
-    """The cores next to the GPU of this rank; none on the CPU, and where /sys does not say."""
+    """Returns the cores next to this rank's GPU; empty on the CPU, and if /sys does not list
+    them."""
     from hvdtrain.training.run_rank import gpu_address
 
     address = gpu_address(config, communicator)
@@ -102,8 +104,8 @@ def gpu_cores(config: Config, communicator: Communicator) -> list[int]:
 
 
 def load_libraries(communicator: Communicator) -> LibraryFacts:
-    """The MPI under mpi4py and under Horovod in this process; called after the engine has
-    started."""
+    """Returns the MPI libraries that mpi4py and Horovod use in this process; called after the
+    engine has started."""
     from hvdtrain.comm import mpi
 
     libraries: LibraryFacts = {"mpi4py": None, "horovod": None, "nccl": None}
@@ -154,7 +156,7 @@ def _find_other_job(config: Config) -> list[Finding]:
     run = config.run if config.run is not None else config.resume
     try:
         sign = find_holder(Path(run).expanduser(), 1.5 * BEAT_S)
-    except OSError:  # there is no such folder yet
+    except OSError:  # the folder does not exist yet
         return []
     if sign is None:
         return []
@@ -239,8 +241,8 @@ SMALL_BYTES = 8
 LARGE_BYTES = 2**24
 _SMALL_REPEATS = 21
 _LARGE_REPEATS = 5
-_BUDGET_S = 1.0  # of one engine's large allreduces
-SLOW = 0.5  # of plain MPI's bytes a second: a slower engine is a finding
+_BUDGET_S = 1.0  # time for the large allreduces of one engine
+SLOW = 0.5  # share of plain MPI's bytes per second; a slower engine is a finding
 
 
 class AllreduceSpeed(TypedDict):
@@ -287,7 +289,7 @@ def _common_device(communicator: Communicator, facts: RankFacts) -> str:
         (name, facts["machine"] or facts["host"], device["id"] if device else None)
     )
     devices = [_RankDevice(*one) for one in everyone]
-    # NCCL refuses two ranks on one GPU
+    # NCCL rejects two ranks on one GPU
     distinct = len({(other.machine, other.id) for other in devices}) == len(devices)
     on_gpus = all(other.name.startswith(("cuda", "xpu")) for other in devices)
     return name if distinct and on_gpus and "device_memory" in communicator.features else "cpu"
@@ -298,7 +300,7 @@ def measure(communicator: Communicator, device: str) -> AllreduceSpeed:
     it."""
     latency_s = _median_s(communicator, device, SMALL_BYTES, _SMALL_REPEATS)
     first_s = _median_s(communicator, device, LARGE_BYTES, 1)
-    # equal on all ranks, as first_s is
+    # equal on all ranks, because first_s is
     repeats = max(1, min(_LARGE_REPEATS, int(_BUDGET_S / first_s)))
     seconds = _median_s(communicator, device, LARGE_BYTES, repeats)
     return {"latency_s": latency_s, "seconds": seconds, "bytes_per_s": LARGE_BYTES / seconds}
@@ -312,7 +314,7 @@ def _median_s(communicator: Communicator, device: str, size_bytes: int, repeats:
         began = time.perf_counter()
         buffer = communicator.allreduce(buffer, f"check.{size_bytes}", "max")
         float(buffer[0])  # the host waits for the device here
-        if repeat > 0:  # the first one warms up
+        if repeat > 0:  # the first repetition is a warm-up
             times.append(time.perf_counter() - began)
     return float(
         communicator.allreduce(np.array([statistics.median(times)]), "check.slowest", "max")[0]
@@ -320,7 +322,7 @@ def _median_s(communicator: Communicator, device: str, size_bytes: int, repeats:
 
 
 def _ones(device: str, count: int) -> Any:
-    """float32, in the memory of the device."""
+    """Returns float32 ones in the memory of the device."""
     if device == "cpu":
         return np.ones(count, np.float32)
     torch: Any = sys.modules["torch"]  # imported by pick_device()
@@ -363,7 +365,7 @@ def _connect_mpi(communicator: Communicator, place: Placement) -> Communicator |
 
 
 def slow_engine(engine: str, speeds: Speeds) -> list[Finding]:
-    """A finding if the engine reduces far fewer bytes per second than plain MPI."""
+    """Returns a finding if the engine reduces far fewer bytes per second than plain MPI."""
     ours = speeds["engine"]
     mpi = speeds["mpi"]
     if ours is None or mpi is None or ours["bytes_per_s"] >= SLOW * mpi["bytes_per_s"]:

@@ -1,5 +1,5 @@
-"""Facts that a rank knows without asking the others, and findings (what, where, fix) that name
-ranks by their facts."""
+"""Facts that a rank knows without communication, and findings (what, where, fix) that name ranks by
+their facts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class DeviceFacts(TypedDict):
 
     name: str  # cpu, cuda:0, ...
     model: str  # "" for a CPU
-    id: str  # UUID of a GPU, or its name where torch has none; "" for a CPU
+    id: str  # UUID of a GPU, or its name if torch does not report one; "" for a CPU
     bytes: int
     visible: int  # GPUs that the process sees
 
@@ -66,9 +66,9 @@ class RankFacts(TypedDict):
     local_rank: int
     local_size: int
     launcher: str
-    launcher_mpi: str  # "" where no MPI started the process
+    launcher_mpi: str  # "" if no MPI started the process
     host: str
-    machine: str  # boot id; "" where it is not known
+    machine: str  # boot id; "" if unknown
     container: str  # kind of container; "" on a host
     pid: int
     versions: dict[str, str]
@@ -76,8 +76,8 @@ class RankFacts(TypedDict):
     config: str  # digest of the configuration; "" until it is known
     modules: dict[str, str]  # digests of the user's modules that the configuration names
     environment: dict[str, str]  # the variables that change results
-    cores: list[int]  # that the process may use, with comm.bind
-    gpu_cores: list[int]  # next to its GPU; none on the CPU, and where /sys does not say
+    cores: list[int]  # cores that the process may use, with comm.bind
+    gpu_cores: list[int]  # cores next to its GPU; empty on the CPU, and if /sys does not list them
     host_cores: int
     omp_num_threads: str | None
     shared_memory_bytes: list[int] | None  # [total, free] of /dev/shm
@@ -85,7 +85,7 @@ class RankFacts(TypedDict):
     open_files: int  # UNLIMITED: no limit
     infiniband: list[str]
     networks: dict[str, str]  # {interface: IPv4 address}
-    # which say what libraries take of them; torchdist sets Gloo's
+    # variables that select the networks that libraries use; torchdist sets Gloo's
     network_variables: dict[str, str]
     engine: str  # "" until the ranks are connected
     device: DeviceFacts | None
@@ -131,11 +131,11 @@ def local_facts(place: Placement, environ: Mapping[str, str]) -> RankFacts:
 
 
 def apart_from(first: Any, own: Any) -> Any:
-    """Returns the facts of a rank that differ from these of rank 0, as a message; completed()
-    restores all of them.
+    """Returns the facts of a rank that differ from rank 0's, as a message; completed() restores all
+    facts.
 
-    Of objects {name: value} with all of the names in `first` a dict of what differs, of anything
-    else a list of the whole.
+    For objects {name: value} with all names in `first`, returns a dict of the differences; for
+    anything else, a list with the object.
     """
     if isinstance(first, dict) and isinstance(own, dict) and first.keys() <= own.keys():
         return {
@@ -241,7 +241,7 @@ class Finding(NamedTuple):
 
 
 def finding_of_error(error: Exception, rank_name: str) -> Finding:
-    """An exception of a rank as a finding of level error."""
+    """Returns an exception of a rank as a finding of level error."""
     if isinstance(error, UserError):
         where = f"{rank_name}; {error.where}" if error.where else rank_name
         return Finding("error", error.what, where, error.fix)

@@ -1,5 +1,5 @@
-"""The result of a check as text and as JSON: a row for each rank, what the ranks have in common,
-and the findings."""
+"""The result of a check as text and as JSON: a row for each rank, the facts that ranks have in
+common, and the findings."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _COLUMNS = ("rank", "host", "local", "device", "cores", "threads", "engine", "la
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Everything that a check has found."""
+    """The complete result of a check."""
 
-    ranks: Sequence[RankFacts]  # of all ranks; of rank 0 alone where the ranks are not connected
+    ranks: Sequence[RankFacts]  # facts of all ranks; of rank 0 only if the ranks are not connected
     engine: str  # its name, and why it was chosen
     run: RunFolderFacts | None
     speed: Speeds
     findings: Sequence[Finding]  # the most severe first
-    cores: Sequence[str] = ()  # how comm.bind has bound the ranks, as in the header of a job
+    cores: Sequence[str] = ()  # how comm.bind binds the ranks, as in a job's header
 
     @property
     def exit_code(self) -> int:
@@ -42,7 +42,7 @@ class CheckReport:
 
 
 def to_json(report: CheckReport) -> dict[str, Any]:
-    """The object that --json writes: see the types of CheckReport's fields for what is in each."""
+    """Returns the object that --json writes; the types of CheckReport's fields describe it."""
     return {
         "exit_code": report.exit_code,
         "engine": report.engine,
@@ -55,7 +55,7 @@ def to_json(report: CheckReport) -> dict[str, Any]:
 
 
 def to_text(report: CheckReport) -> list[str]:
-    """The lines for people."""
+    """Returns the lines for people."""
     return [
         _title(report),
         "",
@@ -88,7 +88,7 @@ def _rank_table(ranks: Sequence[RankFacts]) -> list[str]:
 
 
 def _row(facts: RankFacts, threads: int) -> tuple[str, ...]:
-    """The cells of a rank, in the order of _COLUMNS."""
+    """Returns the cells of a rank, in the order of _COLUMNS."""
     device = facts["device"]
     return (
         str(facts["rank"]),

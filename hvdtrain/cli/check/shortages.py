@@ -14,10 +14,10 @@ from hvdtrain.cli.check.rank_facts import (
 from hvdtrain.comm.cores.topology import number_ranges
 from hvdtrain.comm.rendezvous import files_needed
 
-# of /dev/shm for each rank of a host: MPI's and NCCL's memory between ranks, and data loaders
+# bytes of /dev/shm for each rank of a host, used by MPI, NCCL and data loaders
 SHARED_BYTES = 64 * 2**20
 _MOST_MASKS = 4  # named in one finding
-MANY_RANKS = 1024  # from which on a full mesh is said
+MANY_RANKS = 1024  # number of ranks from which a full mesh is reported
 _FIX_BINDING = (
     "mpirun --bind-to none, or --map-by slot:PE=N for N cores each; srun --cpus-per-task=N"
 )
@@ -30,7 +30,7 @@ _FIX_SHARED = (
 
 
 def find_shortages(ranks: Sequence[RankFacts]) -> list[Finding]:
-    """Every finding about what ranks share; `ranks` are all ranks of the job."""
+    """Returns every finding about what ranks share; `ranks` are all ranks of the job."""
     findings: list[Finding] = []
     for on_machine in group_ranks(ranks, lambda facts: facts["machine"] or facts["host"]).values():
         findings += [
@@ -42,7 +42,7 @@ def find_shortages(ranks: Sequence[RankFacts]) -> list[Finding]:
         ]
     for on_host in group_ranks(
         ranks, lambda facts: facts["host"]
-    ).values():  # containers of one machine have limits of their own
+    ).values():  # containers on one machine have separate limits
         findings += [
             *_shared_memory(on_host),
             *_locked_memory(on_host),
@@ -52,8 +52,8 @@ def find_shortages(ranks: Sequence[RankFacts]) -> list[Finding]:
 
 
 def full_mesh(engine: str, ranks: int) -> list[Finding]:
-    """A note where Gloo, which connects each rank with each, makes very many connections; hvdtrain
-    cannot have it make fewer."""
+    """Returns a note if Gloo, which connects all pairs of ranks, makes very many connections;
+    hvdtrain cannot change that."""
     if engine != "torchdist" or ranks < MANY_RANKS:
         return []
     connections = (
@@ -68,8 +68,8 @@ def full_mesh(engine: str, ranks: int) -> list[Finding]:
 
 
 def _cores(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """More ranks than cores among those that may use the same cores; and ranks bound to one core of
-    many."""
+    """Reports groups of ranks that may use fewer cores than they have ranks, and ranks bound to one
+    core of many."""
     if len(ranks) < 2:
         return
     host_cores = max(facts["host_cores"] for facts in ranks)
@@ -127,7 +127,7 @@ def _shared_cores(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 def _far_cores(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     """Ranks that are bound to cores away from their GPU."""
     for facts in ranks:
-        near = facts.get("gpu_cores", [])  # of another version there are none
+        near = facts.get("gpu_cores", [])  # another version of hvdtrain does not report them
         if near and not {*near} & {*facts["cores"]}:
             what = (
                 f"cores {number_ranges(facts['cores'])} are not next to the rank's GPU, which is "
@@ -165,7 +165,7 @@ def _threads(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def _gpus(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """Ranks of one machine that share a GPU, or some of them without a GPU."""
+    """Reports ranks of one machine that share a GPU, or some of them without a GPU."""
     devices = {facts["rank"]: facts["device"] for facts in ranks if facts["device"] is not None}
     on_gpus = [
         facts for facts in ranks if facts["rank"] in devices and devices[facts["rank"]]["id"]
@@ -207,7 +207,7 @@ def _gpus(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def _gpu_identity(facts: RankFacts, device: DeviceFacts) -> str:
-    """The UUID; without one, the device's name and host."""
+    """Returns the UUID; without one, the device's name and host."""
     identity = device["id"]
     return f"{identity} of {facts['host']}" if identity.startswith(("cuda", "xpu")) else identity
 

@@ -1,2 +1,2 @@
-"""`evaluate`, `predict` and `sample`: apply the model of a run, on any number of ranks; nothing is
-trained."""
+"""`evaluate`, `predict` and `sample`: apply the model of a run on any number of ranks, without
+training."""

@@ -14,8 +14,8 @@ from hvdtrain.errors import UserError, nearest, short
 OF_A_FILE = Given("<object of hvdtrain:file>", lambda: None, {})  # predict --data FILE
 TABLES = ("csv", "parquet")  # data sets whose columns have names
 OF_ROWS = ("data.fields.", "data.delimiter")  # which columns of a file are inputs
-# Keys of the run that say what its model is and what its data are. The others say how it was
-# trained, which matters no more.
+# Keys of the run that define its model and its data. Other keys define the training, which no
+# longer matters.
 _OF_THE_RUN = (
     "framework",
     "seed",
@@ -28,7 +28,7 @@ _OF_THE_RUN = (
     "evaluate.views",
     "optim.ema",
 )
-_OF_THE_COMMAND = (  # that may be given as key=value
+_OF_THE_COMMAND = (  # keys that are accepted as key=value
     "data.",
     "task.",
     "model.",
@@ -51,8 +51,8 @@ class Arguments(NamedTuple):
     overrides: list[str]
 
     def of_job(self) -> list[str]:
-        """The arguments that make the configuration. batch.size, which is of training, is one
-        sample a rank: any number of ranks fits."""
+        """Returns the arguments of the configuration. batch.size is one sample per rank, so that
+        any number of ranks works."""
         return [f"resume={self.run}", *self.overrides, "batch.per_rank=1"]
 
 
@@ -63,8 +63,8 @@ def parse(
     options: Mapping[str, str | None],
     flags: Sequence[str] = (),
 ) -> Arguments:
-    """options: {"--name": its default}; flags have no value. Raises UserError if the command
-    line is not as `usage` says."""
+    """Parses a command line. options: {"--name": its default}; flags have no value. Raises
+    UserError if the command line does not match `usage`."""
     parser = CommandParser(command, usage.partition("\n")[0])
     for name, default in options.items():
         parser.add_argument(name, default=default)
@@ -91,7 +91,7 @@ def parse(
         given = read_argument(argument)
         if (
             given.key == "optim.ema" and given.value is not None
-        ):  # no average is made here, of whatever decay
+        ):  # nothing is averaged here, so the decay does not matter
             what = (
                 f"{command} does not accept {short(argument)}: it uses the weight averages of the "
                 "run"
@@ -114,8 +114,8 @@ def parse(
 def read_former_run(assigned: Sequence[Assignment]) -> list[Assignment]:
     """Reads the run's configuration of model and data. Raises UserError if it cannot be read.
 
-    Where the command names other data, only the names of the run's classes and the form of its
-    images remain. Of shard.stage 3 remains: its model may fit no rank.
+    If the command names other data, only the names of the run's classes and the form of its images
+    are kept. shard.stage=3 is kept, because the model may not fit on one rank.
     """
     given = {assignment.key: assignment.value for assignment in assigned}
     # this machine may have fewer
@@ -129,7 +129,7 @@ def read_former_run(assigned: Sequence[Assignment]) -> list[Assignment]:
     recorded = {assignment.key: assignment.value for assignment in kept}
     if "data.name" in given and given["data.name"] != recorded.get(
         "data.name"
-    ):  # its options are those of another data set
+    ):  # its options belong to another data set
         remain: tuple[str, ...] = ("data.class_names",)
         name = given["data.name"]
         if recorded["data.name"] in TABLES and (name in TABLES or is_object(name)):

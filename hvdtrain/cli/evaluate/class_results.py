@@ -12,13 +12,13 @@ import numpy as np
 from hvdtrain.tasks.rows import name_of_class
 from hvdtrain.training.evaluate import ClassCounts, Evaluation
 
-_MOST_ROWS = 20  # classes on the screen: those with the lowest accuracy
-_MOST_MATRIX = 100  # classes whose confusion matrix an event has
-_MOST_PAIRS = 20  # pairs of classes that are taken for each other, in an event
+_MOST_ROWS = 20  # classes on the screen, the ones with the lowest accuracy
+_MOST_MATRIX = 100  # classes up to which an event has the confusion matrix
+_MOST_PAIRS = 20  # pairs of confused classes in an event
 
 
 def evaluation_fields(evaluation: Evaluation, class_names: Sequence[str] | None) -> dict[str, Any]:
-    """Fields of the event "evaluation", beside those that say which model and data they are of."""
+    """Returns fields of the event "evaluation", except the fields that identify model and data."""
     of_all: dict[str, Any] = {**evaluation.metrics, "count": evaluation.samples}
     if evaluation.classes is None:
         return of_all
@@ -37,7 +37,7 @@ def evaluation_fields(evaluation: Evaluation, class_names: Sequence[str] | None)
 
 
 def class_accuracies(counts: ClassCounts) -> list[float]:
-    """Accuracy of each class; NaN if it has no samples."""
+    """Returns accuracy of each class; NaN if it has no samples."""
     pairs = zip(counts.right.tolist(), counts.samples.tolist(), strict=True)
     return [right / samples if samples else math.nan for right, samples in pairs]
 
@@ -56,7 +56,7 @@ def class_precisions(confusion: np.ndarray | None) -> list[float] | None:
 
 
 def most_confused(confusion: np.ndarray | None, most: int) -> list[list[int]]:
-    """[label, what the model says, how often] of the most frequent mistakes, the most frequent
+    """Returns [label, prediction, how often] of the most frequent mistakes, the most frequent
     first."""
     if confusion is None:
         return []
@@ -72,8 +72,8 @@ def most_confused(confusion: np.ndarray | None, most: int) -> list[list[int]]:
 
 
 def evaluation_lines(evaluation: Evaluation, class_names: Sequence[str] | None) -> list[str]:
-    """The metrics, then a line for each class, of many classes for those with the lowest
-    accuracy."""
+    """Returns the metrics and a line for each class; if there are many, for the classes with the
+    lowest accuracy."""
     width = max(8, *(len(name) for name in evaluation.metrics))
     metrics = [f"{name:{width}} {value:.4f}" for name, value in evaluation.metrics.items()]
     if evaluation.classes is None:
@@ -115,7 +115,7 @@ def _class_lines(counts: ClassCounts, class_names: Sequence[str] | None) -> list
 
 
 def _mistake(confusion: np.ndarray | None, label: int, names: list[str]) -> str:
-    """Coat (31)"""
+    """Formats the most frequent mistake for a label: Coat (31)."""
     if confusion is None:
         return ""
     said = confusion[label].copy()

@@ -125,8 +125,8 @@ def _evaluate(rank: ConnectedRank, parsed: Arguments) -> int:
 
 
 def load_model(rank: ConnectedRank, parsed: Arguments) -> TrainedModel:
-    """The model of the run with the weights of --checkpoint, on every rank or in parts. Every rank
-    calls it. Raises UserError."""
+    """Loads the model of the run with the weights of --checkpoint, replicated or partitioned. Every
+    rank calls it. Raises UserError."""
     rank.heartbeat.beat("reading the checkpoint", 0, 0)
     return load_checkpoint(rank, parsed.options["checkpoint"])
 
@@ -216,8 +216,8 @@ def _refuse_unknown(own: Sequence[str], names: Sequence[str], where: str) -> Non
 
 
 def _with_fields_of(source: Source, task: Task, where: str) -> Source:
-    """Returns the source with integers of the task's type. Raises UserError if it lacks a field, or
-    has it in another form."""
+    """Returns the source with integers of the task's type. Raises UserError if a field is missing
+    or has another form."""
     for name, field in task.fields.items():
         found = source.fields.get(name)
         too_many = (

@@ -33,10 +33,10 @@ def export(arguments: Sequence[str]) -> int:
 
 
 def _export_keras(run: Path, to: Path, which: str, words: Sequence[str]) -> int:
-    """Writes the file; returns the exit code. words: model.name=package.module:function, which
-    builds the model.
+    """Writes the Keras file; returns the exit code. words: model.name=package.module:function,
+    which builds the model.
 
-    Raises UserError for a run of another framework, and where the file cannot be written.
+    Raises UserError for a run of another framework, and if the file cannot be written.
     """
     arguments = [f"resume={run}", *words, "batch.per_rank=1", "comm.engine=single"]
     try:

@@ -44,8 +44,7 @@ def check_folder_of_masks(to: str, force: bool) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _WithoutMasks(AroundSource):
-    """Images without known masks: the loss of a prediction is computed for class 0, and not
-    used."""
+    """Images without known masks. Their loss is computed for class 0 and not used."""
 
     source: Source
     y: Field
@@ -68,7 +67,7 @@ def write_masks(
     """Writes the masks of this rank's images under the images' names; returns how many there are.
     Every rank calls it.
 
-    Raises UserError if two images would have one mask, and where a file cannot be written.
+    Raises UserError if two images would have the same mask file, and if a file cannot be written.
     """
     files = [str(PurePosixPath(name).with_suffix(".png")) for name in names]
     if len(set(files)) < len(files):
@@ -92,7 +91,8 @@ def write_masks(
 
 
 def _write(path: Path, classes: np.ndarray) -> None:
-    """(H, W): 8 bits with a palette, of more than 256 classes 16 bits."""
+    """Writes classes (H, W) as a PNG: 8 bits with a palette, or 16 bits for more than 256
+    classes."""
     import PIL.Image
 
     if classes.max(initial=0) < 256:

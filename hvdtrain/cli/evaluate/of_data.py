@@ -1,4 +1,4 @@
-"""Predictions and metrics of a run's model on data that a script or a command gives."""
+"""Predictions and metrics of a run's model on data from a script or a command."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from hvdtrain.training.replicas.same_job import check_same_facts, facts
 from hvdtrain.training.run_rank import ConnectedRank
 from hvdtrain.training.trained_model import TrainedModel, asked_source
 
-# a task: a prediction uses the checkpoint's
+# replaces the task: a prediction uses the checkpoint's task
 WITHOUT_TARGETS = Given("<object of hvdtrain:predict>", lambda: None, {})
 
 
 class AskedData(NamedTuple):
-    """Data as the user gives them."""
+    """Data passed by the user."""
 
     given: Any
     name: str  # for messages
@@ -51,12 +51,12 @@ def predict_data(
         [np.ndarray, TrainedModel, np.ndarray | None], np.ndarray
     ] = lambda outputs, model, lengths: outputs,
 ) -> tuple[TrainedModel, np.ndarray]:
-    """Predicts with checkpoint `which` of the run: of() returns the outputs of each sample (n,
+    """Predicts with checkpoint `which` of the run. Returns the result of of() for each sample (n,
     ...), in the order of the data, on every rank.
 
-    lengths: how many tokens samples have that are padded, int64 (n,); else None.
+    The last argument of of(): the number of tokens of padded samples, int64 (n,); else None.
 
-    Every rank calls it. Raises UserError if the data do not fit the model.
+    Every rank calls it. Raises UserError if the data do not match the model.
     """
     config = unstaged(rank.config)
     communicator = rank.communicator
@@ -73,8 +73,8 @@ def predict_data(
 
 
 def evaluate_data(rank: ConnectedRank, data: AskedData, which: str) -> dict[str, float]:
-    """The metrics of checkpoint `which` of the run on the data. Every rank calls it. Raises
-    UserError where they do not fit the model."""
+    """Returns the metrics of checkpoint `which` on the data. Every rank calls it. Raises UserError
+    if the data do not match the model."""
     config = unstaged(rank.config)
     communicator = rank.communicator
 
@@ -89,7 +89,7 @@ def evaluate_data(rank: ConnectedRank, data: AskedData, which: str) -> dict[str,
 
 
 def _asked(rank: ConnectedRank, data: AskedData, task: Task, with_targets: bool = True) -> Source:
-    """The data with the fields of the task, the same on every rank."""
+    """Returns the data with the fields of the task, the same on every rank."""
     columns = table_of(rank.config.data.options).columns
     encoding = encoding_of_run(run_folder(rank))
     if encoding is not None:
@@ -141,7 +141,7 @@ def _task_of_script(
     given = config.task.given
     if given is None:
         return restore_task(config, of_checkpoint)
-    if given.name is None:  # metrics alone
+    if given.name is None:  # only metrics
         task = restore_task(config, of_checkpoint)
         measured: Task = given.make(task, asked(task))
         return measured
@@ -165,7 +165,7 @@ def _of_script(config: Config, source: Source) -> Task:
 
 
 def _of_all_ranks(communicator: Communicator, mine: Sequence[np.ndarray]) -> np.ndarray:
-    """The rows of all ranks, in rank order; a rank may have none."""
+    """Returns the rows of all ranks, in rank order; a rank may have none."""
     outputs = np.concatenate(mine) if mine else None
     forms = communicator.allgather_object(
         None if outputs is None else (str(outputs.dtype), list(outputs.shape[1:]))

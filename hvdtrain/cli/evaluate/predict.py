@@ -1,5 +1,5 @@
-"""hvdtrain predict: the outputs of a run's model for image files, tables, arrays and tokens, as a
-table, on any number of ranks."""
+"""hvdtrain predict: writes a table of a run's model outputs for image files, tables, arrays and
+tokens, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -229,10 +229,10 @@ def list_images(folder: Path) -> FoundImages:
 def _source(
     files: ImageFiles, shape: tuple[int, int, int], classes: int, config: Config
 ) -> ImageSource:
-    """The images in the form that the model takes.
+    """Returns the images in the form that the model takes.
 
-    Their centre squares are resized where data.size is set, and where the model is of a data set
-    that has no image files; else all have the model's size.
+    Their centre squares are resized if data.size is set, or if the model's data set has no image
+    files. Otherwise all must have the model's size.
     """
     sized = config.data.options.get("size") is not None
     crop = sized or (
@@ -265,7 +265,7 @@ def _check_target(to: str, force: bool) -> None:
 
 
 def _write(to: str, head: Sequence[str], rows: Sequence[Sequence[str]], unit: str) -> None:
-    """Writes the whole table, or leaves the file as it was and raises UserError."""
+    """Writes the whole table, or raises UserError and leaves the file unchanged."""
     out = io.StringIO()
     table = csv.writer(out, lineterminator="\n")
     table.writerow(head)
@@ -276,7 +276,7 @@ def _write(to: str, head: Sequence[str], rows: Sequence[Sequence[str]], unit: st
     path = Path(os.path.expanduser(to))
     try:
         with Folder.open(path.parent) as folder:
-            # a name that is not text keeps its bytes
+            # a file name that is not valid UTF-8 keeps its bytes
             folder.replace(path.name, out.getvalue().encode("utf-8", "surrogateescape"))
     except OSError as error:
         raise UserError(
@@ -318,7 +318,7 @@ def read_data_file(
     try:
         if path.suffix == ".npy":
             with np.errstate(over="ignore"):
-                # takes no memory for what the file does not have
+                # memory-mapped, so a damaged header does not allocate memory
                 return np.load(path, mmap_mode="r", allow_pickle=False)
         archive = npz.NpzFile.open(path)
         return {name: archive.values(name) for name in archive.names}

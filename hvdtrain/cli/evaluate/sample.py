@@ -59,7 +59,7 @@ _OPTIONS: dict[str, str | None] = {
     "--seed": "1",
     "--checkpoint": "",
 }
-_MOST = 2**20  # sequences, and tokens of one
+_MOST = 2**20  # limit for sequences, and for the tokens of a sequence
 _OF_IMAGES = ("--png", "--prompt-half")
 _OF_TEXT = ("--prompt", "--length")
 
@@ -231,7 +231,7 @@ def _of_all_ranks(
 
 
 def _read(parsed: Arguments) -> SampleRequest:
-    """Raises UserError for values that make no sense."""
+    """Parses the options. Raises UserError for values that make no sense."""
     options = parsed.options
     count = _number(
         options["count"], int, "--count", lambda n: 1 <= n <= _MOST, "1 or more, as in --count 32"
@@ -281,7 +281,7 @@ def _check_target(path: Path, force: bool) -> None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Writes the whole file, or leaves it as it was and raises UserError."""
+    """Writes the whole file, or raises UserError and leaves it unchanged."""
     try:
         with Folder.open(path.parent) as folder:
             folder.replace(path.name, content)

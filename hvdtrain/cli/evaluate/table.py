@@ -26,7 +26,8 @@ from hvdtrain.errors import UserError, first_line, short
 class TableFormat(NamedTuple):
     """The form of the run's tables."""
 
-    columns: tuple[str, ...] = ()  # of x, in the order of the model's inputs; empty: not known
+    # columns of x, in the order of the model's inputs; empty: unknown
+    columns: tuple[str, ...] = ()
     delimiter: str = ","
 
 
@@ -35,7 +36,7 @@ NO_TABLE = TableFormat()  # a run that was not trained on a table
 
 
 def table_of(options: Mapping[str, Any]) -> TableFormat:
-    """The table of a run with these options of its data set."""
+    """Returns the table of a run with these options of its data set."""
     x = (options.get("fields") or {}).get("x", ())
     named = [name_and_words(text) for text in ([x] if isinstance(x, str) else x)]
     columns = () if any(words for _, words in named) else tuple(name for name, _ in named)
@@ -43,11 +44,12 @@ def table_of(options: Mapping[str, Any]) -> TableFormat:
 
 
 def read_table(path: Path, table: TableFormat = NO_TABLE) -> np.ndarray:
-    """(n, columns) of a CSV file, whole numbers where all are. TRUE and FALSE are 1 and 0.
+    """Reads a CSV file as (n, columns), integers if all numbers are. TRUE and FALSE are 1 and 0.
 
     If the first row names the columns, the run's columns are selected by name, and a line on stderr
-    lists the others; if the run's columns are unknown, all but a target are used. Raises UserError
-    for a row of another length, for a missing column, and for a cell that is not a number.
+    lists the others; if the run's columns are unknown, all except a target are used. Raises
+    UserError for a row of another length, for a missing column, and for a cell that is not a
+    number.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -118,7 +120,8 @@ def read_encoded(path: Path, table: TableFormat, encoding: Encoding) -> np.ndarr
 
 
 def _chosen(names: list[str], width: int, table: TableFormat, path: Path) -> list[int]:
-    """The places of the columns of x. Raises UserError if one is missing or stands twice."""
+    """Returns the positions of the columns of x. Raises UserError if one is missing or
+    duplicated."""
     if not names:
         return list(range(width))
     if not table.columns:

@@ -11,7 +11,7 @@ from hvdtrain.comm.launcher_variables import tasks_per_node
 from hvdtrain.comm.rendezvous import expand_nodes
 from hvdtrain.errors import UserError, short
 
-LARGEST_BYTES = 2**24  # of a hostfile
+LARGEST_BYTES = 2**24  # limit for a hostfile
 _HOST = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::([0-9]{1,6}))?")
 _HOST_FIX = "hosts and the slots of each, as in -H n1:4,n2:4"
 # a batch system, a variable of its jobs, the variable that names the file with the job's hosts
@@ -26,13 +26,13 @@ _HOSTFILES = (
 
 class Host(NamedTuple):
     name: str
-    slots: int  # ranks that it may have
+    slots: int  # the number of ranks that it may run
 
 
 class Allocation(NamedTuple):
     system: str
     hosts: tuple[Host, ...]
-    # Ranks that the job was submitted for; 0 where only the hosts and their slots are known.
+    # Ranks that the job was submitted for; 0 if only the hosts and their slots are known.
     ranks: int = 0
 
     @property
@@ -118,7 +118,7 @@ def _of_file(system: str, variable: str, environ: Mapping[str, str]) -> tuple[Ho
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(system, f"{variable}: {error}") from None
     hosts = read_hostfile(lines, f"{variable}={path}", needs_slots=system == "SGE")
-    each = environ.get("PBS_NUM_PPN", "")  # of Torque, where its file has each host once
+    each = environ.get("PBS_NUM_PPN", "")  # for Torque, if its file lists each host once
     if system == "PBS" and each.isdecimal() and all(host.slots == 1 for host in hosts):
         return tuple(Host(host.name, max(1, int(each))) for host in hosts)
     return hosts
@@ -136,8 +136,8 @@ def read_hosts(value: str) -> tuple[Host, ...]:
 
 
 def read_hostfile(lines: Iterable[str], path: str, needs_slots: bool = False) -> tuple[Host, ...]:
-    """Lines `n1 slots=4`, `n1:4` or `n1`, as Open MPI, Hydra, PBS and Cobalt write them, or `n1 4
-    QUEUE ...`, as SGE does.
+    """Parses lines `n1 slots=4`, `n1:4` or `n1`, as in Open MPI, Hydra, PBS and Cobalt, or `n1 4
+    QUEUE ...`, as in SGE.
 
     # begins a comment. Raises UserError.
     """

@@ -70,7 +70,7 @@ hvdtrain launch [-np 8] [-H n1:4,n2:4 | --hostfile FILE] [--logs DIR] [--plain] 
                       needs -np or hosts. srun gets --mpi=pmix, as Open MPI needs it; MPICH and Intel MPI need --mpi=pmi2. With --container
                       the ranks run in an image there, by apptainer"""  # noqa: E501
 _COMMAND_LINE = "command line of launch"
-_PORT_ELSEWHERE = 29500  # torchrun's own, where nobody can look which one is free
+_PORT_ELSEWHERE = 29500  # torchrun's default, if it is impossible to look for a free port
 
 
 def launch(arguments: Sequence[str]) -> int:
@@ -116,9 +116,9 @@ def _refuse_without(option: str, mode: Mode, options: argparse.Namespace) -> Non
 
 
 def _in_mode(option: str, mode: Mode, options: argparse.Namespace, program: Program) -> int:
-    """Runs what an extra has for an option. It gets the options; what makes launch's line for
-    options with hosts and ranks; what finds this machine's mpirun; the ranks where no hosts are
-    named; and the hosts of the batch job, where none are."""
+    """Runs an extra's function for an option. The function gets the options, and functions that
+    compose a command line and find this machine's mpirun. It also gets the number of ranks if no
+    hosts are named, and the hosts of the batch job."""
 
     def command(start: argparse.Namespace) -> list[str]:
         return compose(start, program, os.environ)
@@ -161,7 +161,7 @@ def compose(options: argparse.Namespace, program: Program, environ: Mapping[str,
     shares = ranks_per_host(hosts or (allocation.with_room_for(ranks) if allocation else ()), ranks)
     if (
         allocation is not None and not allocation.ranks
-    ):  # else mpirun and srun know the hosts of their SLURM job themselves
+    ):  # otherwise mpirun and srun know the hosts of their SLURM job
         hosts = allocation.with_room_for(ranks)
     container = _container_prefix(options)
     python = [*container, "python3"] if container else [sys.executable]
@@ -178,7 +178,7 @@ def compose(options: argparse.Namespace, program: Program, environ: Mapping[str,
         ranks_bind=options.cores not in (None, "none"),
         oversubscribe=options.oversubscribe or (on_this_machine_only and ranks > available_cores()),
         fault_tolerant=value_of(program.words, "guard.lost")
-        in ("shrink", "restart"),  # its launcher must not end the other ranks
+        in ("shrink", "restart"),  # then the launcher must not end the other ranks
     )
     if options.slurm:
         return _with_srun(request, mpi_library_version(python), environ)
@@ -238,7 +238,7 @@ def _for_another_machine(options: argparse.Namespace, program: Program) -> list[
             f"-np, as in launch -np 8 --mpi {options.mpi} --dry-run; or -H n1:4,n2:4",
         )
     python = ["python"]
-    if options.container is not None:  # apptainer shows it the current folder by itself
+    if options.container is not None:  # apptainer mounts the current folder itself
         binds = [word for folder in options.bind for word in ("--bind", folder)]
         python = ["apptainer", "exec", *binds, options.container, "python3"]
     ranks = _ranks(options, hosts, None, {})
@@ -443,7 +443,7 @@ def _parser() -> CommandParser:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of launch; raises UserError for an unknown one."""
+    """Parses the options of launch; raises UserError for an unknown one."""
     parser = _parser()
     options, unknown = parser.parse_known_args(arguments)
     if unknown:

@@ -40,7 +40,7 @@ _FORWARDED_PREFIXES = (
     *("OMP_", "MKL_", "KMP_", "UCX_", "FI_", "I_MPI_", "MPICH_", "PYTHON"),
 )
 _SECRET = re.compile("TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH")
-_PMI_PLUGINS: dict[MpiKind, tuple[str, ...]] = {  # of srun; the preferred one first
+_PMI_PLUGINS: dict[MpiKind, tuple[str, ...]] = {  # srun's plugins, the preferred one first
     "openmpi4": ("pmix", "pmi2"),
     "openmpi5": ("pmix",),
     "mpich": ("pmi2", "cray_shasta"),
@@ -59,8 +59,9 @@ class LaunchRequest:
     forwarded: tuple[str, ...] = ()  # names of environment variables for ranks on other hosts
     as_root: bool = False
     oversubscribe: bool = False  # allow more ranks than slots
-    fault_tolerant: bool = False  # Open MPI 5: the other ranks live on where one is lost (ULFM)
-    ranks_bind: bool = False  # themselves, so that srun must not: the other launchers never do
+    fault_tolerant: bool = False  # Open MPI 5: the other ranks survive if one dies (ULFM)
+    # ranks bind themselves, so srun must not; the other launchers never do
+    ranks_bind: bool = False
 
 
 def mpirun_command(kind: MpiKind, request: LaunchRequest) -> list[str]:
@@ -127,15 +128,15 @@ def _environment_list(forwarded: Sequence[str]) -> list[str]:
     return ["-genvlist", ",".join(forwarded)] if forwarded else []
 
 
-# The first rank that ends has the others end within 30 s. With --kill-on-bad-exit=1, which a site
-# may have as its default, code 75 of the first rank of a stopped job has the others killed while
-# they are still ending: it becomes 143, and nothing requeues the job.
+# After the first rank ends, the others end within 30 s. With --kill-on-bad-exit=1, which may be a
+# site's default, exit code 75 of the first rank in a stopped job would kill the others while they
+# are still ending. The code would become 143, and the job would not be requeued.
 _SRUN_ENDS = ("--kill-on-bad-exit=0", "--wait=30")
 
 
 def srun_command(request: LaunchRequest, pmi: str, cores_per_rank: int | None) -> list[str]:
-    """Builds srun's command line; srun decides which variables its tasks get. `cores_per_rank`:
-    srun no longer inherits sbatch's value.
+    """Builds srun's command line; srun decides which variables its tasks get. `cores_per_rank` is
+    passed because srun no longer inherits sbatch's value.
 
     Raises UserError if hosts get different numbers of ranks, which srun cannot do.
     """
@@ -215,7 +216,7 @@ def forwarded_variables(environ: Mapping[str, str], requested: Sequence[str]) ->
                 "command line of launch",
                 "give the name alone, and set it before: export NAME=VALUE",
             )
-    compared = variables(environ)  # ranks where one of these differs are refused
+    compared = variables(environ)  # ranks with different values of these are rejected
     forwarded = {
         name
         for name in environ
@@ -262,7 +263,7 @@ def select_pmi(plugins: str, library: MpiKind | None) -> str:
     raise UserError(what, f"srun --mpi=list: {short(' '.join(plugins.split()))}", fix)
 
 
-# one line fits Open MPI 4 too
+# the same line works for Open MPI 4
 _KINDS: dict[str, MpiKind] = {
     "openmpi": "openmpi5",
     "mpich": "mpich",
@@ -280,7 +281,8 @@ def command_for(
     *,
     ranks_bind: bool = False,
 ) -> list[str]:
-    """The command line for `mpi`, one of MPIS; `variables`: further ones for ranks on other hosts.
+    """Returns the command line for `mpi`, one of MPIS; `variables`: further ones for ranks on other
+    hosts.
     ranks_bind: ranks bind themselves to cores.
 
     Raises UserError if a launcher that gives each host as many ranks cannot distribute them.
@@ -292,7 +294,7 @@ def command_for(
         hosts=hosts,
         forwarded=("PATH", *variables)
         if mpi == "openmpi"
-        else (),  # the other ones send all variables
+        else (),  # the other launchers send all variables
         oversubscribe=oversubscribe,
         ranks_bind=ranks_bind,
     )
@@ -305,8 +307,8 @@ def _srun(request: LaunchRequest) -> list[str]:
 
 
 def _flux(request: LaunchRequest) -> list[str]:
-    """flux-run(1): -n tasks; -N nodes, which share them evenly. Flux gives ranks the environment of
-    the command."""
+    """Returns the flux-run(1) command: -n tasks, spread evenly over -N nodes. Flux passes the
+    command's environment to ranks."""
     names, each = _even(request, "flux")
     places = (
         ["-N", str(len(names)), f"--tasks-per-node={each}", f"--requires=host:{','.join(names)}"]
@@ -333,8 +335,8 @@ def _pals(request: LaunchRequest) -> list[str]:
 
 
 def _lsf(request: LaunchRequest) -> list[str]:
-    """jsrun(1): a resource set is a host, with all of its cores and GPUs. The allocation says which
-    hosts these are."""
+    """Returns the jsrun(1) command. A resource set is a host with all of its cores and GPUs; the
+    allocation determines the hosts."""
     names, each = _even(request, "lsf")
     if not names:
         raise UserError(
@@ -380,7 +382,7 @@ _OTHERS: dict[str, Callable[[LaunchRequest], list[str]]] = {
 MPIS = (*_KINDS, *_OTHERS)  # the values of --mpi
 
 
-# Debian installs several under the later names
+# Debian installs several MPIs under the later names
 _LAUNCHERS = (
     "mpirun",
     "mpiexec",
@@ -401,7 +403,7 @@ def find_launcher(library_version: str) -> MpiLauncher:
     MPI library.
 
     library_version: as mpi_library_version() returns it; empty accepts any launcher. Raises
-    UserError where there is none.
+    UserError if there is none.
     """
     library = identify_mpi(library_version)
     rejected: list[str] = []
@@ -440,7 +442,7 @@ def _launchers() -> Iterator[str]:
 
 
 def mpi_library_version(python: Sequence[str]) -> str:
-    """The version text of the MPI library that mpi4py of this Python loads; empty without
+    """Returns the version text of the MPI library that mpi4py of this Python loads; empty without
     mpi4py."""
     return output_of([*python, "-m", "mpi4py", "--mpi-lib-version"])
 

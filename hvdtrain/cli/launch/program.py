@@ -17,7 +17,7 @@ from hvdtrain.errors import UserError, closest, short
 
 _PYTHONS = ("python", "python3", f"python3.{sys.version_info.minor}")
 _JOBS = ("train", "check")  # commands of hvdtrain that run on ranks
-NOT_ON_RANKS = (  # the others; those of extras neither
+NOT_ON_RANKS = (  # the other commands, in addition to the commands of extras
     "report",
     "launch",
     "export",
@@ -34,11 +34,12 @@ RANK = "hvdtrain.cli.launch.rank"
 
 class Program(NamedTuple):
     kind: Literal["hvdtrain", "script", "module", "program"]
-    words: tuple[str, ...]  # arguments of hvdtrain; else what is run, with its arguments
+    words: tuple[str, ...]  # arguments of hvdtrain, or the program with its arguments
 
     @property
     def is_job(self) -> bool:
-        """hvdtrain itself, whose lines are not tagged: rank 0 reports for all."""
+        """Whether the program is hvdtrain. Its lines are not tagged, because rank 0 reports for all
+        ranks."""
         return self.kind == "hvdtrain"
 
     def command(
@@ -51,11 +52,11 @@ class Program(NamedTuple):
         port: int | None = None,
         bind: str | None = None,
     ) -> tuple[str, ...]:
-        """The command line of a rank. plain: without the rank before each line; logs: the folder of
-        its log file.
+        """Returns the command line of a rank. plain: without the rank before each line; logs: the
+        folder of its log file.
 
-        hosts, port: of MASTER_ADDR and MASTER_PORT. bind: as comm.bind. Raises UserError if a job
-        has another one.
+        hosts, port: for MASTER_ADDR and MASTER_PORT. bind: as comm.bind. Raises UserError if the
+        job sets another value.
         """
         if self.is_job:
             return (*python, "-m", "hvdtrain", *self._bound_words(bind))
@@ -70,7 +71,7 @@ class Program(NamedTuple):
         return (*python, "-m", RANK, *options, self.kind, *self.words)
 
     def _bound_words(self, bind: str | None) -> tuple[str, ...]:
-        """The words of a job with comm.bind."""
+        """Returns the words of a job with comm.bind."""
         if bind is None:
             return self.words
         of_job = value_of(self.words, "comm.bind", bind)
@@ -86,7 +87,7 @@ def read_program(words: Sequence[str], own_options: Sequence[str]) -> Program:
     first = words[0] if words else ""
     if (
         first in _PYTHONS and len(words) > 1 and (_is_script(words[1]) or words[1] == "-m")
-    ):  # as one writes it after horovodrun or mpirun
+    ):  # as after horovodrun or mpirun
         return read_program(words[1:], own_options)
     if first == "-m" and len(words) > 1 and words[1] != "hvdtrain":
         return Program("module", tuple(words[1:]))
@@ -154,8 +155,8 @@ def value_of(job: Sequence[str], key: str, default: Any = None) -> Any:
     """Returns the value of a key: of the last argument that sets it, otherwise of the last --config
     file, otherwise of the run folder that resume= names.
 
-    Not for a script, which may call hvdtrain.train() with anything. What cannot be read here sets
-    nothing: the job says it.
+    Not for a script, which may call hvdtrain.train() with anything. Unreadable files set nothing;
+    the job reports them.
     """
     value = default
     for path in _files(job):

@@ -46,7 +46,8 @@ from hvdtrain.training.failure import (
 # ranks that fail at the same moment report one after the other: the first one ends the others
 APART_S = 0.25
 APART_RANKS = 8
-# what a lost connection, or a request to stop, raises waits for the rank that was the cause
+# a rank that fails because of a lost connection or a request to stop waits for the rank that caused
+# it
 CONSEQUENCE_S = 4.0
 LEAVE_S = (
     10  # for a rank that ends with an exit code: MPI waits at the end for ranks that may never come

@@ -35,8 +35,8 @@ class LauncherRun:
     """One launcher, from its start to its end: Ctrl-C stops the job with a checkpoint, a second one
     kills it.
 
-    is_job: its ranks run hvdtrain, which saves a checkpoint when it is asked to stop; a script may
-    do something else.
+    is_job: its ranks run hvdtrain, which saves a checkpoint on a request to stop; a script may do
+    something else.
     """
 
     def __init__(self, command: Sequence[str], *, is_job: bool = True) -> None:
@@ -44,7 +44,7 @@ class LauncherRun:
         self._is_job = is_job
         self._child: subprocess.Popen[bytes] | None = None
         self._stopped_s: float | None = None  # time.monotonic() of the first signal
-        self._killed = 0  # the number of the second one
+        self._killed = 0  # number of the second signal
         self._asked = self._is_terminated = False
 
     @property
@@ -75,12 +75,12 @@ class LauncherRun:
                     self._stopped_s = time.monotonic()
                 if (
                     handler is not signal.SIG_IGN
-                ):  # the parent process set it so, as nohup does with SIGHUP
+                ):  # set by the parent process, as nohup does for SIGHUP
                     signal.signal(number, self._stop)
             # In a session of its own no signal of the terminal reaches the launcher, which would
             # kill the ranks within half a second.
             self._child = start_child(self._command, os.environ, signal.SIGTERM, new_session=True)
-            if self._stopped_s is not None:  # before there was a child
+            if self._stopped_s is not None:  # the signal came before the child started
                 self._child.send_signal(signal.SIGUSR2)
             return self._exit_code(self._wait(self._child, look, look_s))
         finally:
@@ -120,7 +120,7 @@ class LauncherRun:
         if self._killed:
             return 128 + self._killed
         code = status if status >= 0 else 128 - status
-        # it has ended the launcher, or a rank whose Python was not running yet
+        # the signal ended the launcher, or a rank whose Python was not running yet
         was_starting = code == 128 + signal.SIGUSR2
         return REQUEUE if self._stopped_s is not None and was_starting and self._is_job else code
 
@@ -137,7 +137,7 @@ class NodeOptions(NamedTuple):
 
     num_nodes: int
     node_id: int
-    processes: int  # of each node: --num-gpus
+    processes: int  # processes per node: --num-gpus
 
     def environments(self, address: str) -> list[dict[str, str]]:
         """Variables for each process of this node, under torchrun's names; `address`: host:port of
@@ -170,7 +170,7 @@ def spawn(arguments: Sequence[str]) -> int:
         )
     environments = options.environments(_address(options, job))
     command = [sys.executable, "-m", "hvdtrain", *job]
-    # other hosts would have another one
+    # other hosts would create a different secret
     secret = secret_of(os.environ) or (new_secret() if options.num_nodes == 1 else "")
     children = [
         start_child(command, {**os.environ, **variables, SECRET: secret}, signal.SIGKILL)
@@ -183,7 +183,7 @@ def spawn(arguments: Sequence[str]) -> int:
 
     for number in STOPPING:
         former = signal.getsignal(number)
-        if former is not signal.SIG_IGN:  # the parent process set it so, as nohup does with SIGHUP
+        if former is not signal.SIG_IGN:  # set by the parent process, as nohup does for SIGHUP
             signal.signal(number, forward)
         if isinstance(former, EarlySignals) and former.received == number:
             forward(number, None)
@@ -191,7 +191,7 @@ def spawn(arguments: Sequence[str]) -> int:
 
 
 def parse_node_options(arguments: Sequence[str]) -> tuple[NodeOptions, list[str]]:
-    """The options of OPTIONS, and the other arguments, which belong to the job. Raises
+    """Parses the options of OPTIONS, and the other arguments, which belong to the job. Raises
     UserError."""
     values = {
         "--num-nodes": 1,

@@ -26,7 +26,7 @@ def key_classes() -> list[type[Section]]:
 
 
 def dividing_keys() -> list[str]:
-    """Keys of extras that divide a model among ranks."""
+    """Returns keys of extras that divide a model among ranks."""
     return [kind.full_key(name) for kind in key_classes() for name in kind.dividing]
 
 

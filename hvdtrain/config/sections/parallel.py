@@ -115,7 +115,7 @@ class ParallelConfig(Section):
         return frozenset({"p2p"} if self.pipeline > 1 else ())
 
     def summary(self) -> str:
-        """The settings, for people: parallel.tensor=2, or parallel.pipeline=2 x
+        """Returns the settings, for people: parallel.tensor=2, or parallel.pipeline=2 x
         parallel.tensor=2."""
         sizes = {"pipeline": self.pipeline, "tensor": self.tensor}
         return " x ".join(f"parallel.{name}={size}" for name, size in sizes.items() if size > 1)

@@ -253,7 +253,7 @@ class CsvFile(StoredFile):
         )
 
     def wrong_cell(self, place: int, text: str, line: int, error: str, kind: str) -> UserError:
-        """The error for a cell that is not a number."""
+        """Returns the error for a cell that is not a number."""
         texts = [
             name
             for name, one in zip(self.header, self.kinds, strict=True)
@@ -291,7 +291,7 @@ class CsvFile(StoredFile):
 
 
 def delimiter_of(option: str | None) -> str | None:
-    """The character of the option data.delimiter; None if it is not set."""
+    """Returns the character of the option data.delimiter; None if it is not set."""
     return _WORDS.get(option or "", option)
 
 
@@ -302,7 +302,7 @@ def column_name(text: str, place: int) -> str:
 
 
 def _fields_of_columns(wanted: Wanted) -> dict[str, str]:
-    """The field of each column that data.fields names."""
+    """Returns the field of each column that data.fields names."""
     return {
         name_and_words(text)[0]: field_name
         for field_name, texts in (wanted.fields or {}).items()

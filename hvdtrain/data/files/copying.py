@@ -48,8 +48,8 @@ class CopyThread:
 
 
 def list_files(root: Path, selections: Sequence[FileSelection]) -> dict[str, FileState]:
-    """{path inside root: state} of the selected files, sorted by path. Hidden names are skipped,
-    links are followed.
+    """Returns {path inside root: state} of the selected files, sorted by path. Hidden names are
+    skipped, links are followed.
 
     A link may lead out of `root`; its content is copied. Raises OSError, and UserError for a circle
     of links, a broken link, or anything but a regular file (reading a pipe would hang).

@@ -271,8 +271,8 @@ def is_hidden(name: str) -> bool:
 
 
 def _folder(found: tuple[str, list[str]]) -> str:
-    """The path of the folder, without the last /, as a sort key: a/b comes before a/b-2, which
-    comes before a/b/c."""
+    """Returns the path of the folder, without the last /, as a sort key: a/b comes before a/b-2,
+    which comes before a/b/c."""
     return found[0].rstrip("/")
 
 

@@ -1,5 +1,5 @@
 """TensorBoard: the numbers of each event, and the configuration and the header as text, in
-RUN/tensorboard/NAME, where NAME is the run's."""
+RUN/tensorboard/NAME, with the name of the run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TensorBoard:
         self._config = config
         self._run = run
         self._records: RecordWriter | None = None
-        self._start: Event | None = None  # whose texts are not written yet
+        self._start: Event | None = None  # a start event whose texts are not written yet
 
     def __call__(self, event: Event) -> None:
         self._metrics = metric_names(event, self._metrics)
@@ -77,8 +77,8 @@ class TensorBoard:
             self._records.close()
 
     def _open(self) -> RecordWriter:
-        # Its import takes 0.2 s, torch.utils.tensorboard 2 s. EventFileWriter also imports
-        # TensorFlow where that is installed.
+        # This import takes 0.2 s, torch.utils.tensorboard 2 s. EventFileWriter also imports
+        # TensorFlow if it is installed.
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         # Readers take the files of a folder in the order of their names: the time comes first, in
@@ -88,8 +88,8 @@ class TensorBoard:
             return RecordWriter(folder.create(name))
 
     def _write_restart(self, event: Event) -> None:
-        """Writes a restart. A resumed job repeats steps that an earlier start did after this one:
-        readers drop the earlier ones."""
+        """Writes a restart. A resumed job repeats steps that an earlier start did after this step;
+        readers then drop the earlier ones."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
         self._write(event.time, event.step + 1, session_log=SessionLog(status=SessionLog.START))
@@ -107,7 +107,7 @@ class TensorBoard:
         )
         texts = {"config": f"| key | value |\n| --- | --- |\n{rows}"}
         if event.fields.get("lines"):
-            # indented: Markdown shows it as it is
+            # indented, so that Markdown shows it verbatim
             lines = [f"    {redact_urls(line)}" for line in event.fields["lines"]]
             texts["header"] = "\n".join(lines)
         self._write(
@@ -124,7 +124,7 @@ class TensorBoard:
 
 
 def _text(tag: str, text: str) -> dict[str, Any]:
-    """A summary value that the TEXT tab shows."""
+    """Returns a summary value that the TEXT tab shows."""
     from tensorboard.compat.proto.types_pb2 import DT_STRING
 
     shape = {"dim": [{"size": 1}]}

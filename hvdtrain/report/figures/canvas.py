@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette, whose colours colour-blind readers can tell apart; dashes too, since
-# lines may cover each other.
+# Okabe and Ito's palette, which colour-blind readers can distinguish, and dashes, because lines may
+# cover each other.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)))
 GREY = "#777777"
 # inches; small, so that letters stay readable on a narrow screen
 WIDTH = 5.6
 HEIGHT = 3.4
-MOST_POINTS = 2000  # of a line
-_MEANS = 200  # points of the line of means that is drawn over a longer line
+MOST_POINTS = 2000  # points in a line
+_MEANS = 200  # points in the line of means that is drawn over a longer line
 
 LineStyle = dict[str, Any]  # keyword arguments of matplotlib's Axes.plot
 LegendEntry = tuple[str, LineStyle]
 Point = tuple[float, float]
 DPI = 150  # of a PNG
-LARGEST_SVG_BYTES = 400_000  # in a page a larger figure is a PNG
+LARGEST_SVG_BYTES = 400_000  # in a page, a larger figure becomes a PNG
 
 
 class TimeUnit(NamedTuple):
@@ -72,8 +72,8 @@ def draw_line(axes: Axes, x: Sequence[float], y: Sequence[float], **style: Any) 
     """Draws a line through the finite points, or a marker if there is only one; returns whether
     there was anything to draw.
 
-    Above MOST_POINTS points a pale line has the extremes and a second one the means; a line with a
-    drawstyle (stairs) has no second one.
+    Above MOST_POINTS points, a pale line shows the extremes and a second line the means; a line
+    with a drawstyle (stairs) has no second line.
     """
     points = [(a, b) for a, b in zip(x, y, strict=True) if math.isfinite(a) and math.isfinite(b)]
     if not points:
@@ -94,13 +94,13 @@ def draw_line(axes: Axes, x: Sequence[float], y: Sequence[float], **style: Any) 
 
 
 def _sections(points: Sequence[Point], count: int) -> list[range]:
-    """The indices of the points in `count` sections of equal length."""
+    """Returns the indices of the points in `count` sections of equal length."""
     cuts = [len(points) * section // count for section in range(count + 1)]
     return [range(start, end) for start, end in itertools.pairwise(cuts)]
 
 
 def _means(points: Sequence[Point]) -> list[Point]:
-    """The mean point of each of _MEANS sections."""
+    """Returns the mean point of each of _MEANS sections."""
     return [
         (fmean(points[i][0] for i in section), fmean(points[i][1] for i in section))
         for section in _sections(points, _MEANS)
@@ -140,20 +140,21 @@ def legend(figure: Figure, entries: Sequence[LegendEntry]) -> None:
 
 
 def run_entries(labels: Sequence[str], **style: Any) -> list[LegendEntry]:
-    """The legend's entries for several runs; none for a single run, which the title names."""
+    """Returns the legend's entries for several runs; none for a single run, which the title
+    names."""
     if len(labels) == 1:
         return []
     return [(label, run_style(index) | style) for index, label in enumerate(labels)]
 
 
 def literal(label: str) -> str:
-    """A label that matplotlib shows unchanged: no formula between dollars, no leading underscore,
-    which a legend would skip."""
+    """Returns a label that matplotlib shows unchanged: no formula between dollars, no leading
+    underscore, which a legend would skip."""
     return (" " if label.startswith("_") else "") + label.replace("$", r"\$")
 
 
 def drawn_values(axes: Axes) -> list[float]:
-    """All y values of the drawn lines."""
+    """Returns all y values of the drawn lines."""
     lines: list[Any] = [line.get_ydata() for line in axes.lines]
     return [float(value) for values in lines for value in values]
 
@@ -186,13 +187,13 @@ def scale_from_zero(axes: Axes) -> None:
 
 
 def time_unit(seconds: float) -> TimeUnit:
-    """The unit for the time axis of a job of this length."""
+    """Returns the unit for the time axis of a job of this length."""
     if seconds > 2 * 3600:
         return TimeUnit(3600.0, "h")
     return TimeUnit(60.0, "min") if seconds > 2 * 60 else TimeUnit(1.0, "s")
 
 
-# Letters as paths: the page looks the same where the font is missing. No LaTeX, whatever the user's
+# Letters are paths, so the page looks the same without the font. LaTeX is off, whatever the user's
 # matplotlibrc says.
 _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "path",
@@ -223,7 +224,7 @@ def save_png(path: Path, draw: Callable[[], Figure], option: str = "--png") -> s
 
 
 def svg(figure: Figure) -> bytes:
-    """The figure as SVG, without a date: one run always gives the same bytes."""
+    """Returns the figure as SVG, without a date, so that a run always gives the same bytes."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     return _render(
@@ -242,13 +243,13 @@ def _render(print_to: Callable[[io.BytesIO], None]) -> bytes:
 
     out = io.BytesIO()
     with matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
-        # letters of a run's name that the font lacks: they become boxes
+        # letters in a run's name that the font lacks become boxes
         warnings.simplefilter("ignore", UserWarning)
         print_to(out)
     return out.getvalue()
 
 
 def data_url(svg_data: bytes, png_data: bytes) -> str:
-    """A data: URL of the SVG, or of the PNG if the SVG is larger than LARGEST_SVG_BYTES."""
+    """Returns a data: URL of the SVG, or of the PNG if the SVG is larger than LARGEST_SVG_BYTES."""
     kind, data = ("svg+xml", svg_data) if len(svg_data) <= LARGEST_SVG_BYTES else ("png", png_data)
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"

@@ -50,14 +50,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _LOG_SCALE_FROM = (
-    50  # the axis is logarithmic where the largest value is so many times the tenth percentile
+    50  # the axis is logarithmic if the largest value is this many times the tenth percentile
 )
 _MOST_METRICS = 6  # in a figure
 _TRAIN: LineStyle = {"linewidth": 1.0}
 _VAL: LineStyle = {"marker": "o", "markersize": 3.5}
-_MOST_NAMES = 30  # classes whose names are written on the axes
-_MOST_NUMBERS = 12  # classes whose shares are written into the cells
-_DARK = 0.5  # shares from here on are written in white
+_MOST_NAMES = 30  # classes up to which their names are written on the axes
+_MOST_NUMBERS = 12  # classes up to which shares are written into the cells
+_DARK = 0.5  # shares above this are written in white
 
 
 def loss(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
@@ -75,7 +75,7 @@ def loss(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
 
 
 def accuracy(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """The objective over time, drawn like the loss, with a line for each target."""
+    """Draws the objective over time, like the loss, with a line for each target."""
     figure, (axes,) = new_figure()
     legend_entries = _draw_train_and_val(axes, runs, "accuracy")
     if not legend_entries:
@@ -88,7 +88,7 @@ def accuracy(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
 
 
 def metrics(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """The other metrics of the runs' tasks, axes for each; None if no run has any."""
+    """Draws the other metrics of the runs' tasks, one plot for each; None if no run has any."""
     names = [name for run in runs for name in metrics_of(run) if name not in ("loss", "accuracy")]
     known = list(dict.fromkeys(name for name in names if any(_has(run, name) for run in runs)))[
         :_MOST_METRICS
@@ -108,8 +108,8 @@ def metrics(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
 
 
 def logged(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """Values that scripts logged and other figures do not show, axes for each name; None if no run
-    has any."""
+    """Draws values that scripts logged and that other figures do not show, one plot for each name;
+    None if no run has any."""
     names = dict.fromkeys(
         name for run in runs for name in logged_names(run) if name not in ("loss", "val_loss")
     )
@@ -177,8 +177,8 @@ def _train_values(run: RunRecord, metric: str) -> tuple[list[Fields], list[float
 
 
 def _epochs(run: RunRecord, events: Sequence[Fields]) -> list[float]:
-    """Epochs done at each event, with the fraction: a job may be evaluated, and end, in the middle
-    of an epoch."""
+    """Returns the epochs done at each event, as real numbers: a job may be evaluated, and end, in
+    the middle of an epoch."""
     done = {event["step"]: number(event, "epochs") for event in run.step_events()}
     return [
         done.get(event["step"], first_finite(number(event, "epochs"), number(event, "epoch")))
@@ -251,7 +251,7 @@ def rates(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
 
 
 def noise_scale(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """The gradient noise scale, with the global batch to compare it with."""
+    """Draws the gradient noise scale, with the global batch to compare it with."""
     figure, (axes,) = new_figure()
     drawn = False
     for index, run in enumerate(runs):
@@ -286,8 +286,8 @@ def noise_scale(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | No
 
 
 def confusion(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """Shares of each class's samples by the model's prediction, for one run; None for several runs,
-    and without a confusion matrix."""
+    """Draws shares of each class's samples by the model's prediction, for one run; None for several
+    runs, and without a confusion matrix."""
     last = next(reversed(evaluations_of(runs[0])), None) if len(runs) == 1 else None
     shares = confusion_shares(last) if last else None
     if last is None or shares is None:
@@ -325,7 +325,7 @@ def confusion(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None
     return figure
 
 
-# of runs and their labels; None where there is nothing to show
+# draws runs with their labels; None if there is nothing to show
 _Draw = Callable[[Sequence[RunRecord], Sequence[str]], "Figure | None"]
 
 

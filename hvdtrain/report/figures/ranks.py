@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# up to these points; above a heat map
+# up to this many ranks points are drawn, above it a heat map
 _FEW_RANKS = 8
 _FEW_EPOCHS = 4
 _BLACK = "#000000"
@@ -42,7 +42,7 @@ _RING: LineStyle = {
 _IDEAL: LineStyle = {"color": GREY, "linewidth": 1.0, "linestyle": (0, (4, 3))}
 _MOST_BARS = 48  # ranks
 _WAITING = "#E4E4E4"
-_MOST_NUMBERS = 40  # passes of a rank whose micro-batches are named
+_MOST_NUMBERS = 40  # passes of a rank up to which micro-batches are numbered
 
 
 class _RunWithStraggler(NamedTuple):
@@ -52,8 +52,8 @@ class _RunWithStraggler(NamedTuple):
 
 
 def own_work(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """Milliseconds of each rank's own work in a step, without communication; the slowest rank is
-    named."""
+    """Draws each rank's own work in a step in milliseconds, without communication; the slowest rank
+    is named."""
     measured = [
         _RunWithStraggler(label, run, found)
         for label, run in zip(labels, runs, strict=True)
@@ -77,7 +77,7 @@ def own_work(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
 
 
 def _work_points(epochs: list[list[float]], slowest: Straggler) -> Figure:
-    """A column of points for each rank, one for each evaluation, and their mean. `epochs`:
+    """Draws a column of points for each rank, one for each evaluation, and their mean. `epochs`:
     milliseconds by evaluation and rank."""
     figure, (axes,) = new_figure()
     for row in epochs:
@@ -134,7 +134,7 @@ def _mark_slowest(axes: Axes, x: float, y: float, slowest: Straggler) -> None:
 
 
 def _work_map(epochs: list[list[float]], slowest: Straggler) -> Figure:
-    """A heat map of ranks by evaluations; matplotlib drops pixels where there are more ranks than
+    """Draws a heat map of ranks by evaluations; matplotlib drops rows if there are more ranks than
     pixels."""
     figure, (axes,) = new_figure()
     axes.grid(visible=False)
@@ -157,7 +157,7 @@ def _work_map(epochs: list[list[float]], slowest: Straggler) -> Figure:
 
 
 def _work_of_runs(measured: Sequence[_RunWithStraggler]) -> Figure:
-    """A row of points for each run, one for each rank."""
+    """Draws a row of points for each run, one for each rank."""
     figure, (axes,) = new_figure(height=1.5 + 0.34 * len(measured))
     for row, one in enumerate(measured):
         work_ms = rank_work_ms(one.run)
@@ -228,7 +228,7 @@ def _draw_comparison(
 
 
 def _relative_sd(spread: Spread, base: Spread) -> float:
-    """The standard deviation in units of the base's mean; 0 for a single run."""
+    """Returns the standard deviation in units of the base's mean; 0 for a single run."""
     return spread.sd / base.mean if math.isfinite(spread.sd) and base.mean else 0.0
 
 
@@ -250,14 +250,14 @@ _MOST_PASSES = 8192
 class _Pass(NamedTuple):
     kind: str
     micro: float
-    wait_ms: float  # when its rank begins to wait for what it takes
+    wait_ms: float  # when its rank begins to wait for the pass's input
     start_ms: float
     stop_ms: float
 
 
 def time_of_ranks(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """A bar for each rank of a single run, in the order of the mesh: own work, waiting for other
-    stages, other communication."""
+    """Draws a bar for each rank of a single run, in the order of the mesh: own work, waiting for
+    other stages, other communication."""
     if len(runs) > 1:
         return None
     work, communication, waiting = (
@@ -298,8 +298,8 @@ def time_of_ranks(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | 
 
 
 def timeline(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """The passes of the last step before the last evaluation of a single run: a row for each rank
-    of one pipeline; gaps are waiting."""
+    """Draws the passes of the last step before the last evaluation of a single run: a row for each
+    rank of one pipeline; gaps are waiting."""
     event = next(reversed(runs[0].events_of("passes")), {}) if len(runs) == 1 else {}
     rows = _passes(event)
     ranks = _ranks(event)
@@ -374,7 +374,8 @@ def _name(run: RunRecord, rank: int, place: str) -> str:
 
 
 def _of_ranks(run: RunRecord, field: str) -> list[float]:
-    """A field's value for each rank, the mean over evaluations on the last number of ranks."""
+    """Returns a field's value for each rank, the mean over evaluations on the last number of
+    ranks."""
     rows = [row for event in run.epoch_events() if (row := numbers(event, field))]
     rows = [row for row in rows if len(row) == len(rows[-1])]
     known = [finite(rank) for rank in zip(*rows, strict=True)]
@@ -382,7 +383,7 @@ def _of_ranks(run: RunRecord, field: str) -> list[float]:
 
 
 def _passes(event: Fields) -> list[list[_Pass]]:
-    """The passes of each rank; empty if the event belongs to another job."""
+    """Returns the passes of each rank; empty if the event belongs to another job."""
     rows = event.get("passes")
     if not isinstance(rows, list) or len(rows) > _MOST_RANKS:
         return []
@@ -408,7 +409,7 @@ def _passes(event: Fields) -> list[list[_Pass]]:
 
 
 def _ranks(event: Fields) -> list[int]:
-    """The ranks that the passes belong to; empty if one of them is not a rank."""
+    """Returns the ranks that the passes belong to; empty if one of them is not a rank."""
     found = numbers(event, "passes_of_ranks")
     return (
         [int(rank) for rank in found]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PHASES = {  # in the order of a step; communication: waiting for gradients
+PHASES = {  # in the order of a step; communication is waiting for gradients
     "data": "#56B4E9",
     "forward": "#0072B2",
     "backward": "#009E73",
@@ -69,7 +69,7 @@ def throughput(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | Non
 
 
 def memory(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """Memory of the rank that uses most."""
+    """Draws the memory of the rank that uses most."""
     single = len(runs) == 1
     gpu_style: LineStyle = {"linewidth": 1.6, "linestyle": (0, (1, 1.2))} | (
         {"color": COLOURS[1]} if single else {}
@@ -93,7 +93,8 @@ def memory(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
 
 
 def power(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """Watts of every step event, and joules per image of each epoch, where they were measured."""
+    """Draws the watts of every step event and the joules per image of each epoch, if they were
+    measured."""
     style: LineStyle = {"linewidth": 1.4}
     panels = [
         ("W", _Series("watts", RunRecord.step_events, style)),
@@ -132,7 +133,7 @@ def _draw_over_time(axes: Axes, runs: Sequence[RunRecord], series: Sequence[_Ser
 
 
 def phases(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """Milliseconds of a step by phase: over the epochs of a single run, or a bar for each of
+    """Draws milliseconds of a step by phase: over the epochs of a single run, or a bar for each of
     several."""
     timed = [
         (label, run) for label, run in zip(labels, runs, strict=True) if phase_ms(run.step_events())
@@ -152,7 +153,8 @@ def phases(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
 
 
 def _phases_of_epochs(run: RunRecord) -> Figure:
-    """A bar for each epoch; for several epochs together where there are more than _MOST_BARS."""
+    """Draws a bar for each epoch, or for several epochs together if there are more than
+    _MOST_BARS."""
     epochs = _timed_steps_by_epoch(run)
     epochs_per_bar = math.ceil(len(epochs) / _MOST_BARS)
     starts = range(0, len(epochs), epochs_per_bar)
@@ -174,8 +176,8 @@ def _phases_of_epochs(run: RunRecord) -> Figure:
 
 
 def _timed_steps_by_epoch(run: RunRecord) -> list[tuple[int, list[Fields]]]:
-    """(epoch, step events with phases): epochs end with their evaluation, even where the last step
-    reaches into the next epoch."""
+    """Returns (epoch, step events with phases); an epoch ends with its evaluation, even if its last
+    step reaches into the next epoch."""
     evaluations = run.epoch_events()
     last_steps = [event["step"] for event in evaluations]
     epochs: dict[int, list[Fields]] = {}
@@ -211,8 +213,8 @@ def _stack_bars(
 
 
 def phase_ms(events: Sequence[Fields]) -> dict[str, float]:
-    """Milliseconds of one step by phase: the mean of step events, weighted by their numbers of
-    steps; empty if none has phases."""
+    """Returns milliseconds of one step by phase: the mean of step events, weighted by their numbers
+    of steps; empty if none has phases."""
     sums: dict[str, float] = {}
     total_steps = 0.0
     for event in events:
