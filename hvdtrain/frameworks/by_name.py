@@ -27,9 +27,9 @@ def build_model(
     """Builds the model: calls build() of a plugin in `folder`, or the user's package.module:name,
     with the options of `model`.
 
-    Both get the values of Task.sizes whose names they have as parameters; the user's function also
-    those of `more`. Raises UserError if a plugin needs a size that the task does not have, or
-    options do not fit.
+    Both get the values of Task.sizes that match their parameters; the user's function also gets
+    values of `more`. Raises UserError if a plugin needs a size that the task does not have, or if
+    options do not match.
     """
     name = config.model.name
     where = config.where("model.name")
@@ -81,8 +81,8 @@ def is_made_with_the_model(config: Config) -> bool:
 
 
 def makes_groups(optimizer: Any) -> bool:
-    """Whether it is a function of `named` parameters that creates a torch optimizer with its own
-    groups."""
+    """Whether the optimizer is a function of `named` parameters that creates a torch optimizer with
+    its own groups."""
     if inspect.isclass(optimizer) or not callable(optimizer):
         return False
     try:
@@ -94,7 +94,7 @@ def makes_groups(optimizer: Any) -> bool:
 def build_rule(config: Config, ties: Ties | None = None) -> Rule:
     """Builds the rule with the options of `optim`, its groups and averages.
 
-    Raises UserError for a user's own optimizer, which is not a rule.
+    Raises UserError for a user's optimizer, which is not a rule.
     """
     name = config.optim.name
     where = config.where("optim.name")
@@ -147,10 +147,10 @@ def check_patterns(
     """Returns header lines on patterns of optim.groups and of muon's optim.rest that match one of
     several names of a parameter.
 
-    shapes: of the trained parameters; frozen: gives the names of the others. Raises UserError if a
-    pattern would have no effect on these parameters.
+    shapes: of the trained parameters; frozen: returns the names of frozen parameters. Raises
+    UserError if a pattern would have no effect on these parameters.
     """
-    # its default is for many models
+    # the default names weights of many models
     given = config.optim.options.get("rest", ()) if config.optim.name == "muon" else ()
     lines = []
     for key, patterns in (
@@ -170,7 +170,7 @@ def check_patterns(
 
 def _lines_of_ties(key: str, patterns: Sequence[str], ties: Ties, where: str) -> list[str]:
     """Raises UserError if a pattern matches a name of a tied parameter whose first name belongs to
-    another entry, or to none."""
+    another entry or to no entry."""
     lines = []
     for own, *others in ties.groups():
         entry = number_of_group(own, patterns)
@@ -299,11 +299,12 @@ class Activation(NamedTuple):
     it."""
 
     name: str
-    line: str  # of the header, where the model does
+    line: str  # header line, if the model applies it
 
 
 def twice_activated(config: Config) -> Activation | None:
-    """Returns that activation; None for a loss that applies none, or that is the user's."""
+    """Returns the activation that a loss applies; None if it applies none, and for a user's
+    loss."""
     names = {
         "classification": "softmax",
         "segmentation": "softmax",
@@ -330,7 +331,7 @@ def momentum(config: Config) -> float:
 
 def decay(config: Config) -> float | None:
     """Returns optim.weight_decay, or the default of a class of torch.optim if it is not set; None
-    if it has none, or creates groups."""
+    if the class has no default, or creates groups."""
     if config.optim.weight_decay is not None:
         return config.optim.weight_decay
     constructor = plugins.own_function(config.optim)

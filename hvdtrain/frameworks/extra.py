@@ -13,11 +13,11 @@ import numpy as np
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.errors import UserError
 
-PREFIX = "e."  # of their names in a checkpoint
+PREFIX = "e."  # prefix of their names in a checkpoint
 MOST_BYTES = 2**28
 _TREE = f"{PREFIX}json"
 _MOST_DEPTH = 32
-# no others: a defaultdict has code
+# no other mappings, because a defaultdict has code
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {
     "map": dict,
     "ordered": OrderedDict,
@@ -73,7 +73,7 @@ def from_arrays(arrays: Arrays, tensors: Tensors) -> dict[str, Any]:
 
 
 class _Encoder(NamedTuple):
-    arrays: Arrays  # what it finds, by name
+    arrays: Arrays  # the collected arrays, by name
     tensors: Tensors
 
     def encoded(self, value: Any, path: str, depth: int) -> Any:
@@ -87,13 +87,13 @@ class _Encoder(NamedTuple):
             float,
             str,
             np.str_,
-        ):  # not IntEnum, which would come back as an int
+        ):  # not IntEnum, which would be restored as an int
             return value
         if isinstance(value, np.generic) and value.dtype.kind in "iufb":
             return {"scalar": self._put(np.array([value]))}
         if (
             type(value) in (np.ndarray, np.memmap) and value.dtype.kind in "iufb"
-        ):  # not a masked one, whose mask would be dropped
+        ):  # not a masked array, whose mask would be dropped
             return {"array": self._put(np.array(value))}
         if (numbers := self.tensors.numbers(value)) is not None:
             return {"tensor": [self._put(numbers.data), numbers.dtype, list(numbers.shape)]}

@@ -20,10 +20,10 @@ KINDS = (
 class PlannedStep(NamedTuple):
     """The properties of a job that determine the memory of a rank."""
 
-    samples: int  # of the rank with most, in a step
+    samples: int  # samples in a step, on the rank with the most
     passes: int  # forward passes of a step
     evaluated: int  # samples in one pass of an evaluation
-    ahead: int  # steps whose samples are read ahead
+    ahead: int  # steps whose samples are prefetched
     writes_checkpoints: bool
 
     @property
@@ -33,26 +33,30 @@ class PlannedStep(NamedTuple):
 
 
 class Footprint(NamedTuple):
-    """Memory of rank 0, whose parts are the largest. The kinds add up to the peak, not to the peak
-    of each kind."""
+    """Memory of rank 0, whose parts are the largest. The kinds add up to the total peak; each kind
+    alone may peak higher."""
 
     weights: int = 0
     gradients: int = 0  # and the buckets in which they stay
     optimizer_state: int = 0
     buffers: int = 0  # running statistics
     activations: int = (
-        0  # what the forward pass keeps for the backward pass, and the temporary arrays of both
+        # activations that the forward pass keeps for the backward pass, and temporary arrays of
+        # both
+        0
     )
-    communication: int = 0  # what is on its way between ranks
+    communication: int = 0  # data in transit between ranks
     workspace: int = 0  # the temporary arrays of clipping and of the optimizer
     evaluation: int = 0  # the most of an evaluation, with all that stays
-    # of weights and buffers until each rank has its parts of them, before the first step
+    # weights and buffers before the first step, until each rank has only its parts
     start: int = 0
-    inputs: int = 0  # samples of this step, and of those that are read ahead
+    inputs: int = 0  # samples of this step and of prefetched steps
     checkpoint: int = 0  # the copy that rank 0 writes during training
-    copies: int = 0  # of the newest sync point, of guard.lost
+    copies: int = 0  # copies of the newest sync point, for guard.lost
     largest_array: int = (
-        0  # that a rank copies: a weight, or its part of one; optimizer state has no larger ones
+        # largest array that a rank copies: a weight or a part of one; optimizer state has no larger
+        # arrays
+        0
     )
 
     @property
@@ -62,7 +66,7 @@ class Footprint(NamedTuple):
 
     @property
     def tensors(self) -> int:
-        """The most of the tensors of training."""
+        """The peak of the tensors of training."""
         return max(self.step, self.evaluation, self.start)
 
     @property
@@ -72,7 +76,7 @@ class Footprint(NamedTuple):
 
     @property
     def staging(self) -> int:
-        """Page-locked memory on the host of a GPU, through which arrays come one by one: torch
+        """Page-locked host memory of a GPU, through which arrays are copied one by one; torch
         rounds it up to a power of two."""
         return 1 << (self.largest_array - 1).bit_length() if self.largest_array else 0
 
@@ -87,15 +91,15 @@ class Footprint(NamedTuple):
 
 
 class PlannedWork(NamedTuple):
-    """The work of the first rank of a stage of a pipeline, whose parts are the largest of its
-    stage; without a pipeline of rank 0."""
+    """The work of the first rank in a pipeline stage, whose parts are the largest in the stage;
+    without a pipeline, of rank 0."""
 
     footprint: Footprint
-    # of matrix products, convolutions and attention, forward and backward; a multiply-add counts as
-    # two
+    # operations of matrix products, convolutions and attention, forward and backward; a
+    # multiply-add counts as two
     flops: float
-    touched_bytes: float  # which all other operations of forward and backward read and write
-    updated_bytes: int  # of the weights that the rank's optimizer updates
+    touched_bytes: float  # bytes that all other operations of forward and backward read and write
+    updated_bytes: int  # bytes of the weights that the rank's optimizer updates
     passes: int  # micro-batches
     moved: tuple[Moved, ...]  # in the order of the step
 

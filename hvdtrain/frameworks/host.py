@@ -29,10 +29,10 @@ from hvdtrain.tasks.task import DeviceAndDtype, NumpyPart, Task, part_of
 class HostModel(Protocol):
     """The model of a HostLearner. Arrays are NumPy arrays; weights are named and ordered."""
 
-    title: str  # for people: what it is, and with what it computes
+    title: str  # for people: the kind of model, and what computes it
     notes: list[str]  # lines for the header
-    weights: Mapping[str, np.ndarray]  # at first: what training begins with
-    module: Any  # as its framework knows it; None if it has no such object
+    weights: Mapping[str, np.ndarray]  # initial weights
+    module: Any  # the framework's object; None if there is none
 
     def inputs(self, batch: Mapping[str, Any]) -> np.ndarray:
         """Returns the model's input, (n, ...), from the fields of a batch."""
@@ -47,15 +47,14 @@ class HostModel(Protocol):
         """Returns (n, outputs) in training mode; gradient() follows."""
 
     def gradient(self, error: np.ndarray, share: float) -> np.ndarray:
-        """The gradient of all weights, flat, of the sum of error (n, outputs) times the last
-        training_outputs(), plus `share` times the last added_loss().
+        """Returns the flat gradient of all weights, for the sum of error (n, outputs) times the
+        last training_outputs() plus `share` times the last added_loss().
         """
 
-    # As they stand here they are those of a model of layers that add nothing, draw nothing and keep
-    # nothing.
+    # The defaults are for a model whose layers have no added loss, no random numbers and no state.
 
     def added_loss(self) -> float:
-        """Returns what layers of the last call add to the mean loss: penalties of weights or
+        """Returns what the layers add to the mean loss in the last call: penalties of weights or
         activations."""
         return 0.0
 
@@ -84,7 +83,7 @@ class HostModel(Protocol):
 class HostBatch(NamedTuple):
     """A micro-batch as the learner computes with it."""
 
-    x: np.ndarray  # (n, ...), what the model is called with
+    x: np.ndarray  # (n, ...), inputs of the model
     batch: Batch  # the rest: the fields, augmented, and "w" and "mixup_weight"
     weight: int  # of Task.weight()
 
@@ -221,7 +220,7 @@ class HostLearner(Learner):
         return self.predict(batch).sums
 
     def predict(self, batch: HostBatch) -> Predictions:
-        added: list[float] = []  # of each view
+        added: list[float] = []  # the added loss of each view
 
         def outputs_of(arrays: Mapping[str, Any]) -> np.ndarray:
             outputs = self.model.outputs(
@@ -276,7 +275,7 @@ class HostLearner(Learner):
 
     def profile(self, path: Path) -> NoReturn:
         """Raises NotImplementedError: the host has no profiler."""
-        # training/conflicts.py refuses profile.steps
+        # training/conflicts.py rejects profile.steps
         raise NotImplementedError(f"no profiler to write {path}")
 
     def _sums(

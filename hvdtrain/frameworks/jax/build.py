@@ -57,10 +57,10 @@ def load_jax(where: str) -> Any:
 def pick_device(
     jax: Any, config: Config, communicator: Communicator, files: DriverFiles = HERE
 ) -> Any:
-    """The device of this rank's local rank among those that JAX prefers, or the CPU.
+    """Returns the device for this rank's local rank among the devices that JAX prefers, or the CPU.
 
-    Raises UserError if speed.device=cuda finds none, and if speed.device=auto would train on the
-    CPU because this jax does not see the GPUs of the host.
+    Raises UserError if speed.device=cuda finds no GPU, and if speed.device=auto would train on the
+    CPU because this jax does not see the host's GPUs.
     """
     devices = (
         jax.local_devices(backend="cpu") if config.speed.device == "cpu" else jax.local_devices()
@@ -93,7 +93,7 @@ def pick_devices(jax: Any, config: Config, communicator: Communicator) -> list[A
     if wanted == 1:
         return [first]
     devices = jax.local_devices(backend=first.platform)
-    # by CUDA_VISIBLE_DEVICES of each rank
+    # each rank has a separate CUDA_VISIBLE_DEVICES
     sees_its_own = first.platform == "cpu" or len(devices) == wanted
     start = 0 if sees_its_own else communicator.local_rank * wanted
     if start + wanted > len(devices):
@@ -110,8 +110,7 @@ def pick_devices(jax: Any, config: Config, communicator: Communicator) -> list[A
 
 
 def check_optimizer(config: Config) -> None:
-    """Raises UserError if build() would refuse the function that optim.name means, whatever the
-    model."""
+    """Raises UserError if build() would reject the function of optim.name for any model."""
     load_jax(config.where("framework"))
     from hvdtrain.frameworks.jax.user_optimizer import UserFunction
 

@@ -1,17 +1,17 @@
-"""shard.stage=3 in JAX: each rank has its part of every weight and gradient, and whole weights of
-one block at a time.
+"""shard.stage=3 in JAX: each rank has its part of every weight and gradient, and the full weights
+of one block at a time.
 
 The host drives a pass block by block. In forward it gathers a block's weights, runs the compiled
 block and drops the weights. In backward it gathers them again, and reduces the block's gradient
-before it turns to the next block. Compiled code never waits for another rank.
+before it continues with the next block. Compiled code never waits for another rank.
 
-A callback inside one compiled pass would not do. XLA chooses when it runs and what is alive then,
-and its errors lose their type. If JAX has one thread, as on one core, a callback that takes large
-arrays hangs.
+A callback inside one compiled pass would not work. XLA chooses when it runs and which arrays are
+alive then, and its errors lose their type. If JAX has only one thread, as on one core, a callback
+with large arrays hangs.
 
 Weights outside the blocks (an embedding, a head, a weight of several blocks, a model without
-blocks) form one more unit, which stays whole during a step's passes.
-Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.3; Zhao et al. 2023, arXiv:2304.11277.
+blocks) form one more unit. It stays gathered during the passes of a step. Source: Rajbhandari et
+al. 2020, arXiv:1910.02054, section 5.3; Zhao et al. 2023, arXiv:2304.11277.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hvdtrain.frameworks.jax.parts import CutUnits, ShardedUnit
 from hvdtrain.frameworks.jax.segments import CutPass, Programs, Segment, Variables, mark
 from hvdtrain.frameworks.jax.step import Formulas, Gradient, PaddedBatch, Phases, Weights
 
-REST = 0  # the unit of what is in no block
+REST = 0  # the unit of weights outside the blocks
 
 
 def with_marked_blocks(model: JaxModel) -> JaxModel:
@@ -85,13 +85,13 @@ class Units:
         return sorted({self.of_parameter[i] for i in segment.parameters})
 
     def unit_of(self, segment: Segment) -> int:
-        """The unit whose gradient the segment makes."""
+        """Returns the unit whose gradient the segment computes."""
         return self._number.get(segment.block, REST)
 
 
 class WholeUnits:
-    """Whole weights of the units that passes need: of the rest, and of the block that was asked for
-    last."""
+    """The gathered weights of the units that passes need: of the rest, and of the block that was
+    requested last."""
 
     def __init__(
         self, cut: CutUnits, communicator: Communicator, target: JaxDevice, keeps_all: bool
@@ -101,12 +101,12 @@ class WholeUnits:
         self._communicator = communicator
         self._target = target
         self._keeps_all = keeps_all
-        self._parts: Weights | None = None  # that the whole ones are of
+        self._parts: Weights | None = None  # the parts that the gathered weights belong to
         self._found: dict[int, Weights] = {}
 
     def weights_of(self, number: int, parts: Weights) -> Weights:
-        """The whole weights of a unit. A collective, unless the unit is already here, which is the
-        same on all ranks."""
+        """Returns the gathered weights of a unit. A collective, unless the unit is already
+        gathered, which is the same on all ranks."""
         if parts is not self._parts:
             self._parts = parts
             self._found = {}
@@ -137,8 +137,8 @@ class WholeUnits:
 class BlockPasses:
     """The passes of a model whose weights are parts, (n,) of each parameter. Each is a collective.
 
-    A rank without samples computes nothing, and gives zeros; where synchronized norms wait for it,
-    it computes one row of padding.
+    A rank without samples computes nothing and returns zeros; if synchronized norms wait for it, it
+    computes one row of padding.
     """
 
     are_collective = True
@@ -154,7 +154,7 @@ class BlockPasses:
         phases: Phases,
         reshards: bool,
     ) -> None:
-        """formulas: of a model with_marked_blocks(); padding: a batch of one row."""
+        """formulas: for a model with_marked_blocks(); padding: a batch of one row."""
         self.formulas = formulas
         self.communicator = communicator
         self.target = target
@@ -172,8 +172,8 @@ class BlockPasses:
     def gradient(
         self, weights: Weights, buffers: Params, batch: PaddedBatch, divisor: int, key: np.ndarray
     ) -> Gradient:
-        """Returns what Formulas.gradient() does, except that the row is this rank's part of the sum
-        over ranks. Without samples there are no sums."""
+        """Like Formulas.gradient(), except that the row is this rank's part of the sum over ranks.
+        Without samples there are no sums."""
         arguments = self._on_device(buffers, batch, divisor, key)
         cut = self._cut(self.formulas.loss, arguments)
         computes = batch.n > 0 or self.norm_ranks is not None
@@ -191,7 +191,7 @@ class BlockPasses:
         return Gradient(training.row(), sums, changed)
 
     def sums(self, weights: Weights, buffers: Params, batch: PaddedBatch) -> Sums:
-        """In evaluation; none without samples."""
+        """Returns the sums in evaluation; empty without samples."""
         return self._evaluate(self.formulas.sums, weights, buffers, batch) or {}
 
     def outputs(self, weights: Weights, buffers: Params, batch: PaddedBatch) -> Any:
@@ -200,18 +200,18 @@ class BlockPasses:
         return np.zeros(0, self.target.dtype) if found is None else found
 
     def all_weights(self, weights: Weights) -> Weights:
-        """Whole arrays of all parameters."""
+        """Returns the gathered arrays of all parameters."""
         found: dict[int, jax.Array] = {}
         for number, unit in enumerate(self.cut.units):
             found |= zip(unit.parameters, self.whole.gather(number, weights), strict=True)
         return [found[i] for i in range(len(weights))]
 
     def release(self) -> None:
-        """Drops whole weights: parts of others follow."""
+        """Drops gathered weights, because the parts will change."""
         self.whole.drop_all()
 
     def weights_for(self, segment: Segment, parts: Weights) -> Weights:
-        """The whole weights that a segment reads, in its order."""
+        """Returns the gathered weights that a segment reads, in its order."""
         found: dict[int, jax.Array] = {}
         for number in self.units.needed_by(segment):
             found |= zip(
@@ -236,7 +236,7 @@ class BlockPasses:
         return None if variables is None else cut.results(variables)
 
     def _cut(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> CutPass:
-        """The function traced for the shapes of these arguments."""
+        """Returns the function traced for the shapes of these arguments."""
         leaves, tree = jax.tree.flatten(arguments)
         key = function.__name__, tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
         if key not in self._passes:
@@ -244,7 +244,7 @@ class BlockPasses:
         return self._passes[key]
 
     def _on_device(self, *arguments: Any) -> tuple[Any, ...]:
-        """Numbers as arrays too: what is compiled takes nothing else."""
+        """Converts numbers to arrays, because compiled functions only take arrays."""
         return jax.tree.map(
             lambda x: x if isinstance(x, jax.Array) else self.target.to_device(np.asarray(x)),
             arguments,
@@ -252,7 +252,7 @@ class BlockPasses:
 
 
 def _forget(variables: Variables, cut: CutPass, number: int) -> None:
-    """Drops what no segment after this one reads."""
+    """Drops variables that no later segment reads."""
     later = {v for segment in cut.segments[number + 1 :] for v in segment.inputs}
     for v in cut.segments[number].inputs:
         if v not in later and not cut.is_result(v):
@@ -266,8 +266,8 @@ class TrainingPass:
     def __init__(
         self, passes: BlockPasses, parts: Weights, cut: CutPass, arguments: tuple[Any, ...] | None
     ) -> None:
-        """arguments: None on a rank that computes nothing, and takes part in what ranks send each
-        other."""
+        """arguments: None on a rank that computes nothing and only takes part in the
+        collectives."""
         self._passes = passes
         self._parts = parts
         self._cut = cut
@@ -290,7 +290,7 @@ class TrainingPass:
             )
 
     def turn(self, last: Segment) -> None:
-        """The last segment, forward and backward."""
+        """Computes the last segment, forward and backward."""
         weights = self._weights(last)
         if self.variables is None:
             return
@@ -326,7 +326,7 @@ class TrainingPass:
         self._reduce(REST, row)
 
     def row(self) -> jax.Array:
-        """This rank's parts of the gradients of all parameters, one after the other."""
+        """Returns this rank's parts of the gradients of all parameters, concatenated."""
         return self._passes.target.to_device(
             np.concatenate([self._own[i] for i in range(len(self._parts))])
         )
@@ -350,7 +350,7 @@ class TrainingPass:
         self._add_cotangents(segment, carried)
 
     def _is_first(self, segment: Segment) -> bool:
-        """Whether no segment before it, which backward comes to later, is the same block."""
+        """Whether no earlier segment, which backward computes later, is the same block."""
         return segment is next(each for each in self._cut.segments if each.block == segment.block)
 
     def _weights(self, segment: Segment) -> Weights:
@@ -370,7 +370,7 @@ class TrainingPass:
         self, segment: Segment, kind: str, function: Callable[..., Any], *arguments: Any
     ) -> Any:
         result = self._passes.programs.run((segment, kind), function, *arguments)
-        if self._passes.norm_ranks:  # whose collectives are over before the next one of this thread
+        if self._passes.norm_ranks:  # their collectives end before the next one of this thread
             jax.block_until_ready(result)
             self._passes.norm_ranks.raise_error()
         return result
@@ -404,7 +404,7 @@ class TrainingPass:
         passes.phases.enter("communication")
         part = passes.communicator.start_reduce_scatter(on_host, f"gradient.{number}").wait()
         passes.phases.enter("compute")
-        # a copy: it may be a view of the whole
+        # a copy, because it may be a view of the whole array
         own = np.split(np.array(part), np.cumsum(unit.cut.lengths)[:-1])
         self._own |= zip(unit.parameters, own, strict=True)
 
@@ -417,8 +417,8 @@ def _backward(
     cotangents: list[Any],
     finite: Any,
 ) -> tuple[jax.Array | None, list[Any], list[Any]]:
-    """Returns the gradients of a block's own parameters in one row, of other weights in order, and
-    of its inputs."""
+    """Returns the gradients of a block's parameters in one row, of other weights in order, and of
+    the block's inputs."""
     found, carried = segment.backward(weights, inputs, cotangents)
     gradients = dict(zip(segment.parameters, found, strict=True))
     if unit is None:
@@ -432,5 +432,6 @@ def _backward(
 
 
 def _row(gradients: list[Any], finite: Any) -> jax.Array:
-    """NaN if a loss is not finite: the reduction brings that to every rank."""
+    """Returns the gradients in one row; NaN if a loss is not finite, which the reduction passes on
+    to every rank."""
     return jnp.where(finite, jnp.concatenate([g.ravel() for g in gradients]), jnp.nan)

@@ -1,4 +1,4 @@
-"""A model of JAX that a script gives as an object, and its trained weights."""
+"""A JAX model that a script passes as an object, and its trained weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 from hvdtrain.config.sections.section import Given, name_of_object
 from hvdtrain.frameworks.jax.library_models import ModuleLibrary, library_of
 
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object, which differs between processes
+# the address of an object, which differs between processes
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def given_model(model: Any) -> Given | None:
@@ -34,7 +35,7 @@ def given_model(model: Any) -> Given | None:
 
 
 class Trained:
-    """The weights of a job whose script gave the model."""
+    """The weights of a job whose script passed the model."""
 
     def __init__(self, model: Any, library: ModuleLibrary | None) -> None:
         self._model = model

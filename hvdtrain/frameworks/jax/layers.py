@@ -1,5 +1,5 @@
 """Layers as functions of their parameters, with the names, layouts and initial weights of torch's
-own."""
+layers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 
 Params = dict[str, Any]  # arrays: {"fc.weight": ..., "fc.bias": ...}
 Init = Callable[[jax.Array], Params]  # key -> parameters
-# one of several parts of a model: of activations, or of a Flow
+# a part of a model: a function of activations or of a Flow
 Block = Callable[[Params, Any], Any]
-# number of a block, from 0, and the block -> what is called in its place
+# number of a block, from 0, and the block -> the function to call instead
 Wrap = Callable[[int, Block], Block]
 # parameters, images (n, H, W, C) -> logits (n, classes); or a Flow of them
 Apply = Callable[..., Any]
@@ -40,7 +40,7 @@ class Reader(Protocol):
         """The maximum number of positions."""
 
     def empty_cache(self, sequences: int, dtype: np.dtype) -> Any:
-        """A cache for `context` positions of so many sequences: arrays in a tree."""
+        """Returns a cache for `context` positions of this number of sequences: a tree of arrays."""
 
     def read(
         self, params: Params, tokens: jax.Array, cache: Any, first: Any
@@ -53,24 +53,25 @@ class Flow(NamedTuple):
     """Activations on their way through a model with batch norms."""
 
     x: jax.Array  # (rows, ..., C)
-    buffers: Params  # of the norms that it has come to, as they are after the pass
-    # what a synchronized norm gives to the next one: so ranks come to them in one order, and back
+    buffers: Params  # buffers of the norms computed so far, as they are after the pass
+    # passed from each synchronized norm to the next, so that ranks reach them in the same order,
+    # also in backward
     turn: jax.Array
 
 
 class Functions(NamedTuple):
-    """A model: what build() of a plugin returns. A user's own is a pair (init, apply)."""
+    """A model, as returned by build() of a plugin. A user's model is a pair (init, apply)."""
 
     init: Init
-    # may have parameters `wrap`, `key`, of dropout, None in evaluation, and `norms`, of norm.py,
-    # with which it gives a Flow
+    # may have parameters `wrap`; `key`, for dropout, None in evaluation; and `norms`, from norm.py,
+    # with which it returns a Flow
     apply: Apply
     notes: tuple[str, ...] = ()  # lines for the header of a job
     ties: Mapping[str, str] = {}  # further name in a state dict -> the parameter that it is
     reader: Reader | None = None
     norms: Mapping[str, int] = {}  # batch norm -> channels
     name_of: Callable[[str], str] = (
-        str  # of a parameter, by its path in what init() gives, "fc.weight"
+        str  # name of a parameter, from its path in the result of init(): "fc.weight"
     )
 
 
@@ -78,10 +79,10 @@ def start(
     key: jax.Array, shapes: Mapping[str, tuple[int, ...]], without_bias: Collection[str] = ()
 ) -> Params:
     """Layer -> shape of its weights, (outputs, inputs, ...). Weights and biases are uniform within
-    1 / sqrt(fan in), as torch starts them.
+    1 / sqrt(fan in), as in torch.
 
-    All are parts of one draw: each draw of another shape would be compiled by itself, which takes
-    longer than many small jobs.
+    All are parts of one draw, because each draw of a different shape would be compiled separately,
+    which takes longer than many small jobs.
     """
     sizes = {name: (math.prod(shape), shape[0]) for name, shape in shapes.items()}
     row = np.asarray(jax.random.uniform(key, (sum(map(sum, sizes.values())),), minval=-1, maxval=1))
@@ -96,8 +97,8 @@ def start(
 
 
 def start_normal(key: jax.Array, stds: Mapping[str, tuple[tuple[int, ...], float]]) -> Params:
-    """Layer -> shape and standard deviation of its weights, which are normal, and parts of one
-    draw."""
+    """Returns normal weights, all from one draw. stds: layer -> shape and standard deviation of its
+    weights."""
     sizes = [math.prod(shape) for shape, _ in stds.values()]
     parts = np.split(np.asarray(jax.random.normal(key, (sum(sizes),))), np.cumsum(sizes)[:-1])
     return {
@@ -107,18 +108,18 @@ def start_normal(key: jax.Array, stds: Mapping[str, tuple[tuple[int, ...], float
 
 
 def start_norms(norms: Mapping[str, int]) -> Params:
-    """The scales and shifts of batch norms: 1 and 0."""
+    """Returns the scales and shifts of batch norms: 1 and 0."""
     scales: Params = {f"{name}.weight": np.ones(channels) for name, channels in norms.items()}
     return scales | {f"{name}.bias": np.zeros(channels) for name, channels in norms.items()}
 
 
 def dense(params: Params, name: str, x: jax.Array) -> jax.Array:
-    """(n, inputs) -> (n, outputs)"""
+    """A linear layer: (n, inputs) -> (n, outputs)."""
     return x @ params[f"{name}.weight"].T + params[f"{name}.bias"]
 
 
 def layer_norm(params: Params, name: str, x: jax.Array) -> jax.Array:
-    """(..., width), the numbers of each position by themselves; eps 1e-5."""
+    """Normalizes each position of (..., width) separately; eps is 1e-5."""
     centred = x - x.mean(-1, keepdims=True)
     variance = jnp.square(centred).mean(-1, keepdims=True)
     return (
@@ -127,8 +128,8 @@ def layer_norm(params: Params, name: str, x: jax.Array) -> jax.Array:
 
 
 def dropout(key: jax.Array | None, x: jax.Array, share: float) -> jax.Array:
-    """0 for `share` of the numbers, the others divided by 1 - share; x itself without a key, in
-    evaluation."""
+    """Sets `share` of the numbers to 0 and divides the rest by 1 - share. Without a key, in
+    evaluation, returns x."""
     if key is None or not share:
         return x
     return jnp.where(
@@ -142,14 +143,14 @@ def key_for(key: jax.Array | None, number: int) -> jax.Array | None:
 
 
 def flatten(x: jax.Array) -> jax.Array:
-    """(n, H, W, C) -> (n, C H W), the order that torch flattens in; of other inputs (n, ...) -> (n,
-    features)."""
+    """Flattens images (n, H, W, C) to (n, C H W), in torch's order, and other inputs (n, ...) to
+    (n, features)."""
     return (jnp.transpose(x, (0, 3, 1, 2)) if x.ndim == 4 else x).reshape(len(x), -1)
 
 
 def max_pool(x: jax.Array, size: int, stride: int, padding: int = 0) -> jax.Array:
-    """The largest number of each square: (n, H, W, C) -> (n, (H + 2 padding - size) // stride + 1,
-    ..., C)"""
+    """Returns the largest number of each square: (n, H, W, C) -> (n, (H + 2 padding - size) //
+    stride + 1, ..., C)."""
     sides = ((0, 0), (padding, padding), (padding, padding), (0, 0))
     pooled: jax.Array = jax.lax.reduce_window(
         x, -jnp.inf, jax.lax.max, (1, size, size, 1), (1, stride, stride, 1), sides
@@ -158,8 +159,8 @@ def max_pool(x: jax.Array, size: int, stride: int, padding: int = 0) -> jax.Arra
 
 
 def convolve(params: Params, name: str, x: jax.Array, stride: int = 1) -> jax.Array:
-    """A cross-correlation of odd size K with K // 2 rows of zeros on each side: (n, H, W, inputs)
-    -> (n, ceil(H / stride), ..., outputs)"""
+    """A cross-correlation of odd size K, padded with K // 2 zeros on each side: (n, H, W, inputs)
+    -> (n, ceil(H / stride), ..., outputs)."""
     weight = params[f"{name}.weight"]  # (outputs, inputs, K, K), as torch has them
     layout = ("NHWC", "OIHW", "NHWC")
     padding = weight.shape[2] // 2

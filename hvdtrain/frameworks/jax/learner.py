@@ -63,7 +63,7 @@ from hvdtrain.frameworks.stopwatch import HostStopwatch, Stopwatch
 from hvdtrain.recipe.noise import noise_scale_sums
 from hvdtrain.tasks.task import DeviceAndDtype, Task, counts_exactly, part_of
 
-_DROPOUT = 0x64726F70  # of counters, apart from those of other random numbers
+_DROPOUT = 0x64726F70  # a stream of counters, distinct from the streams of other random numbers
 
 
 class JaxLearner(Learner):
@@ -82,11 +82,11 @@ class JaxLearner(Learner):
         self.communicator = communicator
         self.target = target
         self.data = self.readers = communicator
-        if config.shard.stage == 3:  # a rank that drew others would have parts of them
+        if config.shard.stage == 3:  # otherwise a rank could have parts of different weights
             model = model._replace(start=[_of_rank_0(communicator, p) for p in model.start])
-        self.model = model._replace(start=[])  # whose memory is free after the first step
+        self.model = model._replace(start=[])  # frees their memory after the first step
         self.notes = model.functions.notes  # lines for the header
-        # auto is refused before
+        # auto was rejected before
         micro = config.batch.micro if isinstance(config.batch.micro, int) else None
         self.largest = largest_micro_batch(config.batch.size, micro, communicator.size)
         self.stopwatch: Stopwatch = HostStopwatch()
@@ -209,7 +209,7 @@ class JaxLearner(Learner):
         return self._host_float64(sums | {"nonfinite": nonfinite})
 
     def _one_pass(self, batch: PaddedBatch, divisor: int, key: np.ndarray) -> Sums:
-        """The sums of a micro-batch, whose gradient the strategy has after it, and nobody else."""
+        """Returns the sums of a micro-batch, and passes its gradient to the strategy."""
         if not batch.arrays:
             self._strategy.add(None)
             return {}
@@ -228,8 +228,8 @@ class JaxLearner(Learner):
         return self.model.norms.takes(1)
 
     def sync_buffers(self, communicator: Communicator) -> None:
-        """The weights are equal; running statistics become their mean over ranks, counts of updates
-        the first rank's."""
+        """Averages running statistics over ranks and copies counts of updates from the first rank.
+        Weights are already equal."""
         if communicator.size == 1 or not self.buffers:
             return
         arrays = {name: np.asarray(array) for name, array in self.buffers.items()}
@@ -298,7 +298,7 @@ class JaxLearner(Learner):
         )
 
     def tree(self) -> Params:
-        """Returns the whole parameters in the structure of init(). A collective."""
+        """Returns the full parameters in the structure of init(). A collective."""
         with self.target.enable_x64():
             return self.model.tree(self._passes.all_weights(self.weights))
 
@@ -351,13 +351,14 @@ class JaxLearner(Learner):
         ]
 
     def _named_state(self) -> Iterator[tuple[list[str], tuple[jax.Array, ...]]]:
-        """The optimizer state of each parameter, then the state that belongs to no parameter, each
-        with the names of its arrays."""
+        """Yields the optimizer state of each parameter, then the state that belongs to no
+        parameter, each with the names of its arrays."""
         state = self._strategy.optimizer_state
         return zip(self._optimizer.state_names(state), state, strict=True)
 
     def _part_on_device(self, piece: Piece, array: np.ndarray | ArrayInFile) -> jax.Array:
-        """This rank's part of a whole array; the caller keeps its memory."""
+        """Returns this rank's part of a full array on the device; the caller keeps the memory of
+        `array`."""
         part = array if piece.is_whole else elements(array, piece.cut, piece.start, piece.stop)
         return self.target.to_device(np.array(part, piece.dtype))
 
@@ -373,7 +374,7 @@ class JaxLearner(Learner):
 
     @property
     def _on_their_way(self) -> str:
-        """How numbers of a GPU reach other ranks, for the header."""
+        """Describes how data of a GPU reach other ranks, for the header."""
         return (
             ", through host memory"
             if self.target.device.platform != "cpu" and self.communicator.size > 1
@@ -396,7 +397,8 @@ class JaxLearner(Learner):
         return jax.profiler.trace(str(path), create_perfetto_trace=True)
 
     def _host_float64(self, sums: Sums) -> Sums:
-        """float64 sums as Python's own: outside of enable_x64() JAX would add them as float32."""
+        """Converts float64 sums to Python floats, because outside of enable_x64() JAX would add
+        them as float32."""
         if self.target.dtype != np.float64:
             return sums
         return {
@@ -435,11 +437,11 @@ def largest_micro_batch(batch: int, micro: int | None, size: int) -> int:
 
 
 def rows_for(n: int, largest: int, devices: int = 1) -> int:
-    """Rows, with padding, for n samples: a function of n alone, so that a resumed job computes as a
-    straight one.
+    """Returns the number of rows, with padding, for n samples. It depends only on n, so that a
+    resumed job computes the same as an uninterrupted one.
 
-    It has few values, since each is compiled: `largest` for a little less, and any other n is
-    rounded up to one of 8 in each doubling; each to as many rows for each device.
+    It has few values, because each is compiled. A little less than `largest` becomes `largest`; any
+    other n is rounded up to one of 8 values per doubling. Each device gets the same number of rows.
     """
     step = max(1, 1 << n.bit_length() >> 4)
     rows = largest if largest - max(1, largest // 8) <= n <= largest else -(-n // step) * step
@@ -447,8 +449,8 @@ def rows_for(n: int, largest: int, devices: int = 1) -> int:
 
 
 def _pad(array: np.ndarray, padding: int) -> np.ndarray:
-    """Appends the last row `padding` times: outputs for copies are finite if those of the data
-    are."""
+    """Appends the last row `padding` times, so that outputs for the padding are finite if outputs
+    for the data are."""
     return np.concatenate([array, np.repeat(array[-1:], padding, axis=0)]) if padding else array
 
 

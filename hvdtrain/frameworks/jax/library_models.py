@@ -36,10 +36,11 @@ class ChangedByPass(Exception):
 class ModuleLibrary(Protocol):
     """How to use the modules of one library."""
 
-    takes: str  # what a module is called with
+    takes: str  # name of the argument that a module is called with
 
     def functions(self, module: Any, x: jax.ShapeDtypeStruct, key: jax.Array) -> Functions:
-        """For inputs like x (rows, ...). They, and this itself, raise ChangedByPass."""
+        """Returns the functions for inputs like x (rows, ...). The functions, and this call, may
+        raise ChangedByPass."""
 
     def form(self, module: Any) -> str:
         """Returns a description of the module without its weights, for comparison among ranks."""
@@ -74,7 +75,7 @@ class Linen:
             return params
 
         def apply(params: Params, x: jax.Array, key: jax.Array | None = None) -> Any:
-            # a stream without a key of its own draws from this one
+            # a stream without a separate key draws from this one
             rngs = {} if key is None else {"params": key}
             try:
                 return module.apply(
@@ -208,7 +209,7 @@ class Nnx:
         return repr(nnx.graphdef(module))
 
     def trained(self, module: Any, params: Params) -> Any:
-        """The module itself, in evaluation mode."""
+        """Returns the module itself, in evaluation mode."""
         from flax import nnx
 
         state = nnx.state(module, nnx.Param)
@@ -250,7 +251,7 @@ class Equinox:
         return repr(module)
 
     def trained(self, module: Any, params: Params) -> Any:
-        """A module like this one, which keeps its number types."""
+        """Returns a module like this one, with the same dtypes."""
         import equinox
 
         old, static = equinox.partition(module, equinox.is_inexact_array)
@@ -258,7 +259,7 @@ class Equinox:
         return equinox.combine(jax.tree.unflatten(form, _like(leaves, params)), static)
 
 
-_LIBRARIES: dict[str, ModuleLibrary] = {  # by the class that a model is an object of
+_LIBRARIES: dict[str, ModuleLibrary] = {  # by the class of a model
     "flax.linen.module.Module": Linen(),
     "flax.nnx.module.Module": Nnx(),
     "equinox._module._module.Module": Equinox(),
@@ -295,9 +296,9 @@ def functions_of(
 ) -> Functions:
     """Converts a module to functions whose outputs have the job's dtype. Nothing is computed.
 
-    Raises UserError if it fails for inputs like x, returns a smaller type than the job's float64,
-    or has state that a forward pass changes: running statistics would include padding and differ
-    between ranks.
+    Raises UserError if it fails for inputs like x, or returns a smaller dtype than the job's
+    float64. Also rejects state that a forward pass changes, because running statistics would
+    include padding and differ between ranks.
     """
     where = config.where("model.name")
     try:
@@ -381,8 +382,8 @@ def _by_path(state: Any) -> dict[str, Any]:
 
 
 def _sown(paths: Iterable[str]) -> tuple[str, ...]:
-    """A line of the header for what a module sows, such as a penalty that its own training loop
-    adds to the loss."""
+    """Returns a header line for values that a module sows, such as a penalty that its training loop
+    would add to the loss."""
     names = sorted({re.sub(r"(\.value)?(\.\d+)+$", "", path) for path in paths})
     return (f"not used: what the model sows: {', '.join(names)}",) if names else ()
 

@@ -1,5 +1,5 @@
-"""A JAX model: a plugin of jax/models/ or the user's own pair (init, apply), checked, its
-parameters named and in one order."""
+"""A JAX model: a plugin of jax/models/ or a user's pair (init, apply), checked, with named
+parameters in a fixed order."""
 
 from __future__ import annotations
 
@@ -39,13 +39,14 @@ class JaxDevice(NamedTuple):
         return jax.enable_x64(self.dtype == np.float64)
 
     def to_device(self, array: np.ndarray) -> jax.Array:
-        """The array on every device, which may keep a view of its memory: do not write into it
-        afterwards."""
+        """Copies the array to every device. A device may keep a view of its memory, so do not write
+        to it afterwards."""
         with self.enable_x64():
             return jax.device_put(array, self.everywhere or self.device)
 
     def rows_to_devices(self, array: np.ndarray) -> jax.Array:
-        """The array, its rows split evenly over the devices; with one device, as to_device()."""
+        """Splits the rows of the array evenly over the devices; with one device, like
+        to_device()."""
         with self.enable_x64():
             return jax.device_put(
                 array,
@@ -56,7 +57,8 @@ class JaxDevice(NamedTuple):
 
     @property
     def everywhere(self) -> jax.sharding.Sharding | None:
-        """That of an array which is whole on several devices; None if there is one."""
+        """The sharding of an array that is replicated on several devices; None for a single
+        device."""
         return _sharding((self.device, *self.others), by_rows=False) if self.others else None
 
 
@@ -72,7 +74,7 @@ class ForwardPass(NamedTuple):
     """A forward pass in training."""
 
     key: jax.Array  # for dropout
-    samples: Any  # rows that are none of padding
+    samples: Any  # number of rows without padding
 
 
 class JaxModel(NamedTuple):
@@ -81,10 +83,10 @@ class JaxModel(NamedTuple):
     title: str
     names: list[str]  # "fc.weight", of each parameter
     start: list[np.ndarray]
-    structure: Any  # of the user's own tree of parameters
+    structure: Any  # the structure of a user's parameter tree
     functions: Functions
     norms: BatchNorms
-    outputs_of: Callable[[Any], Any]  # what the task takes of what the model gives
+    outputs_of: Callable[[Any], Any]  # converts the model's result to the outputs for the task
 
     def outputs(
         self,
@@ -93,8 +95,8 @@ class JaxModel(NamedTuple):
         x: jax.Array,
         of_pass: ForwardPass | None = None,
     ) -> tuple[jax.Array, Params]:
-        """x (rows, ...), as the task prepares it -> (rows, ...), and the buffers after the pass.
-        of_pass: None in evaluation."""
+        """Returns the outputs (rows, ...) for x (rows, ...), as prepared by the task, and the
+        buffers after the pass. of_pass: None in evaluation."""
         apply = self.functions.apply
         params = self.tree(weights)
         known = inspect.signature(apply).parameters
@@ -114,8 +116,8 @@ class JaxModel(NamedTuple):
 
 
 def key_data(seed: int) -> np.ndarray:
-    """64 bits of seed as the two words of a threefry key: jax.random.key() itself would drop the
-    upper 32 without float64."""
+    """Returns 64 bits of seed as the two words of a threefry key; without float64, jax.random.key()
+    would drop the upper 32 bits."""
     return np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
 
 
@@ -126,8 +128,8 @@ def key_of(data: Any) -> jax.Array:
 def build_model(
     config: Config, task: Task, target: JaxDevice, communicator: Communicator
 ) -> JaxModel:
-    """The model with its initial weights, equal on all ranks. Raises UserError for what is not a
-    model of JAX's kind."""
+    """Builds the model with its initial weights, equal on all ranks. Raises UserError if it is not
+    a JAX model."""
     name = config.model.name
     where = config.where("model.name")
     with target.enable_x64(), jax.default_device(target.device):
@@ -158,7 +160,7 @@ def build_model(
 
 
 def _two_samples(task: Task, target: JaxDevice) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes and number types of a batch."""
+    """Returns the shapes and dtypes of a batch of two samples."""
     return {
         name: jax.ShapeDtypeStruct((2, *field.shape), device_dtype(field, target.dtype))
         for name, field in task.fields.items()
@@ -268,10 +270,10 @@ def device_dtype(field: Field, dtype: np.dtype) -> np.dtype:
 def with_recompute(
     apply: Callable[..., Any], name: str, which: Literal["none", "all"] | int, where: str
 ) -> Callable[..., Any]:
-    """The function of a model whose blocks recompute: all, or the N-th, 2 N-th, ...
+    """Returns the function of a model that recomputes blocks: all of them, or the N-th, 2 N-th, ...
 
-    The function calls each block as wrap(number, block)(parameters, x), where `wrap` is its own
-    parameter. Raises UserError if it has none.
+    The model's function must call each block as wrap(number, block)(parameters, x), with its
+    parameter `wrap`. Raises UserError if it has no such parameter.
     """
     if which == "none":
         return apply

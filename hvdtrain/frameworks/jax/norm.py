@@ -16,7 +16,7 @@ from hvdtrain.config.sections.norm import NormConfig
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.jax.layers import Flow, Params
 
-# as torch.nn.BatchNorm2d has them
+# as in torch.nn.BatchNorm2d
 EPS = 1e-5
 MOMENTUM = 0.1
 
@@ -35,8 +35,8 @@ class BatchNorms:
     def __init__(
         self, norm: NormConfig, layers: Mapping[str, int], communicator: Communicator
     ) -> None:
-        """layers: name -> channels. Raises UserError if the model has none, and norm.kind speaks
-        of them."""
+        """layers: name -> channels. Raises UserError if norm.kind is set and the model has no
+        norms."""
         if norm.kind != "batch" and not layers:
             raise UserError(
                 "the model has no batch norm layer, so norm.kind has no effect",
@@ -49,11 +49,11 @@ class BatchNorms:
         )
         self.ghost = norm.ghost if norm.kind == "ghost" else None
         self.one_by_one = norm.statistics == "sequential"
-        # of a channel in one sample, over the layers: known once a pass has been traced
+        # fewest values of a channel in one sample over all layers; known after a pass was traced
         self.least_values = 2**31
 
     def start(self) -> dict[str, np.ndarray]:
-        """The buffers of all norms before the first step."""
+        """Returns the buffers of all norms before the first step."""
         buffers = {}
         for name, channels in self.layers.items():
             buffers[f"{name}.running_mean"], buffers[f"{name}.running_var"] = (
@@ -64,8 +64,8 @@ class BatchNorms:
         return buffers
 
     def takes(self, samples: int) -> bool:
-        """Whether each ghost batch has a variance; with synchronized norms that depends on the
-        other ranks."""
+        """Whether each ghost batch of `samples` has a variance; with synchronized norms that
+        depends on the other ranks."""
         last = (
             samples % self.ghost or self.ghost if self.ghost and samples > self.ghost else samples
         )
@@ -107,8 +107,8 @@ class Norms:
         return Flow(x, {}, jnp.zeros((), jnp.float32))
 
     def __call__(self, params: Params, name: str, flow: Flow) -> Flow:
-        """x (rows, ..., C), normalized, scaled and shifted; in training the flow has the norm's new
-        buffers."""
+        """Returns x (rows, ..., C), normalized, scaled and shifted; in training the flow contains
+        the norm's new buffers."""
         x = flow.x
         weight = params[f"{name}.weight"]
         bias = params[f"{name}.bias"]
@@ -154,8 +154,8 @@ def over_ghosts(
 
 
 def _updated(params: Params, name: str, statistics: Statistics, one_by_one: bool) -> Params:
-    """The norm's buffers after the pass: by one update with the mean over its ghosts, or by one
-    with each in order."""
+    """Returns the norm's buffers after the pass: updated once with the mean over its ghost batches,
+    or with each in order."""
     means, variances, count = statistics
     number = jnp.arange(len(means))
     if one_by_one:
@@ -175,11 +175,11 @@ def _updated(params: Params, name: str, statistics: Statistics, one_by_one: bool
 
 
 class NormRanks:
-    """The collectives of synchronized norms, which compiled passes call: the host's main thread
-    waits for the pass meanwhile.
+    """The collectives of synchronized norms, called by compiled passes while the host's main thread
+    waits for the pass.
 
-    An error of one would lose its type on its way through JAX: it is kept, the norms after it do
-    nothing, and raise_error() raises it.
+    An error in a collective would lose its type in JAX. So it is stored, later norms do nothing,
+    and raise_error() raises it.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -195,13 +195,13 @@ class NormRanks:
         )
 
     def add(self, name: str, sums: jax.Array, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The sum over ranks, (n,); and `turn`."""
+        """Returns the sum over ranks, (n,), and `turn`."""
         return self._called(
             functools.partial(self._add, f"sync_norm.{name}.backward"), sums.shape, sums, turn
         )
 
     def raise_error(self) -> None:
-        """Raises what a collective raised in passes that are complete."""
+        """Raises the error of a collective in completed passes."""
         if self._error is not None:
             error = self._error
             self._error = None
@@ -210,8 +210,8 @@ class NormRanks:
     def _called(
         self, call: Any, shape: tuple[int, ...], x: jax.Array, turn: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Numbers go as words of 32 bits: in the thread that JAX makes the call in, it would round
-        float64 to float32."""
+        """Passes numbers as 32-bit words, because in its callback thread JAX would round float64 to
+        float32."""
         # (..., 2) of float64
         dtype = np.dtype(x.dtype)
         words = jax.lax.bitcast_convert_type(x, jnp.uint32)
@@ -261,8 +261,8 @@ def _over_ranks(
     turn: jax.Array,
     samples: Any,
 ) -> tuple[jax.Array, ...]:
-    """y, turn, mean and unbiased variance (C,) over the samples of all ranks, whose shares may
-    differ and be empty."""
+    """Returns y, turn, mean and unbiased variance (C,) over the samples of all ranks; a rank's
+    share may be empty."""
     return _forward(ranks, name, x, weight, bias, turn, samples)[0]
 
 
@@ -275,8 +275,8 @@ def _forward(
     turn: jax.Array,
     samples: Any,
 ) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
-    """Counts, means and variances of the ranks in one collective (Chan, Golub, LeVeque 1979, eq.
-    2.1), as torch's SyncBatchNorm."""
+    """Combines counts, means and variances of the ranks in one collective (Chan, Golub, LeVeque
+    1979, eq. 2.1), like torch's SyncBatchNorm."""
     _, own = over_ghosts(x, weight, bias, samples, len(x))
     values = jnp.asarray(samples * (x[0].size // x.shape[-1]), x.dtype)
     biased = own.variances[0] * (jnp.maximum(values - 1.0, 1.0) / jnp.maximum(values, 1.0))
@@ -300,8 +300,8 @@ def _forward(
 def _backward(
     ranks: NormRanks, name: str, kept: tuple[Any, ...], cotangents: tuple[jax.Array, ...]
 ) -> tuple[Any, ...]:
-    """Over all N values: dx = w / sqrt(var + eps) (dy - sum(dy) / N - xhat sum(dy xhat) / N); of
-    weight and bias this rank's part."""
+    """Computes dx = w / sqrt(var + eps) (dy - sum(dy) / N - xhat sum(dy xhat) / N) over all N
+    values, and this rank's part of the gradients of weight and bias."""
     x, weight, mean, variance, total, samples = kept
     dy, turn, *_ = cotangents
     axes = tuple(range(x.ndim - 1))

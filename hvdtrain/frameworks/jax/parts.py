@@ -1,4 +1,4 @@
-"""The part of the parameters on a rank: of all parameters in one row, or of each unit of
+"""The part of the parameters on a rank: a range of all parameters in one row, or of each unit of
 shard.stage=3."""
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class FlatShard:
         sizes = [math.prod(shape) for shape in shapes]
         self.shapes = list(shapes)
         self.length = sum(sizes)
-        self.ends = np.cumsum(sizes)[:-1].tolist()  # of the parameters in the row, without the last
+        # ends of the parameters in the row, except the last
+        self.ends = np.cumsum(sizes)[:-1].tolist()
         self.own = part_of(self.length, rank, size)
         begins = [0, *self.ends]
         self.ranges = [
@@ -32,15 +33,15 @@ class FlatShard:
         self.lengths = [range_.stop - range_.start for range_ in self.ranges]
 
     def take(self, arrays: Sequence[Any]) -> list[Any]:
-        """(n,) of each parameter's array."""
+        """Returns this rank's part of each parameter's array, (n,) each."""
         return _in_ranges(arrays, self.ranges)
 
     def of_row(self, row: Any) -> Any:
-        """This rank's part of a row of all parameters."""
+        """Returns this rank's part of a row of all parameters."""
         return row[self.own]
 
     def split(self, row: Any) -> list[Any]:
-        """A row of all parameters as arrays of their shapes, which may be views."""
+        """Splits a row of all parameters into arrays of their shapes, which may be views."""
         return [
             array.reshape(shape)
             for array, shape in zip(np.split(row, self.ends), self.shapes, strict=True)
@@ -48,7 +49,7 @@ class FlatShard:
 
 
 class ShardedUnit(NamedTuple):
-    """Parameters whose whole arrays a rank holds at the same time."""
+    """Parameters that are gathered at the same time."""
 
     parameters: list[int]  # their numbers
     cut: FlatShard
@@ -76,11 +77,11 @@ class CutUnits:
         self.length = sum(math.prod(shape) for shape in shapes)
 
     def take(self, arrays: Sequence[Any]) -> list[Any]:
-        """(n,) of each parameter's array."""
+        """Returns this rank's part of each parameter's array, (n,) each."""
         return _in_ranges(arrays, self.ranges)
 
     def of_row(self, row: Any) -> Any:
-        """This rank's parts of a row of all parameters, one after the other."""
+        """Returns this rank's parts of a row of all parameters, concatenated."""
         begins = itertools.accumulate((math.prod(shape) for shape in self.shapes), initial=0)
         return jnp.concatenate(
             [

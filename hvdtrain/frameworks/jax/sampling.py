@@ -1,5 +1,5 @@
-"""Sequences drawn token by token from a JAX model that keeps what it has read in a cache; the
-tokens that torch draws."""
+"""Draws sequences token by token from a JAX model with a cache of earlier positions; the tokens are
+the same as in torch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hvdtrain.frameworks.jax.model import JaxDevice
 
 
 class CompiledDecoder:
-    """Reads with a model's Reader: compiled once for each number of sequences, and of positions
-    that are read together."""
+    """Runs a model's Reader, compiled once for each number of sequences and of positions that are
+    read together."""
 
     def __init__(
         self, reader: Reader, tree: Callable[[list[jax.Array]], Params], target: JaxDevice
     ) -> None:
-        """tree: the parameters of a list of weights."""
+        """tree: converts a list of weights to parameters."""
         self._reader = reader
         self._target = target
 
@@ -41,8 +41,8 @@ class CompiledDecoder:
         temperature: float,
         before_each: Callable[[], None],
     ) -> np.ndarray:
-        """Prompts, int64 (n, m), continued to int64 (n, length), as Sampler.continue_sequences()
-        says; numbers: (n, length)."""
+        """Continues prompts, int64 (n, m), to int64 (n, length), like Sampler.continue_sequences().
+        numbers: (n, length)."""
         (n, at_first), length, context = prompts.shape, numbers.shape[1], self._reader.context
         sequences = np.concatenate([prompts, np.zeros((n, length - at_first), np.int64)], 1)
         begin = read = 0  # the cache has positions begin ... read - 1
@@ -72,7 +72,8 @@ class CompiledDecoder:
 
 
 def draw(logits: np.ndarray, temperature: float, numbers: np.ndarray) -> np.ndarray:
-    """(n,) by inversion of the cumulative distribution; the most probable with temperature 0."""
+    """Draws tokens (n,) by inverting the cumulative distribution; with temperature 0, the most
+    probable tokens."""
     if temperature == 0:
         return logits.argmax(1)
     scaled = logits / temperature

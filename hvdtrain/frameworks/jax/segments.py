@@ -1,5 +1,5 @@
-"""A traced pass in segments, a block of the model or what lies between two, each compiled by
-itself: the host runs one after the other."""
+"""Divides a traced pass into segments: a block of the model, or the operations between two blocks.
+Each is compiled separately, and the host runs them in order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BLOCK = "hvdtrain block "  # begins the name of a traced block
 
 
 def mark(number: int, block: Block) -> Block:
-    """The block as a call that a traced pass shows: a model's `wrap`."""
+    """Marks a block as a call that is visible in a traced pass; used as a model's `wrap`."""
 
     def call(params: Any, x: Any) -> Any:
         return block(params, x)
@@ -30,8 +30,8 @@ def mark(number: int, block: Block) -> Block:
 
 
 class Segment:
-    """Consecutive operations of a pass as a function of weights and of arrays that the segments
-    before it made."""
+    """Consecutive operations of a pass, as a function of weights and of arrays from earlier
+    segments."""
 
     def __init__(
         self,
@@ -54,22 +54,23 @@ class Segment:
         self.outputs = [v for v in made if v in later]
         self.carries: list[
             bool
-        ] = []  # of each input: whether it depends on weights, so that a gradient goes back through it  # noqa: E501
-        self.wanted: list[int] = []  # numbers of the outputs that a gradient comes back through
+            # for each input: whether it depends on weights, so that it has a gradient
+        ] = []
+        self.wanted: list[int] = []  # numbers of the outputs that have a gradient
         order = [v for v in outside if v in weights] + self.inputs
         self._closed = core.ClosedJaxpr(
             whole.replace(constvars=[], invars=order, outvars=self.outputs, eqns=operations), []
         )
 
     def forward(self, weights: list[Any], inputs: list[Any]) -> list[Any]:
-        """The outputs."""
+        """Returns the outputs."""
         return list(core.jaxpr_as_fun(self._closed)(*weights, *inputs))
 
     def backward(
         self, weights: list[Any], inputs: list[Any], cotangents: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Gradients of the weights, and of the inputs that carry one, from the gradients of the
-        wanted outputs. Computes forward again."""
+        """Returns the gradients of the weights and of differentiable inputs, from the gradients of
+        the wanted outputs. Computes forward again."""
 
         def wanted(weights: list[Any], carrying: list[Any]) -> list[Any]:
             outputs = self.forward(weights, self._all_inputs(inputs, carrying))
@@ -80,8 +81,8 @@ class Segment:
         return gradients
 
     def both(self, weights: list[Any], inputs: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """The outputs of the last segment, and the gradients that backward() gives for the loss,
-        its only wanted output."""
+        """Returns the outputs of the last segment, and the gradients of the loss, which is its only
+        wanted output."""
 
         def loss(weights: list[Any], carrying: list[Any]) -> tuple[Any, list[Any]]:
             outputs = self.forward(weights, self._all_inputs(inputs, carrying))
@@ -107,8 +108,7 @@ class CutPass:
     def __init__(
         self, function: Callable[..., Any], weights: Sequence[Any], arguments: Sequence[Any]
     ) -> None:
-        """function(weights, *arguments) -> a tree of arrays; in training the loss is its first
-        one."""
+        """function(weights, *arguments) -> a tree of arrays; in training, the loss is the first."""
         closed, results = jax.make_jaxpr(function, return_shape=True)(list(weights), *arguments)
         self._results = jax.tree.structure(results)
         traced = closed.jaxpr
@@ -129,13 +129,13 @@ class CutPass:
         return any(v is variable for v in self._outputs)
 
     def results(self, variables: Variables) -> Any:
-        """What the function returns, once all segments have run."""
+        """Returns the function's result, after all segments have run."""
         found = [v.val if isinstance(v, core.Literal) else variables[v] for v in self._outputs]
         return jax.tree.unflatten(self._results, found)
 
     def _find_the_way_back(self, weights: dict[Any, int]) -> None:
-        """Which arrays between segments have a gradient: they depend on weights, and the loss on
-        them."""
+        """Determines which arrays between segments have a gradient: they depend on weights, and the
+        loss depends on them."""
         depend = set(weights)
         for segment in self.segments:
             segment.carries = [v in depend for v in segment.inputs]
@@ -173,7 +173,8 @@ def _block_of(operation: Any) -> int | None:
 
 
 def _without_number(operation: Any) -> Any:
-    """A block as one that another block may be equal to; any other operation as it is."""
+    """Returns a block without its number, so that equal blocks compare equal; any other operation
+    unchanged."""
     return (
         operation
         if _block_of(operation) is None
@@ -190,8 +191,8 @@ class Programs:
         self._of_function: dict[Any, Any] = {}
 
     def run(self, name: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-        """function(*arguments), compiled at the first call of this name: a function has one, and
-        arguments of the same shapes."""
+        """Returns function(*arguments), compiled at the first call with this name. Each name stands
+        for one function and arguments of the same shapes."""
         if name not in self._of_function:
             self._of_function[name] = self._compiled(function, arguments)
         return self._of_function[name](*arguments)
@@ -199,7 +200,7 @@ class Programs:
     def _compiled(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         lowered = jax.jit(function, keep_unused=True).lower(*arguments)
         text = lowered.as_text()
-        if "callback" in text:  # of a synchronized norm: the text does not tell which
+        if "callback" in text:  # of a synchronized norm; the text does not identify it
             return lowered.compile()
         key = text, lowered.in_tree, lowered.out_tree
         if key not in self._by_text:

@@ -23,15 +23,15 @@ from hvdtrain.optim.rule import ArrayOps, Ops, Rule, is_excluded
 from hvdtrain.tasks.task import Each, TaskPart, counts_exactly
 
 Weights = list[jax.Array]  # in the order of JaxModel.names
-OptimizerState = list[tuple[Any, ...]]  # of each parameter, in the order of JaxModel.names
+OptimizerState = list[tuple[Any, ...]]  # state of each parameter, in the order of JaxModel.names
 
 
 class PaddedBatch(NamedTuple):
-    """A micro-batch on the device: n samples, then padding, whose weight "w" is 0. Without samples
-    it has no arrays, or one row."""
+    """A micro-batch on the device: n samples, then padding with weight "w" 0. Without samples it
+    has no arrays, or one row."""
 
     n: int
-    weight: int = 0  # of Task.weight()
+    weight: int = 0  # the sum of Task.weight()
     # (rows, ...) each: the fields, augmented, images as uint8, other integers as int32; "w" of the
     # samples' losses; "mixup_weight" of a sample in its mixture, and the fields of its partner, as
     # "partner_y"
@@ -41,7 +41,8 @@ class PaddedBatch(NamedTuple):
 class Gradient(NamedTuple):
     """The result of a pass of a micro-batch."""
 
-    row: jax.Array  # of all parameters; with shard.stage=3 this rank's part of the sum over ranks
+    # gradient of all parameters; with shard.stage=3, this rank's part of the sum over ranks
+    row: jax.Array
     sums: Sums
     buffers: Params  # after it
 
@@ -55,12 +56,12 @@ class Formulas:
         self.views = views
 
     def sums(self, weights: Weights, buffers: Params, batch: PaddedBatch) -> Sums:
-        """In evaluation."""
+        """Returns the sums in evaluation."""
         each = self.part.each(self.outputs(weights, buffers, batch), batch.arrays, False)
         return _sums(each, batch.n, counts_exactly(self.part))
 
     def outputs(self, weights: Weights, buffers: Params, batch: PaddedBatch) -> jax.Array:
-        """(rows, ...) of the model in evaluation: the mean over the views of each sample."""
+        """Returns the outputs (rows, ...) in evaluation: the mean over the views of each sample."""
 
         def of_view(arrays: Mapping[str, jax.Array]) -> jax.Array:
             return self.model.outputs(weights, buffers, self.part.inputs(arrays))[0]
@@ -71,10 +72,10 @@ class Formulas:
     def gradient(
         self, weights: Weights, buffers: Params, batch: PaddedBatch, divisor: int, key: Any
     ) -> Gradient:
-        """The gradient of the sum of losses over `divisor`, in one row. key: the data of one, for
-        dropout.
+        """Returns the gradient of the sum of losses / `divisor`, in one row. key: data of a random
+        key, for dropout.
 
-        The row is NaN if the loss is not finite: the reduction brings that to every rank.
+        The row is NaN if the loss is not finite, which the reduction passes on to every rank.
         """
         gradients, (sums, changed, finite) = jax.grad(self.loss, has_aux=True)(
             weights, buffers, batch, divisor, key
@@ -88,8 +89,8 @@ class Formulas:
     def loss(
         self, weights: Weights, buffers: Params, batch: PaddedBatch, divisor: Any, key: Any
     ) -> tuple[jax.Array, tuple[Sums, Params, jax.Array]]:
-        """The sum of losses over `divisor`, which over ranks adds up to the mean over the global
-        batch; and sums, buffers, and whether all losses are finite.
+        """Returns the sum of losses / `divisor`, which adds up over ranks to the mean over the
+        global batch; also sums, buffers, and whether all losses are finite.
         """
         outputs, changed = self.model.outputs(
             weights, buffers, self.part.inputs(batch.arrays), ForwardPass(key_of(key), batch.n)
@@ -108,7 +109,7 @@ class LearnerPasses(Protocol):
     """The passes of a learner's model; the strategy defines the form of weights and of the
     gradient's row."""
 
-    are_collective: bool  # every rank makes the same ones, also without samples
+    are_collective: bool  # every rank runs the same passes, even without samples
 
     def gradient(
         self, weights: Weights, buffers: Params, batch: PaddedBatch, divisor: int, key: np.ndarray
@@ -122,19 +123,19 @@ class LearnerPasses(Protocol):
         """Formulas.outputs()"""
 
     def all_weights(self, weights: Weights) -> Weights:
-        """Whole arrays. May be a collective."""
+        """Returns full arrays. May be a collective."""
 
     def release(self) -> None:
-        """The weights are about to change."""
+        """Called before the weights change."""
 
 
 class WholePasses:
-    """Each pass is one compiled function of whole weights."""
+    """Passes that are one compiled function of full weights each."""
 
     are_collective = False
 
     def __init__(self, formulas: Formulas, place: jax.sharding.Sharding | None) -> None:
-        """place: of the results, where a rank has several devices."""
+        """place: sharding of the results, if a rank has several devices."""
         compiled = functools.partial(jax.jit, out_shardings=place)
         self.gradient = compiled(formulas.gradient)
         self.sums = compiled(formulas.sums)
@@ -148,7 +149,7 @@ class WholePasses:
 
 
 def _sums(each: Each, samples: Any, exactly: bool = False) -> Sums:
-    """Sums over samples, without weights and padding. exactly: integers stay integers."""
+    """Returns sums over samples, without weights and padding. exactly: integers remain integers."""
     real = jnp.arange(len(each.loss)) < samples
 
     def total(term: jax.Array) -> jax.Array:
@@ -183,8 +184,8 @@ class OptimizerUpdate:
         key: Any,
         noisy: bool,
     ) -> tuple[Weights, OptimizerState, jax.Array]:
-        """One step along the mean gradient over all ranks, in one row, and this rank's part of
-        "nonfinite".
+        """Makes one step along the mean gradient over all ranks, in one row; also returns this
+        rank's part of "nonfinite".
 
         `noisy` is a constant of the compiled function.
         """
@@ -203,7 +204,7 @@ class OptimizerUpdate:
 
 
 class AnyOptimizer(Protocol):
-    """The optimizer of a model: a rule of hvdtrain, or a function of the user's."""
+    """The optimizer of a model: a rule of hvdtrain or a user's function."""
 
     shapes: list[tuple[int, ...]]
 
@@ -212,8 +213,8 @@ class AnyOptimizer(Protocol):
         """The path of a user's function; empty for a rule."""
 
     def start(self, weights: Sequence[Any]) -> OptimizerState:
-        """The state before the first step: one entry for each array of `weights`, then possibly one
-        for state that belongs to no parameter."""
+        """Returns the state before the first step: one entry for each array of `weights`, then
+        possibly one for state that belongs to no parameter."""
 
     def apply(
         self,
@@ -223,10 +224,10 @@ class AnyOptimizer(Protocol):
         hyper: Hyper,
         ops: Ops,
     ) -> tuple[Weights, OptimizerState]:
-        """New weights and state of every parameter, or of one part of each."""
+        """Returns new weights and state of every parameter, or of one part of each."""
 
     def state_names(self, optimizer_state: OptimizerState) -> list[list[str]]:
-        """The name of each array in a checkpoint."""
+        """Returns the name of each array in a checkpoint."""
 
 
 class Optimizer:
@@ -269,7 +270,7 @@ class Optimizer:
             new_p, new_state = rule.update(
                 g, state, p, hyper._replace(weight_decay=0.0) if excluded else hyper, ops
             )
-            # the dtypes stay as they were, or the next step would be compiled again
+            # the dtypes must not change, or the next step would be compiled again
             new_weights.append(new_p.astype(p.dtype))
             new_states.append(
                 tuple(
@@ -281,7 +282,8 @@ class Optimizer:
 
 
 def noise(hyper: Hyper, key: Any, like: Any) -> jax.Array:
-    """Normal noise for the gradients of all parameters in one row: the same on every rank."""
+    """Returns normal noise for the gradients of all parameters in one row, the same on every
+    rank."""
     return jnp.sqrt(hyper.noise) * jax.random.normal(key_of(key), like.shape, like.dtype)
 
 
@@ -292,8 +294,8 @@ def _split(row: Any, weights: Weights) -> list[jax.Array]:
 
 
 class Phases:
-    """JAX only starts its work. Phases are timed where the host waits for it: before it
-    communicates, or as log.step_times asks."""
+    """The phases of a step. JAX works asynchronously, so phases are timed where the host waits:
+    before it communicates, or as requested by log.step_times."""
 
     def __init__(self, stopwatch: Stopwatch, communicates: bool, waits: bool) -> None:
         """waits: the host waits for the device at the end of each phase, to time it."""
@@ -302,7 +304,7 @@ class Phases:
         self.are_timed = waits or communicates
 
     def begin(self) -> None:
-        """The end of "data"."""
+        """Ends the phase "data"."""
         self._stopwatch.enter("compute" if self.are_timed else "")
 
     def enter(self, phase: str) -> None:

@@ -1,5 +1,5 @@
-"""JaxStrategy: how ranks reduce gradients and which rank updates what; and Replicated, in which
-every rank updates everything."""
+"""JaxStrategy: how ranks reduce gradients and which weights each rank updates. In Replicated, every
+rank updates all weights."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from hvdtrain.frameworks.jax.step import (
 class Squares(NamedTuple):
     """Squared norms, for the noise scale."""
 
-    own: Any  # of this rank's part of the gradient: its own samples
-    mean: Any  # of the mean gradient over all ranks
+    own: Any  # squared norm of the gradient over this rank's samples
+    mean: Any  # squared norm of the mean gradient over all ranks
 
 
 class Updated(NamedTuple):
@@ -36,49 +36,50 @@ class Updated(NamedTuple):
 
     weights: Weights
     nonfinite: Any  # this rank's part of "nonfinite"
-    squares: Squares | None  # where log.noise_scale asks for them
+    squares: Squares | None  # only with log.noise_scale
 
 
 class JaxStrategy(Protocol):
-    """Sums gradients over ranks and applies the optimizer, whose state it has.
+    """Sums gradients over ranks and applies the optimizer, whose state it holds.
 
-    The losses of a step are divided by the weight of the global batch before, so that the sum over
-    ranks is the mean over it. Every method is called on every rank: add() for each micro-batch of a
-    step, then update().
+    The losses of a step are first divided by the weight of the global batch, so that the sum over
+    ranks is its mean. Every method is called on every rank: add() for each micro-batch of a step,
+    then update().
     """
 
-    summary: str  # for the line that describes the learner
+    summary: str  # part of the line that describes the learner
     is_sharded: bool  # this rank has a part of the optimizer state
     optimizer_state: OptimizerState
 
     def start_weights(self, start: list[np.ndarray]) -> Weights:
-        """Returns this rank's part of the weights on the device, from whole weights on the host."""
+        """Returns this rank's part of the weights on the device, from full weights on the host."""
 
     def add(self, gradient: jax.Array | None) -> None:
-        """The gradient of a micro-batch, of all parameters in one row; None if it has no
-        samples. May be a collective.
+        """Adds the gradient of a micro-batch, all parameters in one row; None if it has no samples.
+        May be a collective.
 
         Called inside of JaxDevice.enable_x64().
         """
 
     def update(self, weights: Weights, hyper: Hyper, seed: int) -> Updated:
-        """One step along the sum of what was added, over all ranks. `weights` are not used again. A
-        collective."""
+        """Makes one step along the sum of the added gradients over all ranks. `weights` must not be
+        used again. A collective."""
 
     def put_together(self, parts: Weights) -> Weights:
         """Gathers whole arrays from arrays of the optimizer state, one for each parameter. May be a
         collective."""
 
     def weight(self, name: str, parameter: int, array: jax.Array) -> Piece:
-        """What this rank has of a parameter, called `name` in the state."""
+        """Returns this rank's piece of a parameter, called `name` in the state."""
 
     def piece(self, name: str, parameter: int, array: jax.Array) -> Piece:
-        """What this rank has of an array of the optimizer state of a parameter, as an array of the
-        state called `name`."""
+        """Returns this rank's piece of an array of a parameter's optimizer state, called `name` in
+        the state."""
 
 
 class Replicated:
-    """All ranks keep everything and make the same step; gradients are reduced in one allreduce."""
+    """Weights and state are replicated, all ranks make the same step, and gradients are reduced in
+    one allreduce."""
 
     is_sharded = False
 
@@ -119,8 +120,8 @@ class Replicated:
         mean = self._mean(row)
         self._phases.enter("update")
         with jax.enable_x64(True):
-            # so that a rule's own numbers (1 - beta^t) are float64, as Python's are; arrays stay
-            # what they are
+            # so that a rule's numbers (1 - beta^t) are float64, as in Python; arrays keep their
+            # dtypes
             weights, self.optimizer_state, nonfinite = self._update(
                 weights, self.optimizer_state, mean, hyper, key_data(seed), noisy=hyper.noise > 0
             )
@@ -150,8 +151,8 @@ class Replicated:
 
 
 def whole_piece(name: str, array: jax.Array) -> Piece:
-    """A piece of an array that every rank has; of a GPU's JAX keeps the host copy as long as the
-    array."""
+    """Returns the piece of a replicated array. For an array on a GPU, JAX keeps the host copy as
+    long as the array."""
     return Piece(
         name,
         array.shape,
@@ -166,7 +167,7 @@ def whole_piece(name: str, array: jax.Array) -> Piece:
 def start_state(
     optimizer: AnyOptimizer, weights: list[np.ndarray], target: JaxDevice
 ) -> OptimizerState:
-    """The optimizer state before the first step, on the device, for arrays of weights or parts of
+    """Returns the optimizer state before the first step, on the device, for weights or parts of
     them."""
     with target.enable_x64():
         return [

@@ -1,5 +1,5 @@
-"""optim.name=optax:adamw in JAX: a transformation of gradients of optax's kind, for all parameters
-of a model at once."""
+"""optim.name=optax:adamw in JAX: an optax-style gradient transformation for all parameters of a
+model."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _SMALL = 3  # elements along each dimension of the arrays that a transformation 
 
 
 class UserFunction:
-    """A function that makes a transformation, a pair init(params), update(gradients, state,
-    params), and the arguments it gets.
+    """A function that creates a transformation, a pair init(params), update(gradients, state,
+    params), and its arguments.
 
-    learning_rate follows the recipe, where it has such a parameter; weight_decay, and momentum or
-    b1, are those of `optim` where they are set, else its own defaults hold.
+    learning_rate follows the recipe, if it has this parameter. weight_decay, and momentum or b1,
+    are from `optim` if set there; otherwise its defaults apply.
     """
 
     def __init__(self, config: Config) -> None:
-        """Raises UserError if the function lacks what the configuration sets, or its options do
-        not fit."""
+        """Raises UserError if the function lacks a parameter that the configuration sets, or if its
+        options do not match."""
         optim = config.optim
         self.name = config.optim.name
         self._where = config.where("optim.name")
@@ -74,7 +74,7 @@ class UserFunction:
 
     @property
     def path(self) -> str:
-        """optax.adamw, however the user wrote it, and wherever optax has it."""
+        """The canonical name, such as optax.adamw, however the user wrote it."""
         if is_object(self.name):
             return self.name
         module = self._function.__module__
@@ -114,7 +114,7 @@ class UserFunction:
         """Raises UserError if the function fails, or does not return a transformation."""
         try:
             made = self.transformation(rate)
-        except Exception as error:  # of the user's code, or a number that makes no sense
+        except Exception as error:  # an error in user code, or an invalid number
             message = (
                 f"{error}"
                 if isinstance(error, (TypeError, ValueError))
@@ -136,8 +136,8 @@ class UserOptimizer:
     """An optimizer from a UserFunction, with the methods of Optimizer. Its state has one entry for
     each parameter, then one tuple of everything else.
 
-    An array of the state belongs to a parameter where its path in the state ends with the
-    parameter's own.
+    An array of the state belongs to a parameter if its path in the state ends with the parameter's
+    path.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class UserOptimizer:
         shapes: Sequence[tuple[int, ...]],
         structure: Any,
     ) -> None:
-        """structure: of the user's tree of parameters. Raises UserError if a step fails."""
+        """structure: of the user's parameter tree. Raises UserError if a step fails."""
         self.function = UserFunction(config)
         self.shapes = list(shapes)
         self._names = list(names)
@@ -159,9 +159,10 @@ class UserOptimizer:
         self._rate = config.optim.base_lr
         paths, _ = jax.tree_util.tree_flatten_with_path(self._tree([np.zeros(())] * len(names)))
         self._paths = [path for path, _ in paths]
-        self._owners: list[int | None] = []  # of each array of the state: the number of a parameter
+        # for each array of the state: the number of its parameter, or None
+        self._owners: list[int | None] = []
         self._others: list[str] = []  # names of the arrays that belong to no parameter
-        self._structure: Any = None  # of the state
+        self._structure: Any = None  # structure of the state
         self._try(config)
 
     @property
@@ -204,16 +205,16 @@ class UserOptimizer:
         ]
 
     def state_names(self, optimizer_state: OptimizerState) -> list[list[str]]:
-        """s.PARAMETER.0, ...; of all else the path in the state, with a space, which no parameter's
-        name begins with."""
+        """Returns s.PARAMETER.0, ..., and for other arrays the path in the state after a space,
+        with which no parameter name begins."""
         of_each = zip(self._names, optimizer_state[:-1], strict=True)
         return [[f"s.{name}.{i}" for i in range(len(state))] for name, state in of_each] + [
             self._others
         ]
 
     def check_elementwise(self) -> None:
-        """Raises UserError if steps on two parts of the parameters differ from steps on the whole:
-        shard.stage needs them equal.
+        """Raises UserError if steps on two parts of the parameters differ from steps on all of
+        them; shard.stage needs them to be equal.
 
         Compares four steps on small arrays in the user's tree, the last one with a NaN, and checks
         the shapes of the state.
@@ -292,7 +293,7 @@ class UserOptimizer:
         *,
         decays: bool,
     ) -> tuple[list[Any], OptimizerState]:
-        """What is added to each parameter, and the new state."""
+        """Returns the change of each parameter, and the new state."""
         made = self.function.transformation(rate, decays=decays)
         old = self._joined(optimizer_state)
         updates, new = made.update(self._tree(list(gradients)), old, self._tree(list(weights)))
@@ -303,7 +304,7 @@ class UserOptimizer:
         return jax.tree_util.tree_leaves(updates), self._split(new)
 
     def _small(self) -> list[Any]:
-        """Parameters of a few numbers each, in as many dimensions as the model's."""
+        """Returns small parameters with the same numbers of dimensions as the model's."""
         shapes = [tuple(min(size, _SMALL) for size in shape) for shape in self.shapes]
         return [
             jnp.cos(jnp.arange(math.prod(shape)) + i).reshape(shape)
@@ -311,8 +312,8 @@ class UserOptimizer:
         ]
 
     def _steps(self, weights: Sequence[Any]) -> list[Any]:
-        """Weights after four steps, whose gradients follow from them; the last has a NaN if an
-        array has a number above 0.999."""
+        """Returns the weights after four steps with gradients computed from the weights. The last
+        gradient has a NaN if an array has a number above 0.999."""
         state = self.start(weights)
         start = list(weights)
         now = list(weights)
@@ -387,17 +388,17 @@ class UserOptimizer:
                 )
 
 
-Path = tuple[Any, ...]  # of an array in a tree
+Path = tuple[Any, ...]  # path of an array in a tree
 
 
 def owner_of(path: Path, paths: Sequence[Path]) -> int | None:
-    """The number of the parameter that an array of the state belongs to: its path ends with the
-    parameter's own, one of `paths`."""
+    """Returns the number of the parameter that an array of the state belongs to: the one of `paths`
+    with which its path ends."""
     fitting = [number for number, own in enumerate(paths) if path[-len(own) :] == own]
     return max(fitting, key=lambda number: len(paths[number]), default=None)
 
 
 def name_of_other(path: Path) -> str:
-    """The name of a state array that belongs to no parameter: its path after "s. ", a prefix with
-    a space, with which no parameter's name begins."""
+    """Returns the name of a state array that belongs to no parameter: its path after "s. ". No
+    parameter name begins with a space."""
     return f"s. {jax.tree_util.keystr(path, simple=True, separator='.')}"

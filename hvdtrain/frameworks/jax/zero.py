@@ -1,5 +1,5 @@
-"""shard.stage in JAX: each rank has the optimizer state of its part of all weights, and updates
-that part alone (ZeRO).
+"""shard.stage in JAX: each rank holds the optimizer state of its part of all weights, and updates
+only that part (ZeRO).
 
 Source: Rajbhandari et al. 2020, arXiv:1910.02054.
 """
@@ -25,14 +25,14 @@ from hvdtrain.optim.rule import ArrayOps
 
 
 class JaxZeroStrategy:
-    """All weights in one row, or each unit of stage 3 in one, cut into one part for each rank.
+    """All weights in one row, or in stage 3 one row for each unit, partitioned over ranks.
 
-    Each rank gets the sum over ranks of its part of the gradient, applies the optimizer to it, and
-    the updated parts reach all ranks. Stage 1 adds up the gradients of micro-batches first; stage 2
-    reduces those of each micro-batch and adds up the parts. jax.grad makes the gradient of all
-    parameters at once: a rank holds one of them, and a copy in host memory, while it is reduced. In
-    stage 3 a pass reduces its gradients itself (fully_sharded.py), and weights are parts here: (n,)
-    of each parameter.
+    Each rank gets the sum over ranks of its part of the gradient and applies the optimizer to it;
+    then the updated parts are gathered on all ranks. Stage 1 adds up the gradients of micro-batches
+    first. Stage 2 reduces the gradient of each micro-batch and adds up the parts. jax.grad computes
+    the gradient of all parameters at once, so a rank holds one full gradient, and a copy in host
+    memory, during the reduction. In stage 3 a pass reduces its gradients itself (fully_sharded.py),
+    and weights are parts here: (n,) of each parameter.
     """
 
     is_sharded = True
@@ -48,7 +48,7 @@ class JaxZeroStrategy:
         units: CutUnits | None = None,
         in_units: str = "",
     ) -> None:
-        """units: of stage 3; in_units: what they are, for the summary."""
+        """units: of stage 3; in_units: describes them, for the summary."""
         self._communicator = communicator
         self._target = target
         self._phases = phases
@@ -63,9 +63,9 @@ class JaxZeroStrategy:
             formulas.update, static_argnames="noisy", donate_argnums=(0, 1) if units else 1
         )
         self.optimizer_state = start_state(optimizer, cut.take(model.start), target)
-        self._row: jax.Array | None = None  # of stage 1: this rank's gradients so far
-        self._part: jax.Array | None = None  # of the sum over ranks so far
-        self._own_square: Any = 0.0  # of this rank's own gradient
+        self._row: jax.Array | None = None  # stage 1: this rank's gradient so far
+        self._part: jax.Array | None = None  # this rank's part of the sum over ranks so far
+        self._own_square: Any = 0.0  # squared norm of this rank's gradient
         ranks = f"{communicator.size} rank{'s' if communicator.size > 1 else ''}"
         what = ("", "optimizer state", "optimizer state and gradients", "weights")[self._stage]
         self.summary = f"{what} sharded over {ranks}{in_units} (ZeRO stage {self._stage})"
@@ -92,7 +92,7 @@ class JaxZeroStrategy:
         part = self._part
         self._part = None
         self._phases.enter("update")
-        with jax.enable_x64(True):  # as in Replicated.update()
+        with jax.enable_x64(True):  # see Replicated.update()
             bad, square, mean_square = self._sum_over_ranks(
                 self._gradient_sums(part), "shards.gradient"
             )
@@ -138,11 +138,12 @@ class JaxZeroStrategy:
         self._phases.enter("communication")
         part = self._communicator.start_reduce_scatter(on_host, "gradient.0").wait()
         self._phases.enter("compute")
-        part = self._target.to_device(np.array(part))  # a copy: it may be a view of the whole
+        # a copy, because it may be a view of the whole array
+        part = self._target.to_device(np.array(part))
         self._part = part if self._part is None else self._part + part
 
     def _sum_over_ranks(self, x: jax.Array, name: str) -> np.ndarray:
-        """(n,); nothing is sent where n is 0."""
+        """Returns the sum over ranks, (n,); nothing is sent if n is 0."""
         on_host = np.asarray(x)
         self._phases.enter("communication")
         total: np.ndarray = self._communicator.allreduce(on_host, name) if len(on_host) else on_host
@@ -171,8 +172,8 @@ class ShardUpdate:
         self.cut = cut
 
     def gradient_sums(self, part: jax.Array) -> jax.Array:
-        """(3,): whether a number of the mean gradient is not finite, its squared norm for clipping,
-        and without clipping by value."""
+        """Returns (3,): whether a number of the mean gradient is not finite, its squared norm for
+        clipping, and the squared norm without clipping by value."""
         squares = [jnp.zeros((), part.dtype)]
 
         def keep(square: jax.Array) -> jax.Array:
@@ -242,7 +243,7 @@ class ShardUpdate:
 class LocalSquares(ArrayOps):
     """Keeps the squared norms of this rank's parts.
 
-    The norms themselves are not known yet: each is NaN, which no square depends on (optim/rule.py).
+    The norms are not known yet. Each is NaN, and no square depends on it (optim/rule.py).
     """
 
     def __init__(self) -> None:

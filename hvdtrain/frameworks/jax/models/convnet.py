@@ -1,4 +1,4 @@
-"""A small convolutional network: the one of frameworks/torch/models/convnet.py."""
+"""A small convolutional network, as in frameworks/torch/models/convnet.py."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def build(
     norm: bool = True,
     dense: tuple[int, ...] = (),
 ) -> Functions:
-    """3x3 convolutions that halve the image, each with a norm and ReLU; the mean over what is left
-    of it; dense layers; logits.
+    """Builds 3x3 convolutions that halve the image, each with a norm and ReLU; the mean over the
+    remaining pixels; dense layers; logits.
 
     widths: channels of each convolution
     norm: true: a batch norm after each convolution; false: none, so that any number of ranks

@@ -1,4 +1,4 @@
-"""A decoder of the GPT-2 kind: the one of frameworks/torch/models/gpt.py."""
+"""A GPT-2-style decoder, as in frameworks/torch/models/gpt.py."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class GPT:
     tied: bool
 
     def init(self, key: jax.Array) -> Params:
-        """Weights as init_weights() of torch's model: normal ones; biases 0, norms 1 and 0."""
+        """Returns weights like init_weights() of the torch model: normal; biases 0, norms 1 and
+        0."""
         stds = self._stds()
         biases = {
             f"{name}.bias": np.zeros(shape[0])
@@ -66,7 +67,7 @@ class GPT:
         return start_normal(key, stds) | biases | start_norms(dict.fromkeys(norms, self.width))
 
     def _stds(self) -> dict[str, tuple[tuple[int, int], float]]:
-        """Layer -> shape and standard deviation of its weights."""
+        """Returns layer -> shape and standard deviation of its weights."""
         width = self.width
         last = STD / math.sqrt(2 * self.layers)
         of_block = {
@@ -108,8 +109,8 @@ class GPT:
     def read(
         self, params: Params, tokens: jax.Array, cache: list[StaticKVCache], first: Any
     ) -> tuple[jax.Array, list[StaticKVCache]]:
-        """apply() of the positions from `first` on, in evaluation, with the cache of those before:
-        only `tokens` are computed."""
+        """Evaluates apply() for positions from `first` on, with a cache of the earlier positions,
+        so that only `tokens` are computed."""
         x = self._embed(params, tokens, first)
         found = []
         for layer, before in enumerate(cache):
@@ -127,7 +128,7 @@ class GPT:
         return self._logits(params, x), found
 
     def _embed(self, params: Params, tokens: jax.Array, first: jax.Array | int) -> jax.Array:
-        """(n, m) -> (n, m, width), of the positions from `first` on."""
+        """Embeds tokens (n, m) at positions from `first` on: (n, m, width)."""
         positions = jax.lax.dynamic_slice_in_dim(params["positions.weight"], first, tokens.shape[1])
         embedded: jax.Array = params["tokens.weight"][tokens] + positions
         return embedded
@@ -137,14 +138,14 @@ class GPT:
         return layer_norm(params, "norm", x) @ weight.T
 
     def _block(self, layer: int, key: jax.Array | None, params: Params, x: jax.Array) -> jax.Array:
-        """Attention, then two layers for each position by itself; each after a norm and beside a
-        shortcut."""
+        """Attention, then two layers applied to each position; each of the two parts follows a norm
+        and has a shortcut."""
         queries, keys, values = self._parts(params, f"blocks.{layer}", x)
         mixed = self._mixed(queries, StaticKVCache(keys, values), 0, key_for(key, 0))
         return self._after(params, f"blocks.{layer}", x, mixed, key)
 
     def _parts(self, params: Params, name: str, x: jax.Array) -> list[jax.Array]:
-        """Queries, keys and values, (n, heads, m, width / heads) each."""
+        """Returns queries, keys and values, (n, heads, m, width / heads) each."""
         n, m, width = x.shape
         # (n, m, 3 width)
         parts = dense(params, f"{name}.attention.inputs", layer_norm(params, f"{name}.norm1", x))
@@ -155,8 +156,8 @@ class GPT:
     def _mixed(
         self, queries: jax.Array, kept: StaticKVCache, first: jax.Array | int, key: jax.Array | None
     ) -> jax.Array:
-        """(n, m, width): each of the positions from `first` on looks at itself and those before
-        it."""
+        """Returns (n, m, width): each position from `first` on attends to itself and to all earlier
+        positions."""
         n, heads, m, size = queries.shape
         seen = jnp.arange(kept.keys.shape[2]) <= first + jnp.arange(m)[:, None]
         scores = jnp.einsum("nhid,nhjd->nhij", queries, kept.keys) * size**-0.5
@@ -169,7 +170,7 @@ class GPT:
     def _after(
         self, params: Params, name: str, x: jax.Array, mixed: jax.Array, key: jax.Array | None
     ) -> jax.Array:
-        """What a block does once its heads have looked."""
+        """The rest of a block, after attention."""
         x = x + dropout(
             key_for(key, 1), dense(params, f"{name}.attention.output", mixed), self.residual_dropout
         )

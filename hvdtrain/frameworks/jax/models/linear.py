@@ -12,7 +12,7 @@ from hvdtrain.frameworks.jax.layers import Functions, Params, dense, flatten
 
 
 def build(name: str, shape: tuple[int, ...], outputs: int) -> Functions:
-    """It has no options."""
+    """Builds a linear layer, which has no options."""
 
     def init(key: jax.Array) -> Params:
         return {"fc.weight": np.zeros((outputs, math.prod(shape))), "fc.bias": np.zeros(outputs)}

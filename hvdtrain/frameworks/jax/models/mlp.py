@@ -1,4 +1,4 @@
-"""A multi-layer perceptron with ReLU: the one of frameworks/torch/models/mlp.py."""
+"""A multi-layer perceptron with ReLU, as in frameworks/torch/models/mlp.py."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def build(
     widths: tuple[int, ...] = (128,),
     dropout: float = 0.0,
 ) -> Functions:
-    """Images flattened, hidden layers, logits.
+    """Flattened images, hidden layers, logits.
 
     widths: neurons of each hidden layer
     dropout: share of hidden activations dropped in training, 0 to 1

@@ -32,7 +32,8 @@ BLOCKS = {  # blocks of each stage
     "resnet101": (3, 4, 23, 3),
     "resnet152": (3, 8, 36, 3),
 }
-# whose blocks have two convolutions of 3x3; those of the others three, the middle one of 3x3
+# models whose blocks have two 3x3 convolutions; blocks of the other models have three, the middle
+# one 3x3
 OF_TWO = (
     "resnet18",
     "resnet34",
@@ -40,13 +41,13 @@ OF_TWO = (
 
 
 class ResNetBlock(NamedTuple):
-    """Convolutions beside a shortcut."""
+    """Convolutions with a shortcut."""
 
     name: str  # "layer1.0"
     kernels: dict[str, tuple[int, int, int, int]]  # conv1, conv2 ... -> shape of its weights
     strided: str  # the convolution that has the stride
     stride: int
-    shortcut: tuple[int, int, int, int] | None  # of a convolution in it
+    shortcut: tuple[int, int, int, int] | None  # a convolution in the shortcut
 
 
 def blocks_of(name: str) -> list[ResNetBlock]:
@@ -149,7 +150,7 @@ def _normalized(
 
 
 def _block(block: ResNetBlock, norms: Norms, params: Params, flow: Flow) -> Flow:
-    """ReLU after each norm, but after the last only of its sum with the shortcut."""
+    """Applies ReLU after each norm; after the last norm, only to its sum with the shortcut."""
     x = shortcut = flow.x
     for number, convolution in enumerate(block.kernels, start=1):
         stride = block.stride if convolution == block.strided else 1

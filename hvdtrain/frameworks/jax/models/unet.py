@@ -1,4 +1,4 @@
-"""A small U-Net for the classes of pixels: the one of frameworks/torch/models/unet.py."""
+"""A small U-Net for the classes of pixels, as in frameworks/torch/models/unet.py."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def build(
     groups: int = 8,
 ) -> Functions:
     """Ronneberger et al. 2015, arXiv:1505.04597, with convolutions that keep the size, and a norm
-    behind each.
+    after each.
 
     widths: channels at each size of the image, from the whole one on; each next size is half
     norm: batch; group: of each sample alone, so that any number of ranks computes the same; none
     groups: channels of a group norm share statistics in so many groups
 
-    Raises UserError for widths that make no layers, or images that cannot be halved so often.
+    Raises UserError for invalid widths, and for images that cannot be halved this often.
     """
     check_unet(shape, widths, norm, groups)
     second = 2 if norm == "none" else 3  # place of the second convolution in its block
@@ -96,8 +96,7 @@ def build(
 
 
 def _twice(block: str, second: int, norm: AnyNorm | None, params: Params, flow: Flow) -> Flow:
-    """(n, H, W, before) -> (n, H, W, after): two 3x3 convolutions, each with its norm and a
-    ReLU."""
+    """Two 3x3 convolutions, each with a norm and ReLU: (n, H, W, before) -> (n, H, W, after)."""
     for place in (0, second):
         flow = flow._replace(x=convolve(params, f"{block}.{place}", flow.x))
         flow = norm(params, f"{block}.{place + 1}", flow) if norm else flow
@@ -112,7 +111,7 @@ def _norm_of(kind: str, norms: Norms, groups: int) -> AnyNorm | None:
 
 
 def _group_norm(groups: int, params: Params, name: str, flow: Flow) -> Flow:
-    """Over the pixels and channels of each group of a sample; eps 1e-5."""
+    """Normalizes over the pixels and channels of each group of a sample; eps is 1e-5."""
     n, height, width, channels = flow.x.shape
     parts = flow.x.reshape(n, height, width, groups, channels // groups)
     centred = parts - parts.mean((1, 2, 4), keepdims=True)
@@ -123,7 +122,7 @@ def _group_norm(groups: int, params: Params, name: str, flow: Flow) -> Flow:
 
 
 def _doubled(params: Params, name: str, x: jax.Array) -> jax.Array:
-    """(n, H, W, wide) -> (n, 2 H, 2 W, narrow), torch's ConvTranspose2d of 2 x 2 with stride 2."""
+    """torch's ConvTranspose2d of 2 x 2 with stride 2: (n, H, W, wide) -> (n, 2 H, 2 W, narrow)."""
     n, height, width, _ = x.shape
     squares = jnp.einsum("nijc,coab->niajbo", x, params[f"{name}.weight"])
     return squares.reshape(n, 2 * height, 2 * width, -1) + params[f"{name}.bias"]

@@ -1,4 +1,4 @@
-"""A wide residual network for small images: the one of frameworks/torch/models/wide_resnet.py."""
+"""A wide residual network for small images, as in frameworks/torch/models/wide_resnet.py."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def _convolution(norms: Norms, params: Params, name: str, flow: Flow) -> Flow:
 def _block(
     name: str, norms: Norms, share: float, key: jax.Array | None, params: Params, flow: Flow
 ) -> Flow:
-    """Two convolutions beside a shortcut, which a 1x1 convolution scales where the number of
-    channels changes."""
+    """Two convolutions with a shortcut, which has a 1x1 convolution if the number of channels
+    changes."""
     shortcut = (
         convolve(params, f"{name}.scale", flow.x) if f"{name}.scale.weight" in params else flow.x
     )

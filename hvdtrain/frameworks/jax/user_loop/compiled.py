@@ -22,7 +22,7 @@ WHERE = "ctx.value_and_grad()"
 class Rules(NamedTuple):
     """The settings of a step."""
 
-    update: Callable[..., Any]  # of the transformation
+    update: Callable[..., Any]  # the transformation's update
     clip_norm: float | None
     clip_value: float | None
     skips: bool  # steps with numbers that are not finite
@@ -38,11 +38,11 @@ class Gives:
 
     @property
     def named(self) -> str:
-        """For messages."""
+        """The name of the function, for messages."""
         return ", ".join(["the mean loss", *["its count"] * self.count, *["anything"] * self.aux])
 
     def split_result(self, found: Any) -> tuple[Any, Any, Any]:
-        """(loss, count or None, aux or None). Raises UserError for anything else."""
+        """Returns (loss, count or None, aux or None). Raises UserError for any other result."""
         length = 1 + self.count + self.aux
         if length > 1 and not (isinstance(found, tuple) and len(found) == length):
             having = " and ".join([*["has_count=True"] * self.count, *["has_aux=True"] * self.aux])
@@ -61,11 +61,11 @@ def weighted_pass(
     weight: Any,
     *arguments: Any,
 ) -> Any:
-    """(loss, count, aux), and `weight` times the count times the gradient: arrays in the order of
-    params, or one row of that type.
+    """Returns (loss, count, aux), and `weight` times the count times the gradient: arrays in the
+    order of params, or one row of dtype row_type.
 
-    It is NaN if the loss is not finite, which the reduction brings to every rank, and zero of a
-    rank without samples or items. The count is 1 where loss_of gives none.
+    The gradient is NaN if the loss is not finite, which the reduction passes on to every rank. It
+    is zero on a rank without samples or items. The count is 1 if loss_of returns none.
     """
 
     def loss_and_others(params: Any) -> tuple[Any, Any]:
@@ -120,14 +120,14 @@ def split(kinds: Sequence[tuple[tuple[int, ...], Any]], row: jax.Array) -> list[
 def updated(
     rules: Rules, gradient: Any, state: Any, params: Any, extra: Mapping[str, Any]
 ) -> tuple[Any, Any, Any]:
-    """New parameters and state, and whether a number of the gradient is not finite."""
+    """Returns new parameters and state, and whether a number of the gradient is not finite."""
     arrays, structure = jax.tree_util.tree_flatten(gradient)
     is_bad = ~jnp.stack([jnp.isfinite(g).all() for g in arrays]).all()
     clipped = jax.tree_util.tree_unflatten(
         structure, clip(arrays, rules.clip_norm, rules.clip_value, jnp)
     )
     updates, new_state = rules.update(clipped, state, params, **extra)
-    # as optax.apply_updates() has it
+    # as in optax.apply_updates()
     new_params = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
     before: Any = jax.tree_util.tree_structure(state)
     if jax.tree_util.tree_structure(new_state) != before:

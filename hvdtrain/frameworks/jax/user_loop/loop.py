@@ -17,10 +17,10 @@ class JaxLoop(UserLoop):
     words = WORDS
 
     def begin(self, config: Config, communicator: Communicator) -> None:
-        """Starts JAX with this rank's share of the cores and its own devices, unless the script
+        """Starts JAX with this rank's share of the cores and its devices, unless the script has
         already started it. Every rank calls it.
 
-        From here on the script's arrays are created on this rank's device. Raises UserError if JAX
+        From then on, the script's arrays are created on this rank's device. Raises UserError if JAX
         or the device is missing.
         """
         from hvdtrain.frameworks.jax.build import load_jax
@@ -33,7 +33,7 @@ class JaxLoop(UserLoop):
             jax.config.update("jax_default_device", device)
 
     def device(self, config: Config, communicator: Communicator) -> Any:
-        """The jax.Device of this rank."""
+        """Returns the jax.Device of this rank."""
         from hvdtrain.frameworks.jax.build import load_jax
         from hvdtrain.frameworks.jax.build import pick_device as device_of
 

@@ -42,20 +42,20 @@ from hvdtrain.frameworks.jax.user_loop.words import WORDS
 from hvdtrain.frameworks.learner import check_fit, gather, plain_names
 from hvdtrain.frameworks.user_loop import Divisor, LoopLearner, item_count
 
-_MOST_FUNCTIONS = 32  # that a script has: more are a new one in each step
+_MOST_FUNCTIONS = 32  # limit for functions of a script: more means a new one in each step
 
 
 class JaxLoopLearner(LoopLearner):
-    """Every rank makes one, with whole parameters and a whole state. on_step: called after each
-    step of the transformation.
+    """The learner of a custom loop, created on every rank with full parameters and state. on_step:
+    called after each step of the transformation.
 
-    The script gets new trees with each step; what it gives back has to be the newest ones, array by
-    array.
+    The script gets new trees in each step; the trees that it passes must be the newest ones, array
+    by array.
     """
 
     words = WORDS
     is_sharded = False
-    lr = math.nan  # which only the transformation knows; a script logs it
+    lr = math.nan  # only the transformation knows the rate; a script may log it
 
     def __init__(
         self,
@@ -66,13 +66,13 @@ class JaxLoopLearner(LoopLearner):
         on_step: Callable[[], None],
         example: Any,
     ) -> None:
-        """Raises UserError if they are not what framework=jax trains."""
+        """Raises UserError if framework=jax cannot train them."""
         check_given(config, params, transformation, example)
         self.data = self.readers = mesh.data
         self.divisor = Divisor(config, mesh.data)
         self._on_step = on_step
         self._transformation = transformation
-        # threads that read samples do not see what `with` sets
+        # threads that read samples do not see the setting of a `with` block
         self._x64 = jax.config.read("jax_enable_x64")
         self._device = pick_device(jax, config, mesh.world)
         self.params, paths = tree_of_parameters(params, self._device)
@@ -85,11 +85,11 @@ class JaxLoopLearner(LoopLearner):
             config.optim.clip_value,
             config.guard.nonfinite == "skip",
         )
-        self._functions: set[Callable[..., Any]] = set()  # that were compiled
+        self._functions: set[Callable[..., Any]] = set()  # compiled functions
         self._bad: Any = 0.0  # this rank's share of the steps with numbers that are not finite
-        self._batch: KeyedSamples | None = None  # its step is still to come
+        self._batch: KeyedSamples | None = None  # the batch whose step has not been made yet
         self._global_batch = 0
-        self._gradient: Tree | None = None  # of that batch
+        self._gradient: Tree | None = None  # gradient of that batch
 
     def to_device(self, batch: Batch) -> KeyedSamples:
         with jax.enable_x64(self._x64):
@@ -188,7 +188,7 @@ class JaxLoopLearner(LoopLearner):
         return (bool(part.count) if gives.count else part.count) / self._global_batch
 
     def _items(self, part: KeyedSamples, count: Any) -> float:
-        """The number of items of a part; the host waits for the device. Raises UserError if
+        """Returns the number of items of a part; the host waits for the device. Raises UserError if
         `count` is not a count."""
         return item_count(count, WHERE) if part.count else 0.0
 
@@ -215,8 +215,8 @@ class JaxLoopLearner(LoopLearner):
             )
 
     def _begin_passes(self, params: Any, arguments: Sequence[Any]) -> KeyedSamples:
-        """Returns the current batch, whose pass begins. Raises UserError if loss_of would get
-        another one."""
+        """Begins the pass of the current batch and returns it. Raises UserError if loss_of would
+        get another batch."""
         if self._batch is None:
             fix = f"for batch in ctx.samples(dataset, batch=N): {WORDS.whole_step}"
             raise UserError("called outside of a loop over ctx.samples()", WHERE, fix)
@@ -246,8 +246,8 @@ class JaxLoopLearner(LoopLearner):
         arguments: Sequence[Any],
         at_most: int,
     ) -> tuple[Any, float, Any]:
-        """The mean loss over this rank's samples or items, their number, and the sum of the parts'
-        weighted gradients."""
+        """Returns the mean loss over this rank's samples or items, their number, and the sum of the
+        parts' weighted gradients."""
         batch = self._batch
         assert batch is not None
         if not any(argument is batch for argument in arguments):
@@ -268,7 +268,7 @@ class JaxLoopLearner(LoopLearner):
         return loss / (items or 1.0), items, total
 
     def _mean(self, gradient: Any, factor: float) -> list[jax.Array]:
-        """The sum over ranks of what the samples of each weigh, times the factor. A collective."""
+        """Returns the sum over ranks of the weighted gradients, times the factor. A collective."""
         if self.data.size > 1:
             # the host waits for the device here
             host = self.data.allreduce(np.asarray(gradient), "gradient.0")

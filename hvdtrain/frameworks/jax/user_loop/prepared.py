@@ -24,7 +24,7 @@ WHERE = "ctx.prepare()"
 class Tree(NamedTuple):
     """A tree of arrays."""
 
-    names: list[str]  # of each array, in a checkpoint
+    names: list[str]  # name of each array in a checkpoint
     structure: Any
     arrays: list[jax.Array]
 
@@ -33,7 +33,7 @@ class Tree(NamedTuple):
         return jax.tree_util.tree_unflatten(self.structure, self.arrays)
 
     def is_one(self, tree: Any) -> bool:
-        """Whether a tree consists of the same arrays: the same objects, not equal numbers."""
+        """Whether a tree consists of the same arrays, as objects and not only by value."""
         arrays, structure = jax.tree_util.tree_flatten(tree)
         return structure == self.structure and all(
             a is b for a, b in zip(arrays, self.arrays, strict=True)
@@ -89,8 +89,8 @@ def check_given(config: Config, params: Any, transformation: Any, example: Any) 
 
 
 def tree_of_parameters(params: Any, device: Any) -> tuple[Tree, list[Path]]:
-    """The parameters, and the path of each. Raises UserError for what is not trained, and for names
-    that a checkpoint cannot tell apart."""
+    """Returns the parameters and the path of each. Raises UserError for arrays that cannot be
+    trained, and for names that are equal in a checkpoint."""
     found, structure = jax.tree_util.tree_flatten_with_path(params)
     paths = [path for path, _ in found]
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
@@ -132,8 +132,8 @@ def _check_parameter(name: str, array: Any) -> None:
 
 
 def tree_of_state(transformation: Any, params: Tree, paths: Sequence[Path], device: Any) -> Tree:
-    """The state before the first step. Raises UserError if it is not made of arrays that a
-    checkpoint holds."""
+    """Returns the state before the first step. Raises UserError unless it consists of arrays that a
+    checkpoint can store."""
     found, structure = jax.tree_util.tree_flatten_with_path(transformation.init(params.whole()))
     names = _state_names([path for path, _ in found], params.names, paths)
     for name, (_, array) in zip(names, found, strict=True):
@@ -159,7 +159,8 @@ def tree_of_state(transformation: Any, params: Tree, paths: Sequence[Path], devi
 def _state_names(
     paths: Sequence[Path], parameters: Sequence[str], paths_of_parameters: Sequence[Path]
 ) -> list[str]:
-    """Returns s.PARAMETER.0, ... for arrays that belong to a parameter, and the path for others."""
+    """Returns s.PARAMETER.0, ... for arrays that belong to a parameter, and the path for other
+    arrays."""
     counts = Counter[int]()
     names = []
     for path in paths:

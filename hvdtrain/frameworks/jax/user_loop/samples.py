@@ -1,5 +1,5 @@
-"""The samples of a custom loop as a JAX tree: compiled functions take a batch, and draw random
-numbers by its key."""
+"""The samples of a custom loop as a JAX tree. Compiled functions take a batch and draw random
+numbers with its key."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class KeyedSamples(Samples):
 
     @property
     def key(self) -> jax.Array:
-        """The random key of seed, step and rank, for dropout; parts of a batch share it."""
+        """The random key from seed, step and rank, for dropout; parts of a batch share it."""
         return key_of(self.key_data)
 
 
