@@ -1,8 +1,8 @@
-"""The keras framework: a keras.Model of the user's, on any backend of Keras 3 (torch, JAX,
-TensorFlow), trained by hvdtrain's rules.
+"""The keras framework: a user's keras.Model on any backend of Keras 3 (torch, JAX, TensorFlow),
+trained by hvdtrain's rules.
 
-The backend computes outputs and gradients; losses, the reduction over ranks and updates are
-NumPy's, on the host. What KERAS_BACKEND or ~/.keras/keras.json says is the backend.
+The backend computes outputs and gradients; NumPy computes losses, the reduction over ranks and
+updates on the host. KERAS_BACKEND or ~/.keras/keras.json selects the backend.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ _MEANS = ("moving_mean", "moving_variance")  # running statistics of norms
 
 
 def build(config: Config, task: Task, communicator: Communicator) -> Learner:
-    """The learner of framework=keras. Every rank calls it.
+    """Builds the learner of framework=keras. Every rank calls it.
 
-    Raises UserError if Keras is missing, or the model is none, or does not fit the task.
+    Raises UserError if Keras is missing, if the object is not a Keras model, or if the model does
+    not fit the task.
     """
     _share_cores(communicator)
     dtype = np.dtype("float64" if config.speed.precision == "fp64" else "float32")
@@ -70,7 +71,7 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
 
 
 def _share_cores(communicator: Communicator) -> None:
-    """This rank takes its part of the host's cores. Every rank calls it, before Keras is
+    """Limits this rank to its share of the host's cores. Every rank calls it, before Keras is
     imported."""
     threads = fair_threads(communicator)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
@@ -78,7 +79,8 @@ def _share_cores(communicator: Communicator) -> None:
 
 
 def _use_gpu(backend: str, config: Config, communicator: Communicator) -> None:
-    """This rank takes one of the host's GPUs, where the backend sees any. Every rank calls it."""
+    """Selects one of the host's GPUs for this rank, if the backend sees any. Every rank calls
+    it."""
     local_rank = communicator.local_rank
     if backend == "torch":
         accelerator = importlib.import_module("torch").accelerator
@@ -139,7 +141,7 @@ def _keep_float64() -> None:
 
 
 def _make(keras: Any, config: Config, task: Task) -> Any:
-    """The keras.Model that model.name means. Raises UserError if it is none."""
+    """Creates the keras.Model of model.name. Raises UserError if the result is not a model."""
     where = config.where("model.name")
     if not is_dotted(config.model.name):
         what = (
@@ -166,7 +168,7 @@ class OfKernels:
 
     rule: Rule
     kernels: frozenset[str]  # names
-    order: tuple[int, ...] = ()  # of a kernel's axes, as the rule has them
+    order: tuple[int, ...] = ()  # order of a kernel's axes in the optimizer rule
 
     @property
     def momentum(self) -> float:
@@ -209,7 +211,7 @@ class KerasOutputs(NamedTuple):
     """The outputs of a model for a batch."""
 
     outputs: np.ndarray
-    added_loss: float  # of its layers
+    added_loss: float  # the sum of the layers' added losses
 
 
 class Backend(Protocol):
@@ -217,14 +219,14 @@ class Backend(Protocol):
 
     def outputs(self, model: Any, x: np.ndarray) -> KerasOutputs: ...
     def training_outputs(self, model: Any, x: np.ndarray) -> KerasOutputs:
-        """gradient() follows."""
+        """Returns the outputs in training mode, before a call of gradient()."""
 
     def seed(self, seed: int) -> None:
         """Seeds random generators other than the model's own seeds."""
 
     def gradient(self, error: np.ndarray, share: float) -> Sequence[Any]:
-        """The gradient of each trainable variable, in order, of the sum of `error` times the
-        outputs and of `share` times the added loss.
+        """Returns the gradient of each trainable variable, in order, for the sum of `error` times
+        the outputs plus `share` times the added loss.
 
         None if neither depends on a variable.
         """
@@ -251,7 +253,7 @@ class OnTorch:
         return KerasOutputs(_to_host(self._outputs.detach()), _to_float(self._added))
 
     def seed(self, seed: int) -> None:
-        """Keras' dropout is torch's own here."""
+        """Seeds torch, whose dropout Keras uses here."""
         self.torch.manual_seed(seed % 2**63)
 
     def gradient(self, error: np.ndarray, share: float) -> Sequence[Any]:
@@ -340,7 +342,7 @@ class OnJax:
         return KerasOutputs(_to_host(outputs), _to_float(added))
 
     def _called(self, model: Any, trained: Any, other: Any, x: Any, training: bool) -> Any:
-        """((outputs, added loss), new values of the other variables)"""
+        """Returns ((outputs, added loss), new values of the other variables)."""
         flag = {"training": training} if model._call_has_training_arg else {}
         outputs, others, losses = model.stateless_call(
             trained, other, x, return_losses=True, **flag
@@ -371,13 +373,13 @@ _BACKENDS: dict[str, Callable[[], Backend]] = {
 
 
 def _layers_with_kernels(keras: Any, model: Any) -> list[Any]:
-    """Layers whose kernels are (..., inputs, outputs)."""
+    """Returns the layers whose kernels are (..., inputs, outputs)."""
     kinds = keras.layers.Dense, keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D
     return [layer for layer in model._flatten_layers() if isinstance(layer, kinds)]
 
 
 def _to_host(value: Any) -> np.ndarray:
-    """A tensor of any backend as an array."""
+    """Converts a tensor of any backend to an array."""
     return np.asarray(sys.modules["keras"].ops.convert_to_numpy(value))
 
 
@@ -391,15 +393,15 @@ class KerasModel(HostModel):
     def __init__(
         self, keras: Any, model: Any, config: Config, task: Task, dtype: np.dtype[Any]
     ) -> None:
-        """Raises UserError if the model fails for inputs of the task, or gives something else
-        than the task needs."""
+        """Raises UserError if the model fails for inputs of the task, or if its outputs are not
+        what the task needs."""
         self.model = model
         self._dtype = dtype
         self.module = model
         self.notes = check_and_describe(users_object(model, config), config.where("model.name"))
         self._backend: Backend = _BACKENDS[keras.backend.backend()]()
         transform = task.transform
-        assert transform is not None, task.name  # part_of(task, "numpy") has refused all others
+        assert transform is not None, task.name  # part_of(task, "numpy") has rejected other tasks
         self._transform = replace(
             transform, dtype=dtype.name, keeps_integers=True, channels_last=True
         )
@@ -438,7 +440,7 @@ class KerasModel(HostModel):
         )
 
     def inputs(self, batch: Mapping[str, Any]) -> np.ndarray:
-        """(n, ...), images (n, H, W, C)"""
+        """Returns the model's inputs (n, ...), images as (n, H, W, C)."""
         return self._transform(batch["x"])
 
     def assign(self, weights: Mapping[str, np.ndarray]) -> None:
@@ -509,11 +511,12 @@ def _zeros(task: Task, count: int) -> Batch:
 
 
 def _activated(outputs: np.ndarray, model: Any, config: Config) -> list[str]:
-    """A line where the model applies what the loss applies again."""
+    """Returns a header line if the model applies an activation that the loss applies again."""
     activation = twice_activated(config)
     if activation is None:
         return []
-    if activation.name == "softmax":  # by any layer or operation: its outputs add up to one
+    # detected for any layer or operation: the outputs add up to one
+    if activation.name == "softmax":
         sums = outputs.sum(-1)
         is_twice = bool((outputs >= 0).all()) and np.allclose(sums, 1, rtol=0, atol=1e-4)
     else:
@@ -522,8 +525,8 @@ def _activated(outputs: np.ndarray, model: Any, config: Config) -> list[str]:
 
 
 def _last_activation(model: Any) -> str:
-    """The activation of the layer that gives the outputs of a Sequential or a functional model;
-    empty for a subclass, whose layers say nothing about their order."""
+    """Returns the activation of the output layer of a Sequential or functional model; empty for a
+    subclass, whose layers have no known order."""
     outputs = getattr(model, "outputs", None)
     if not isinstance(outputs, list) or len(outputs) != 1:
         return ""
@@ -536,7 +539,7 @@ def _last_activation(model: Any) -> str:
 def _checked_outputs(
     model: Any, backend: Backend, x: np.ndarray, config: Config, task: Task
 ) -> np.ndarray:
-    """The outputs for x; an unbuilt model is built. Raises UserError."""
+    """Returns the outputs for x, building the model if necessary. Raises UserError."""
     where = config.where("model.name")
     try:
         build_variables(model, config, x)
@@ -572,7 +575,7 @@ def _checked_outputs(
 
 
 def shapes(config: Config, task: Task) -> dict[str, tuple[int, ...]]:
-    """The parameters by name, as build() makes them. Takes the memory of the weights."""
+    """Returns the parameters by name, as created by build(). Allocates the weights."""
     dtype = np.dtype("float32")
     part_of(task, "numpy", config, DeviceAndDtype(dtype))
     keras = load_keras(config.where("framework"), dtype)

@@ -1,5 +1,5 @@
-"""A keras.Model of the user's as an object: the names of its variables, its copy, and what it has
-besides layers: methods, compile()."""
+"""A user's keras.Model as an object: the names of its variables, its copy, and its overridden
+methods and compile() arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 
-# what fit() learns from
+# methods that change what fit() trains
 _LEARNS = (
     "train_step",
     "compute_loss",
@@ -26,8 +26,8 @@ _OTHER_METHODS = ("test_step", "predict_step", "compute_metrics", "fit", "evalua
 
 
 def added_loss(losses: Sequence[Any]) -> Any:
-    """The sum of model.losses, as Keras' fit() adds it to the mean loss of a batch: a scalar of the
-    backend, 0.0 where there are none."""
+    """Returns the sum of model.losses, which Keras' fit() adds to the mean loss of a batch: a
+    scalar of the backend, or 0.0 if there are none."""
     ops = sys.modules["keras"].ops
     return sum(
         (ops.sum(ops.cast(loss, sys.modules["keras"].config.floatx())) for loss in losses), 0.0
@@ -35,14 +35,14 @@ def added_loss(losses: Sequence[Any]) -> Any:
 
 
 def users_object(model: Any, config: Config) -> Any:
-    """The object that `model` is a copy of, if a script has given one; otherwise the model."""
+    """Returns the script's object that `model` is a copy of, if any; otherwise the model."""
     make = config.model.given.make if config.model.given else None
     return make.model if isinstance(make, GivenKerasModel) else model
 
 
 def check_and_describe(model: Any, where: str) -> list[str]:
-    """Lines that name what hvdtrain does not use of a model. Raises UserError for methods that
-    would learn something else."""
+    """Returns lines that name the parts of a model that hvdtrain does not use. Raises UserError for
+    methods that change the training."""
     if found := _overridden(model, _LEARNS):
         what = (
             f"{type(model).__name__} has its own {_calls(found)}, which hvdtrain.train() does not "
@@ -65,7 +65,7 @@ def check_and_describe(model: Any, where: str) -> list[str]:
 
 
 def _overridden(model: Any, methods: Sequence[str]) -> list[str]:
-    """Names of the methods that are not Keras' own."""
+    """Returns the names of overridden Keras methods."""
     return [name for name in methods if name in vars(model) or not _is_of_keras(type(model), name)]
 
 
@@ -79,10 +79,11 @@ def _calls(methods: Sequence[str]) -> str:
 
 
 def _compiled(model: Any) -> str:
-    """optimizer=Adam, loss=mse, loss_weights, metrics=accuracy"""
+    """Describes the arguments of compile(): optimizer=Adam, loss=mse, loss_weights,
+    metrics=accuracy."""
     try:
         config = model.get_compile_config() or {}
-    except Exception:  # of objects that cannot be written as text
+    except Exception:  # objects that cannot be serialized
         config = {}
     optimizer = getattr(model, "optimizer", None)
     found = [f"optimizer={type(optimizer).__name__}"] if optimizer is not None else []
@@ -98,21 +99,21 @@ _COMPILED = ("loss", "loss_weights", "metrics", "weighted_metrics")
 
 
 def _plain(value: Any) -> str:
-    """=mse; nothing of what is longer than a word."""
+    """Formats a value as =mse; empty for anything longer than a word."""
     if isinstance(value, dict) and isinstance(value.get("class_name"), str):
         value = value["class_name"]
     return f"={value}" if isinstance(value, str) and len(value) <= 40 else ""
 
 
 class GivenKerasModel:
-    """Makes the model of a job from one that a script gives: a copy is trained, whose weights
-    become the script's model's at the end."""
+    """Makes a job's model from a script's model: trains a copy, and copies its weights to the
+    script's model at the end."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
 
     def facts(self) -> dict[str, Any]:
-        """What must be the same on all ranks."""
+        """Returns the values that must be equal on all ranks."""
         return {
             "model": type(self.model),
             "model, its weights": [tuple(w.shape) for w in self.model.get_weights()],
@@ -144,7 +145,7 @@ class GivenKerasModel:
 
 
 def _weights_of(learner: Any) -> Mapping[str, Any]:
-    """Weights and buffers of a learner of torch, or of one on the host, by name. A collective."""
+    """Returns weights and buffers of a torch or host learner, by name. A collective."""
     if callable(learner.weights):
         return cast("Mapping[str, Any]", learner.weights())
     with learner.averaged():
@@ -152,8 +153,8 @@ def _weights_of(learner: Any) -> Mapping[str, Any]:
 
 
 def build_variables(model: Any, config: Config, x: np.ndarray) -> None:
-    """Makes the variables of a model, and of the script's object that it is a copy of, by a call
-    with x; each has what the other one has.
+    """Creates the variables of a model, and of the script's object that it is a copy of, by a call
+    with x, with equal values in both.
 
     Raises UserError if they have different variables.
     """
@@ -180,11 +181,11 @@ def build_variables(model: Any, config: Config, x: np.ndarray) -> None:
 
 
 def assigned_in_call(model: Any, where: str, x: np.ndarray) -> list[str]:
-    """A line of the header on trainable variables that layers assign in call(), which Keras on JAX
-    does not store. x: samples.
+    """Returns a header line about trainable variables that layers assign in call(), which Keras on
+    JAX does not store. x: samples.
 
-    Raises UserError on the other backends: the update would be of the weight before that, and each
-    pass and rank would assign its own.
+    Raises UserError on the other backends. There the update would be based on the weight before the
+    assignment, and each pass and rank would assign a different value.
     """
     scope = _called_aside(model, x)
     names = [
@@ -212,17 +213,17 @@ def assigned_in_call(model: Any, where: str, x: np.ndarray) -> list[str]:
 
 
 def _called_aside(model: Any, x: np.ndarray) -> Any:
-    """The scope of calls in training and in evaluation, which has what they assign; the model and
-    torch's random numbers stay as they are."""
+    """Calls the model in training and in evaluation, and returns the scope with the assignments.
+    The model and torch's random state do not change."""
     keras = sys.modules["keras"]
     is_on_torch = keras.backend.backend() == "torch"
     torch = sys.modules["torch"] if is_on_torch else None
-    # of torch modules in layers; a scope of Keras does not know them
+    # buffers of torch modules in layers, which a Keras scope does not cover
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if is_on_torch else []
     random = torch.random.fork_rng(devices=[]) if torch else contextlib.nullcontext()
     aside = torch.no_grad() if torch else contextlib.nullcontext()
     with random, aside, keras.StatelessScope() as scope:
-        # a model that fails in training has its own message there
+        # a model that fails in training has a separate message
         with contextlib.suppress(Exception):
             for training in (True, False):
                 model(x, training=training)
@@ -232,12 +233,12 @@ def _called_aside(model: Any, x: np.ndarray) -> Any:
 
 
 def named_variables(layer: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Each variable of a layer and of the layers inside of it, by a name that does not depend on
-    what the process has made before.
+    """Yields each variable of a layer and its sublayers, by a name that does not depend on layers
+    created earlier in the process.
 
-    Keras numbers layers over the whole process (dense, dense_1, ...), and variables that
-    add_weight() gets no name for; here they are numbered inside of the layer that has them. A layer
-    or a variable with a name of the user's keeps it.
+    Keras numbers layers, and variables that add_weight() creates without a name, over the whole
+    process (dense, dense_1, ...). Here they are numbered within their layer. Names given by the
+    user are kept.
     """
     seen: set[int] = set()
     for name, variable in _named(layer, prefix, {}):
@@ -258,8 +259,8 @@ def _named(layer: Any, prefix: str, taken: dict[str, int]) -> Iterator[tuple[str
 
 
 def _name_of(variable: Any, layer: Any) -> str:
-    """Returns the variable's name, or that of the layer's attribute; Keras names others by a
-    counter of the process."""
+    """Returns the variable's name, or the name of the layer's attribute; Keras names other
+    variables by a counter of the process."""
     if not re.fullmatch(rf"{_snake(type(variable).__name__)}(_\d+)?", variable.name):
         return str(variable.name)
     return next(
@@ -275,7 +276,7 @@ def _numbered(name: str, taken: dict[str, int]) -> str:
 
 
 def _snake(name: str) -> str:
-    """BatchNormalization -> batch_normalization, as Keras names layers."""
+    """Converts BatchNormalization to batch_normalization, as in Keras' layer names."""
     return re.sub(
         r"([a-z])([A-Z])",
         r"\1_\2",

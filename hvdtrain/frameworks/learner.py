@@ -25,7 +25,7 @@ from hvdtrain.tasks.task import Task
 MADE_BY = (
     "s.made by "  # begins the entry that names a user's optimizer; no parameter's name has a space
 )
-_SAMPLING = 0x73616D70  # of counters, apart from those of other random numbers
+_SAMPLING = 0x73616D70  # a stream of counters, distinct from the streams of other random numbers
 
 
 class Gpu(NamedTuple):
@@ -33,17 +33,16 @@ class Gpu(NamedTuple):
 
     uuid: str  # "GPU-...", or empty
     why: str  # the reason why uuid is empty
-    name: str  # of the product
+    name: str  # name of the product
     peak_bytes: Callable[[], int]  # the most memory that this rank has allocated
 
 
 class Predictions(NamedTuple):
     """The predictions of a model for the samples of a batch."""
 
-    # (n, ...) of the model, the first where it has several, on the host, in the order of the
-    # samples
+    # (n, ...), the model's outputs, or its first output, on the host, in the order of the samples
     outputs: np.ndarray
-    sums: Sums  # as of Learner.evaluate()
+    sums: Sums  # as returned by Learner.evaluate()
 
 
 @runtime_checkable
@@ -61,18 +60,18 @@ class Sampler(Protocol):
         first: int,
         before_each: Callable[[], None],
     ) -> np.ndarray:
-        """Prompts, int64 (n, m), continued to int64 (n, length) by tokens 0 ... tokens - 1; n may
+        """Continues prompts, int64 (n, m), to int64 (n, length) with tokens 0 ... tokens - 1; n may
         be 0.
 
-        Each is drawn from softmax(logits / temperature). The random numbers of sequence i are those
-        of seed and first + i. before_each() is called before each position. Nothing that training
-        uses changes. Raises UserError if the model cannot be read token by token.
+        Each is drawn from softmax(logits / temperature). Sequence i uses the random numbers of
+        (seed, first + i). before_each() is called before each position. The training state does not
+        change. Raises UserError if the model cannot run token by token.
         """
 
 
 def sampling_numbers(seed: int, sequences: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """float64 (sequences, positions), each from 0 to below 1: what tokens are drawn by, in every
-    framework."""
+    """Returns the random numbers that tokens are drawn with in every framework, float64 (sequences,
+    positions) in [0, 1)."""
     bits = fold(
         seed, _SAMPLING, sequences.astype(np.uint64)[:, None], positions.astype(np.uint64)[None, :]
     )
@@ -83,9 +82,8 @@ class Waited(NamedTuple):
     """What a rank of a pipeline did in the passes of some steps."""
 
     seconds: float
-    waiting: float  # of these, for other ranks
-    # the share of waiting, 0 to 1, by the schedule of the last step, if all stages took the same
-    # time
+    waiting: float  # part of this time spent waiting for other ranks
+    # the share of waiting, 0 to 1, predicted from the last step's schedule with equally slow stages
     predicted: float
 
 
@@ -93,7 +91,7 @@ class CurrentPass(NamedTuple):
     """The pass that a rank is in: of a pipeline stage, or of a layer that is cut over ranks."""
 
     text: str  # "forward pass of micro-batch 2 in stage 1", "forward pass of blocks.3"
-    waits_for: int | None  # the rank of the job whose message it waits for
+    waits_for: int | None  # the rank whose message it waits for
 
 
 class TimedPass(NamedTuple):
@@ -104,7 +102,7 @@ class TimedPass(NamedTuple):
     micro: int
     start_s: float
     stop_s: float
-    waited_s: float  # of these, before the pass had what it takes
+    waited_s: float  # part of this time spent waiting for the pass's inputs
 
 
 class HasState(Protocol):
@@ -113,12 +111,12 @@ class HasState(Protocol):
     is_sharded: bool  # this rank has only parts of some arrays of state()
 
     def state(self, *, is_kept: bool = True) -> Arrays:
-        """A host copy of everything that a resume needs: "p.<name>" weights, "b.<name>" buffers,
-        "s.<name>.<key>" optimizer state.
+        """Returns a host copy of everything that a resume needs: "p.<name>" weights, "b.<name>"
+        buffers, "s.<name>.<key>" optimizer state.
 
-        Names and shapes are the same on all ranks and, for one model, in all frameworks; dtypes are
-        the learner's own. A collective where the learner is_sharded. is_kept: false on a rank that
-        only gives its parts of it: nothing is returned there.
+        Names and shapes are the same on all ranks and, for one model, in all frameworks; dtypes
+        depend on the learner. A collective if the learner is_sharded. is_kept: false on a rank that
+        only sends its parts and returns nothing.
         """
 
     def pieces(self) -> Iterator[Piece]:
@@ -129,52 +127,52 @@ class HasState(Protocol):
         """
 
     def state_dict_names(self) -> dict[str, str]:
-        """{name in the framework's own state dict: name in state()}, of weights and buffers; a tied
-        array has two names."""
+        """Returns {name in the framework's state dict: name in state()} for weights and buffers; a
+        tied array has two names."""
 
     def load(self, state: Arrays | ArrayStream) -> None:
         """Copies a state into the live arrays, this rank's part of each. Raises UserError if a name
-        or a shape does not fit."""
+        or shape does not match."""
 
 
 class Learner(HasState, Protocol):
-    """A model and its optimizer on this rank, and the arithmetic of a step: everything that the
+    """A model and its optimizer on this rank, and the computations of a step: everything that the
     trainer needs from a framework.
 
-    One thread trains and calls all methods; only to_device() is also called by the threads that
-    read ahead. Methods marked "A collective" communicate with the other ranks: every rank calls
-    them, in the same order.
+    One thread trains and calls all methods; only to_device() is also called by prefetching threads.
+    Methods marked "A collective" communicate with the other ranks: every rank calls them, in the
+    same order.
 
-    A DeviceBatch is what to_device() of the same learner returns; its type is the framework's own.
-    Sums are over samples, never means, and their values are device scalars that float() takes, or
-    vectors: converting one may wait for the device, adding them does not.
+    A DeviceBatch is the result of to_device() of the same learner; its type depends on the
+    framework. Sums are over samples, never means. Their values are device scalars that float()
+    accepts, or vectors. Converting one may wait for the device; adding them does not.
     """
 
-    # the phases of a step: the trainer enters "data" before it takes a batch, the learner the
-    # others, "" at its end
+    # the phases of a step: the trainer enters "data" before it takes a batch, the learner enters
+    # the others, and "" at the end
     stopwatch: Stopwatch
-    # the ranks that read different samples: all of them, but for those that have one model together
+    # the ranks that read different samples: all ranks, unless several ranks share one model
     data: Communicator
     readers: (
         Communicator | None
     )  # the ranks that divide the samples of a step among them: `data`, or None on a rank that reads none  # noqa: E501
-    # all waiting for other ranks is in the phase "communication": the rest is this rank's own work
+    # ranks wait for others only in the phase "communication"; the other phases are this rank's work
     waits_only_in_communication: bool
 
     def own_names(self, found: Arrays) -> Arrays | None:
-        """The arrays of a file by the names of the model's state dict, as the model's own library
-        changes them; None if none does that.
+        """Returns the arrays of a file, renamed by the model's library to the names of its state
+        dict; None if no library does that.
 
-        What it leaves over has another name. Raises UserError if it cannot.
+        Arrays that the library does not use have other names. Raises UserError if it fails.
         """
         return None
 
     def cache_on_device(self, source: Source) -> bool:
-        """Copies the whole set to the device where data.resident and the device allow it; returns
-        whether. Once, before the first step.
+        """Copies the whole set to the device if data.resident and the device allow it; returns
+        whether it did. Called once, before the first step.
 
-        to_device() then takes "indices" and "partner_indices" in place of the samples' fields.
-        Raises UserError if data.resident=true asks for a set that does not fit.
+        to_device() then takes "indices" and "partner_indices" instead of the samples' fields.
+        Raises UserError if data.resident=true and the set does not fit.
         """
 
     def to_device(self, batch: Batch) -> Any:
@@ -188,64 +186,63 @@ class Learner(HasState, Protocol):
     def step(self, micro: Sequence[Any], hyper: Hyper, seed: int) -> Sums:
         """Forward, backward, reduction over ranks, update. A collective.
 
-        `micro` are DeviceBatches, one for each pass, equally many on every rank; one may be empty.
-        `hyper` and `seed` are the same on all ranks. The gradient is that of the sum over all ranks
-        of each sample's loss times its weight "w", 1 where there is none, divided by the sum over
-        all ranks of Task.weight(): the mean over the samples, or the tokens, of the global batch.
+        `micro` are DeviceBatches, one for each pass, the same number on every rank; a batch may be
+        empty. `hyper` and `seed` are the same on all ranks. The loss is the sum of each sample's
+        loss times its weight "w" (default 1), divided by the sum of Task.weight(), both over all
+        ranks. This is the mean over the samples, or tokens, of the global batch.
 
-        Returns this rank's own sums over its samples, unweighted: "count" and those of Task.sums;
-        "nonfinite", 1 / ranks where the loss of any rank or the mean gradient was not finite, else
-        0; and with log.noise_scale those of recipe/noise.py. With guard.nonfinite=skip a step that
-        is not finite leaves weights, buffers and optimizer state as they were, on every rank.
+        Returns this rank's unweighted sums over its samples: "count" and Task.sums, and with
+        log.noise_scale the sums of recipe/noise.py. "nonfinite" is 1 / ranks if the loss of any
+        rank or the mean gradient was not finite, else 0. With guard.nonfinite=skip, a step that is
+        not finite does not change weights, buffers and optimizer state on any rank.
         """
 
     def sync_buffers(self, communicator: Communicator) -> None:
-        """Makes equal on all ranks what each computed from its own samples: running statistics, and
-        weights after local steps.
+        """Makes values equal on all ranks that each computed from its own samples: running
+        statistics, and weights after local steps.
 
         A collective. Call it before weights are compared, evaluated or saved.
         """
 
     def evaluate(self, batch: Any) -> Sums:
-        """ "count" and Task.sums of a DeviceBatch in evaluation mode: no dropout, no label
+        """Returns "count" and Task.sums of a DeviceBatch in evaluation mode: no dropout, no label
         smoothing, running statistics."""
 
     def predict(self, batch: Any) -> Predictions:
-        """An evaluation with the model's outputs, for which the host waits. The DeviceBatch has
-        samples."""
+        """Evaluates a DeviceBatch and also returns the model's outputs, for which the host waits.
+        The batch must have samples."""
 
     def describe(self) -> str:
-        """One line: model, number of parameters, number type, device, and how gradients are
+        """Returns one line: model, number of parameters, dtype, device, and how gradients are
         reduced."""
 
     def gpu(self) -> Gpu | None:
-        """The rank's GPU; None if it computes on a CPU."""
+        """Returns the rank's GPU; None on a CPU."""
 
     @property
     def number_type(self) -> str:
-        """In which matrix products are computed, as torch names it: "bfloat16"; empty if the
-        framework does not tell."""
+        """Returns the dtype of matrix products, as torch names it: "bfloat16"; empty if unknown."""
         return ""
 
     def profile(self, path: Path) -> AbstractContextManager[None]:
         """Writes a trace of the work inside, with the phases of each step, into the folder `path`.
 
-        training/conflicts.py refuses profile.steps with a framework that has no profiler.
+        training/conflicts.py rejects profile.steps with a framework without a profiler.
         """
 
-    # What follows a learner has where its job may need it; as it stands here it is that of a
-    # learner of one process.
+    # The following members are overridden by learners that need them; the defaults are for a
+    # learner in one process.
 
     @property
     def module(self) -> Any:
-        """The object that is trained, as its framework knows it: a torch.nn.Module; None if
-        models are functions."""
+        """The framework's object that is trained, such as a torch.nn.Module; None if models are
+        functions."""
         return None
 
     @property
     def first_samples(self) -> int:
-        """How many training samples the model computes some of its first weights from. The same on
-        all ranks."""
+        """Returns the number of training samples from which the model computes some initial
+        weights. The same on all ranks."""
         return 0
 
     def begin_with(self, batch: Any) -> None:
@@ -259,29 +256,29 @@ class Learner(HasState, Protocol):
         return True
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Inside of it the weights are their averages (optim.ema), for evaluate() and for drawing;
-        nothing else is called.
+        """Within the context the weights are their averages (optim.ema), for evaluate() and
+        sampling; nothing else may be called.
 
-        Does nothing if there are none. To enter it is a collective.
+        Does nothing without averages. Entering it is a collective.
         """
         return nullcontext()
 
     def own_steps(self, steps: Sequence[Progress]) -> Iterable[Progress]:
-        """Steps up to the next sync point that this rank makes, in order: which is known only as
-        they come.
+        """Yields the steps up to the next sync point that this rank makes, in order; they may not
+        be known in advance.
 
-        Each step is made before the next one is asked for; then all ranks call sync_buffers().
+        Each step is made before the next one is requested; then all ranks call sync_buffers().
         """
         return steps
 
     def read_updates(self) -> list[WorkerUpdate]:
-        """The updates of asynchronous steps, in order, since it was last called; on rank 0
-        alone."""
+        """Returns the updates of asynchronous steps since the last call, in order; only on rank
+        0."""
         return []
 
     def read_waited(self) -> Waited | None:
-        """Returns what ranks of a pipeline waited since the last call; None if every rank has all
-        layers."""
+        """Returns how long ranks of a pipeline waited since the last call; None if every rank has
+        all layers."""
         return None
 
     def last_passes(self) -> list[TimedPass]:
@@ -290,8 +287,8 @@ class Learner(HasState, Protocol):
         return []
 
     def under_way(self) -> CurrentPass | None:
-        """From any thread; None between steps, and where a rank waits for no other in its
-        passes."""
+        """Returns the current pass; callable from any thread. None between steps, and if passes
+        never wait for other ranks."""
         return None
 
     def divide_anew(self) -> None:
@@ -300,31 +297,32 @@ class Learner(HasState, Protocol):
         raise TypeError(f"the parts of {type(self).__name__} cannot become those of other ranks")
 
     def how_to_go_on(self, former_rank: int, kept: int) -> GoOn | None:
-        """After ranks were lost: None if all go back to a sync point. A collective; it may be
-        called again after another loss.
+        """Returns how to continue after ranks died; None if all ranks roll back to a sync point. A
+        collective; it may be called again after another loss.
 
-        former_rank: of this one, before. kept: the steps at the sync point that this rank would go
-        back to.
+        former_rank: the previous number of this rank. kept: the steps at the sync point to which
+        this rank would roll back.
         """
         return None
 
     def go_on(self, how: GoOn, kept: int) -> None:
-        """Once all ranks know that they do: own_steps() of the same steps has those that are
-        left."""
+        """Called when all ranks have agreed to continue; own_steps() of the same steps then yields
+        the remaining ones."""
         raise TypeError(f"{type(self).__name__} goes back to a sync point")
 
 
 def global_weight(task: Task, own: int, batch: int, communicator: Communicator) -> int:
-    """The sum of Task.weight() over the `batch` samples of a step; this rank's samples weigh `own`.
+    """Returns the sum of Task.weight() over the `batch` samples of a step; this rank's samples
+    contribute `own`.
 
-    If all samples weigh the same, no rank asks the others. Otherwise this is a collective: one
-    small allreduce before the first backward pass. Every gradient is then divided once, by the
+    If all samples have the same weight, no communication is needed. Otherwise this is a collective:
+    one small allreduce before the first backward pass. Every gradient is then divided once, by the
     exact number, whatever strategy reduces it. (Dividing after the reduction would take a second
     pass over all gradients, and clipping, noise scale and local steps would have to allow for it.)
     """
     if task.sample_weight is not None:
         return batch * task.sample_weight
-    # exact: float64 has every whole number up to 2**53
+    # exact: float64 represents every integer up to 2**53
     total = communicator.allreduce(np.array([float(own)]), "step.weight")
     return max(1, round(float(total[0])))
 
@@ -336,10 +334,10 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def gather(communicator: Communicator, pieces: Iterable[Piece], *, is_kept: bool = True) -> Arrays:
-    """A copy of every array, one after the other; `communicator` is of the ranks that have their
-    parts. A collective where they have.
+    """Yields a copy of every array in turn; `communicator` connects the ranks that hold parts. A
+    collective if arrays are sharded.
 
-    is_kept: false on a rank that only gives its parts: it returns nothing, and has one array at a
+    is_kept: false on a rank that only sends its parts; it returns nothing, and holds one array at a
     time.
     """
     pieces = list(pieces)
@@ -375,7 +373,7 @@ def gather_one(
     runs: Sequence[Sequence[tuple[int, int]]],
 ) -> np.ndarray:
     """Gathers an array whose elements are spread over ranks: `own` are this rank's elements,
-    runs[rank] the ranges where a rank's elements belong. A collective."""
+    runs[rank] are the ranges of a rank's elements in the array. A collective."""
     parts = communicator.allgather(own, f"gather.{name}")
     done = 0
     whole = np.empty(shape, parts.dtype).reshape(-1)
@@ -405,10 +403,10 @@ def check_fit(model: Shapes, state: Shapes, is_partial: bool = False) -> None:
 
 
 def check_maker(maker: str, names: Iterable[str]) -> None:
-    """Raises UserError if the optimizer state among the names of a state was made by another
-    function of the user's than `maker`.
+    """Raises UserError if the optimizer state among the names of a state was made by another user
+    function than `maker`.
 
-    A state without any fits every optimizer; of a rule `maker` is empty.
+    A state without optimizer state matches every optimizer; for a rule, `maker` is empty.
     """
     state = [name for name in names if name.startswith("s.")]
     theirs = next((name.removeprefix(MADE_BY) for name in state if name.startswith(MADE_BY)), "")
@@ -424,20 +422,20 @@ def check_maker(maker: str, names: Iterable[str]) -> None:
 
 
 def asked_threads() -> int | None:
-    """OMP_NUM_THREADS, or None if it is not a positive number. In a list, one number per nested
-    level, the first one counts."""
+    """Returns OMP_NUM_THREADS, or None if it is not a positive number. In a list, with one number
+    per nested level, the first one counts."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) else None
 
 
 def fair_threads(communicator: Communicator) -> int:
-    """This rank's share of the cores that it may use. A collective."""
+    """Returns this rank's share of the cores that it may use. A collective."""
     cores = (
         sorted(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else list(range(os.cpu_count() or 1))
     )
     mine = (socket.gethostname(), tuple(cores))
-    # the launcher may give each rank cores of its own, or all ranks the same
+    # the launcher may bind each rank to different cores, or all ranks to the same
     sharers = communicator.allgather_object(mine).count(mine)
     return max(1, len(cores) // sharers)

@@ -6,7 +6,8 @@ from hvdtrain.errors import UserError
 
 
 def check_mlp(widths: tuple[int, ...], dropout: float) -> None:
-    """Also of wide_resnet. Raises UserError for widths below 1 and a dropout outside of 0 to 1."""
+    """Checks options of mlp and wide_resnet. Raises UserError for widths below 1 and a dropout
+    outside of 0 to 1."""
     if min(widths, default=1) < 1 or not 0 <= dropout < 1:
         raise UserError(
             f"widths {widths} with dropout {dropout} are not valid",

@@ -1,5 +1,5 @@
-"""The numpy framework: one linear layer by hand-written gradients of each task's loss, the
-reference of the other frameworks."""
+"""The numpy framework: one linear layer with hand-written gradients of each task's loss, the
+reference for the other frameworks."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class NumpyLinear(HostModel):
             name: np.zeros(shape, dtype) for name, shape in shapes(config, task).items()
         }
         self._part: NumpyPart = part_of(task, "numpy", config, DeviceAndDtype(dtype))
-        self._x = np.zeros(0)  # of the last training_outputs()
+        self._x = np.zeros(0)  # inputs of the last training_outputs()
 
     def inputs(self, batch: Mapping[str, Any]) -> np.ndarray:
-        """(n, features)"""
+        """Returns (n, features)."""
         x: np.ndarray = self._part.inputs(batch)
         return x
 
@@ -51,8 +51,8 @@ class NumpyLinear(HostModel):
 
 
 def build(config: Config, task: Task, communicator: Communicator) -> Learner:
-    """The learner of framework=numpy: model.name=linear, which training/conflicts.py has made sure
-    of."""
+    """Builds the learner of framework=numpy for model.name=linear, which training/conflicts.py has
+    checked."""
     check_patterns(config, shapes(config, task))
     dtype = np.dtype("float64" if config.speed.precision == "fp64" else "float32")
     return HostLearner(
@@ -61,8 +61,8 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
 
 
 def shapes(config: Config, task: Task) -> dict[str, tuple[int, ...]]:
-    """The parameters by name, as build() makes them, without their memory. Raises UserError for a
-    task that NumPy does not compute."""
+    """Returns the parameters by name, as created by build(), without allocating them. Raises
+    UserError for a task that NumPy does not support."""
     part_of(task, "numpy", config, DeviceAndDtype(np.dtype(np.float64)))
     outputs = task.sizes["outputs"]
     return {"fc.weight": (outputs, math.prod(task.sizes["shape"])), "fc.bias": (outputs,)}

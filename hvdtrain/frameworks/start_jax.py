@@ -1,5 +1,5 @@
-"""Starts JAX on a rank: its part of the cores, its own devices alone, and how it takes the memory
-of a GPU."""
+"""Starts JAX on a rank with its share of the cores, only its devices, and settings for GPU
+memory."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def start_jax(
     communicator: Communicator,
     files: DriverFiles = HERE,
 ) -> None:
-    """Starts JAX with this rank's part of the cores and with its own devices. Every rank calls it.
-    No effect where JAX has started before.
+    """Starts JAX with this rank's share of the cores and only its devices. Every rank calls it. No
+    effect if JAX was already started.
 
-    JAX takes as many threads as the process may use cores, once, at its start; it does not read
-    OMP_NUM_THREADS, and no XLA flag changes the number. PJRT_NPROC sets it: the user's value wins,
-    then OMP_NUM_THREADS.
+    At its start, JAX creates one thread for each core that the process may use. It does not read
+    OMP_NUM_THREADS, and no XLA flag changes the number, but PJRT_NPROC does. The user's PJRT_NPROC
+    wins, then OMP_NUM_THREADS.
     """
     fair = fair_threads(communicator)
     variables = {"PJRT_NPROC": str(asked_threads() or fair)}
@@ -47,11 +47,11 @@ def start_jax(
 
 
 def show_own_gpus(jax: Any, wanted: int, local_rank: int, files: DriverFiles = HERE) -> None:
-    """Lets JAX see the `wanted` GPUs of this rank alone, before JAX starts.
+    """Lets JAX see only the `wanted` GPUs of this rank, before JAX starts.
 
-    JAX opens each GPU that it sees at its first call, and takes 75 % of its memory: the second rank
-    of a host would fail. Numbers of GPUs that the user has set win. Shows all where there are too
-    few, or where the driver has no files.
+    At its first call, JAX opens each visible GPU and allocates 75 % of its memory, so a second rank
+    on a host would fail. GPU numbers set by the user win. Shows all GPUs if there are too few, or
+    if the driver has no files.
     """
     counts = {
         "jax_cuda_visible_devices": files.visible_nvidia(os.environ),
@@ -64,18 +64,19 @@ def show_own_gpus(jax: Any, wanted: int, local_rank: int, files: DriverFiles = H
 
 
 def own_gpus(wanted: int, local_rank: int, count: int) -> range:
-    """The numbers of a rank's GPUs among `count` visible ones; empty if there are too few."""
+    """Returns the numbers of a rank's GPUs among `count` visible GPUs; empty if there are too
+    few."""
     if count and wanted == 1:
         number = local_rank % count
         return range(number, number + 1)
-    # a launcher has shown each rank its own
+    # a launcher has limited each rank to its GPUs
     start = 0 if count == wanted else local_rank * wanted
     return range(start, start + wanted) if start + wanted <= count else range(0)
 
 
 def memory_variables(wanted: int, local_size: int, files: DriverFiles = HERE) -> dict[str, str]:
-    """The variable for ranks that may share a GPU: each takes memory as it needs it. A rank with
-    its own GPU takes 75 % of it at once, JAX's default."""
+    """Returns the variable for ranks that may share a GPU, so that each allocates memory on demand.
+    A rank with a GPU for itself allocates 75 % of it at the start, JAX's default."""
     count = max(files.visible_nvidia(os.environ), files.visible_amd(os.environ))
     if (
         local_size == 1
@@ -88,7 +89,7 @@ def memory_variables(wanted: int, local_size: int, files: DriverFiles = HERE) ->
 
 @contextlib.contextmanager
 def _cpu_only(jax: Any) -> Iterator[None]:
-    """Inside, JAX starts without GPUs, unless the user has named platforms."""
+    """Within the context, JAX starts without GPUs, unless the user has selected platforms."""
     named = jax.config.jax_platforms
     if named:
         yield
@@ -102,7 +103,7 @@ def _cpu_only(jax: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Inside, the variables that are not set have these values."""
+    """Sets unset environment variables to these values within the context."""
     added = [name for name in variables if name not in os.environ]
     os.environ.update({name: variables[name] for name in added})
     try:

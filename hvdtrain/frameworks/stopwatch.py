@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-# data: waiting for samples. compute: forward and backward where a framework makes one program of
-# both. communication: waiting for the gradients of other ranks, as far as nothing else is done
-# meanwhile. update: checks, clipping and the optimizer.
+# data: waiting for samples. compute: forward and backward, if a framework compiles both as one
+# program. communication: waiting for the gradients of other ranks, without overlapped work. update:
+# checks, clipping and the optimizer.
 PHASES = ("data", "forward", "backward", "compute", "communication", "update")
 
 PhaseTimes = dict[str, float]  # seconds of each phase of one step
@@ -20,16 +20,17 @@ class Stopwatch(Protocol):
     """A step begins with enter("data") and ends with enter("")."""
 
     def enter(self, phase: str) -> None:
-        """Ends the current phase and begins this one. A phase may come several times in a step.
-        Costs half a microsecond."""
+        """Ends the current phase and begins this one. A phase may occur several times in a step.
+        Takes half a microsecond."""
 
     def read(self) -> list[PhaseTimes]:
-        """The phases of each step since the last read. The host waits for the device here."""
+        """Returns the phases of each step since the last read. The host waits for the device
+        here."""
 
 
 class HostStopwatch:
-    """By this process's clock: right on a CPU, where work is over when its call returns; or with a
-    `wait` for the device."""
+    """Uses the clock of this process. That is right on a CPU, where work ends when its call
+    returns, or with a `wait` for the device."""
 
     def __init__(self, wait: Callable[[], None] | None = None) -> None:
         self._wait = wait
@@ -80,7 +81,7 @@ class ReplaceableStopwatch:
 
     @contextmanager
     def replaced_by(self, other: Stopwatch) -> Iterator[None]:
-        """Phases that are entered inside go to `other`."""
+        """Sends phases that are entered within the context to `other`."""
         before = self.current
         self.current = other
         try:
@@ -90,7 +91,7 @@ class ReplaceableStopwatch:
 
 
 def phase_times(pieces: Sequence[tuple[str, float]]) -> list[PhaseTimes]:
-    """Steps, each from "data" to "", of (phase, seconds) in order."""
+    """Returns the steps, each from "data" to "", as (phase, seconds) in order."""
     steps: list[PhaseTimes] = []
     for phase, seconds in pieces:
         if phase == "data":
@@ -101,7 +102,7 @@ def phase_times(pieces: Sequence[tuple[str, float]]) -> list[PhaseTimes]:
 
 
 def total(steps: Sequence[PhaseTimes]) -> PhaseTimes:
-    """Seconds of each phase over some steps."""
+    """Returns the seconds of each phase over some steps."""
     return {
         phase: sum(step.get(phase, 0.0) for step in steps)
         for phase in PHASES

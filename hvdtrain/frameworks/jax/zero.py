@@ -256,8 +256,8 @@ class LocalSquares(ArrayOps):
 
 
 class GivenSquares(ArrayOps):
-    """Computes the norm of an array that is split over ranks from given sums of squares over all
-    parts, one sum for each call, in the order of the calls."""
+    """Computes norms of arrays that are sharded over ranks, from given sums of squares over all
+    parts. The sums are used in the order of the calls."""
 
     def __init__(self, squares: Any) -> None:
         super().__init__(jnp)

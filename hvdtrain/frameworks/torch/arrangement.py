@@ -25,21 +25,21 @@ from hvdtrain.frameworks.torch.step import Passes
 from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy
 from hvdtrain.tasks.task import Task
 
-if TYPE_CHECKING:  # of pictures, and of loops of scripts
+if TYPE_CHECKING:  # imports for pictures and for custom loops
     from hvdtrain.frameworks.torch.layer import Layer, LayerCut
     from hvdtrain.frameworks.torch.loop_passes import LoopPasses
 
 
 class UserModel(NamedTuple):
-    """A script's own model, used instead of the one that model.name means."""
+    """A script's model, used instead of model.name."""
 
     model: torch.nn.Module  # on its device, in the number type of its weights
-    # (n, ...) what it is called with, on its device; None: the script has given none
+    # (n, ...), its inputs, on its device; None: the script has passed none
     inputs: Called | None
 
     def example(self, count: int | None, config: Config) -> Called:
-        """Rows of the inputs, again and again; count: None: as many as there are. Raises UserError
-        if the script has given none."""
+        """Returns `count` rows of the inputs, repeated if necessary; None: all rows. Raises
+        UserError if the script has passed no inputs."""
         if self.inputs is None:
             key = next(
                 (
@@ -71,7 +71,7 @@ class Making(NamedTuple):
     mesh: Mesh
     device: torch.device
     precision: Precision
-    stopwatch: ReplaceableStopwatch  # that passes and collectives enter
+    stopwatch: ReplaceableStopwatch  # receives the phases of passes and collectives
     planned: frozenset[Feature] | None = (
         None  # the features of an engine: tensors have no numbers then, and no rank is connected
     )
@@ -79,7 +79,7 @@ class Making(NamedTuple):
     hashes_on_device: bool = False  # digests of weights, on the GPU of every rank
 
     def example(self, count: int = 2) -> Called:
-        """Returns inputs of the model for `count` samples: zeros, or those that a script gave."""
+        """Returns inputs of the model for `count` samples: zeros, or a script's inputs."""
         if self.user_model is not None:
             return self.user_model.example(count, self.config)
         assert self.task is not None, "the script has given no model"
@@ -97,21 +97,23 @@ class Making(NamedTuple):
 
 
 class Arrangement:
-    """The base class keeps the whole model on each rank; subclasses override what differs.
+    """The base class replicates the model on every rank; subclasses override what differs.
 
-    Every rank makes one, checks its model as a whole, and calls cut().
+    Every rank creates one, checks the complete model, and calls cut().
     """
 
-    orders: Sequence[SameOrder] = ()  # in which ranks come to layers
-    keeps_memory_order = False  # of the weights
+    orders: Sequence[SameOrder] = ()  # check that ranks reach layers in the same order
+    keeps_memory_order = False  # whether weights keep their memory order
     divides = False  # a rank has, or updates, a part of the weights
-    # ranks divide the state of layers that all of them have whole, as with shard.stage=1
+    # ranks shard the optimizer state of replicated layers, as with shard.stage=1
     divides_state = False
     without_samples: WhenEmpty = (
-        "skip"  # what a forward pass does then: the collectives of the other ranks may wait for it
+        # what a forward pass does then, because the collectives of other ranks may wait for it
+        "skip"
     )
 
-    # of a plan: the most that weights and buffers of a rank take before it has its parts of them
+    # for a plan: the most memory that weights and buffers take on a rank before they are
+    # partitioned
     start_bytes = 0
 
     def __init__(self, making: Making) -> None:
@@ -139,12 +141,12 @@ class Arrangement:
         return compiled(self.model, self.making.config.speed.compile)
 
     def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:
-        """The strategy of the trained parameters. The optimizer is the configured one, which the
-        strategy is still to wrap."""
+        """Returns the strategy of the trained parameters. The optimizer is not wrapped yet; the
+        strategy wraps it."""
         return Strategy(named)
 
     def passes(self, strategy: Strategy, *of_passes: Any) -> Passes:
-        """of_passes: what Passes is made of."""
+        """Returns the passes. of_passes: the arguments of Passes."""
         return Passes(*of_passes)
 
     def loop_passes(self, forward: torch.nn.Module) -> LoopPasses:
@@ -159,26 +161,26 @@ class Arrangement:
 
     @classmethod
     def layout_ways(cls, config: Config) -> list[str]:
-        """For a picture: how ranks have the model, as a user writes it."""
+        """For a picture: how the model is distributed over ranks, as in a configuration."""
         return [config.parallel.summary()] if config.parallel.ranks > 1 else []
 
     @classmethod
     def layout_stages(
         cls, model: torch.nn.Module, config: Config, task: Task
     ) -> tuple[dict[str, int], str]:
-        """For a picture: the stage of each layer, and what a stage sends the next one."""
+        """For a picture: the stage of each layer, and what a stage sends to the next one."""
         return {}, ""
 
     @classmethod
     def layout_cuts(
         cls, model: torch.nn.Module, config: Config, ranks: int, layers: Sequence[Layer]
     ) -> dict[str, LayerCut]:
-        """The layers that are cut over ranks, by name: for a picture."""
+        """For a picture: the layers that are partitioned over ranks, by name."""
         return {}
 
     @property
     def all_orders(self) -> list[SameOrder]:
-        """Returns all orders, including that of norms, which a plan omits."""
+        """Returns all orders, including the order of norms, which a plan omits."""
         return [*self.orders, *(orders_of_norms(self.model) if self.making.planned is None else ())]
 
     @property
@@ -192,7 +194,7 @@ class Arrangement:
 
 
 def bytes_of(model: torch.nn.Module) -> int:
-    """Bytes of the model's parameters and buffers."""
+    """Returns the bytes of the model's parameters and buffers."""
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 

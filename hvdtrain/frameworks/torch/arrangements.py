@@ -1,5 +1,5 @@
-"""The arrangements of a model on ranks: the classes in parallel/, and those that features name. A
-job imports only the class that it asks for."""
+"""The arrangements of a model on ranks: the classes in parallel/, and classes named by features. A
+job imports only the class that it uses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Entry(NamedTuple):
 
 
 WHOLE = "hvdtrain.frameworks.torch.parallel.whole_model:WholeModel"
-# the first one that is asked for; else that of a feature, else the whole model on every rank
+# the first one that the configuration requests; else a feature's, else the whole model on every
+# rank
 ENTRIES = (
     Entry(
         lambda config: config.shard.stage == 3,
@@ -48,5 +49,5 @@ def arrangement_of(config: Config) -> type[Arrangement]:
 
 
 def module_of(name: str) -> Any:
-    """A module of parallel/, by its name: nothing here imports one of them otherwise."""
+    """Imports a module of parallel/ by its name, only when it is needed."""
     return importlib.import_module(f"{__package__}.parallel.{name}")

@@ -52,7 +52,7 @@ def assemble(arrangement: Arrangement) -> TorchLearner:
     notes = check_patterns(config, shapes, ties, lambda: frozen_names(model))
     notes += lines(model, config.model)
     optimizer = make_optimizer(config, named, ties)
-    # before the strategy: hooks of additions come first, and see a rank's own gradients
+    # before the strategy, so that hooks of additions run first and see the rank's local gradients
     additions = additions_of(config, mesh, model, parameters)
     strategy = arrangement.strategy(named, optimizer)
     body = arrangement.body
@@ -98,7 +98,7 @@ def additions_of(
     model: torch.nn.Module,
     parameters: list[torch.nn.Parameter],
 ) -> list[StepAddition]:
-    """Returns what configured features add to a step; imports only those."""
+    """Returns what the configured features add to a step; imports only these."""
     additions: list[StepAddition] = []
     if config.log.noise_scale:
         from hvdtrain.frameworks.torch.noise_meter import NoiseMeter

@@ -1,4 +1,4 @@
-"""The augmentations of data/images/augment.py on tensors of any device: the same bytes."""
+"""The augmentations of data/images/augment.py on tensors of any device, with the same bytes."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ def augment_batch(batch: Batch) -> Batch:
 
 
 def apply(x: torch.Tensor, parameters: AugmentationParameters) -> torch.Tensor:
-    """uint8 (n, C, H, W) in channels_last order -> the same, augmented by all but mixup and CutMix.
+    """Augments x, uint8 (n, C, H, W) in channels_last order, by everything except mixup and CutMix.
     `x` is not changed.
 
-    In host memory numpy does it, on a view: faster than torch's gathers, and without waking threads
-    that others need.
+    In host memory NumPy does it on a view, which is faster than torch's gathers and does not wake
+    threads that others need.
     """
     pixels = x.permute(
         0, 2, 3, 1
-    ).contiguous()  # (n, H, W, C): a view where the order is channels_last
+    ).contiguous()  # (n, H, W, C), a view if the order is channels_last
     if x.device.type == "cpu":
         return torch.from_numpy(augment.apply(pixels.numpy(), parameters)).permute(0, 3, 1, 2)
     return apply_by_gathers(pixels, parameters).permute(0, 3, 1, 2)
 
 
 def apply_by_gathers(pixels: torch.Tensor, parameters: AugmentationParameters) -> torch.Tensor:
-    """apply() of (n, H, W, C), contiguous, on any device."""
+    """Implements apply() for contiguous (n, H, W, C), on any device."""
     if parameters.crop_box is not None:
         pixels = _resized_crop(pixels, parameters.crop_box, parameters.flipped)
     elif parameters.reflected_shift is not None:
@@ -60,7 +60,7 @@ class DeviceArrays:
     """Tensors on the device of another one."""
 
     xp: Any = torch
-    block = 2**28  # of a GPU, for which small pieces are slow; 2 GB of indices
+    block = 2**28  # for a GPU, where small pieces are slow; 2 GB of indices
 
     def __init__(self, like: torch.Tensor) -> None:
         self._like = like
@@ -97,14 +97,14 @@ def mix(
 
 
 def paste_on_device(x: torch.Tensor, partner: torch.Tensor, boxes: np.ndarray) -> torch.Tensor:
-    """paste() of mixing.py for (n, C, H, W), on any device."""
+    """Implements paste() of mixing.py for (n, C, H, W), on any device."""
     return torch.where(_in_boxes(boxes, x, *x.shape[2:])[:, None], partner, x)
 
 
 def mixup(
     x: torch.Tensor, partner: torch.Tensor, weight: torch.Tensor | np.ndarray
 ) -> torch.Tensor:
-    """weight x + (1 - weight) partner, rounded half up, in the memory order of `x`."""
+    """Returns weight x + (1 - weight) partner, rounded half up, in the memory order of `x`."""
     if x.device.type == "cpu":
         images, partners = (
             tensor.permute(0, 2, 3, 1).contiguous().numpy() for tensor in (x, partner)
@@ -118,7 +118,7 @@ def mixup(
 def mixup_on_device(
     x: torch.Tensor, partner: torch.Tensor, weight: torch.Tensor | np.ndarray
 ) -> torch.Tensor:
-    """mixup() on any device. float32 is exact here, so a device that fuses products and sums
+    """Implements mixup() on any device. float32 is exact here, so a device with fused multiply-add
     computes the same bytes."""
     exact = (
         torch.as_tensor(weight, device=x.device).mul(MIXUP_WEIGHT_STEPS).round()
@@ -134,7 +134,7 @@ def _shift_and_flip(
     flipped: np.ndarray | None,
     reflects: bool = False,
 ) -> torch.Tensor:
-    """Both by one gather of pixels from images with a border that is black, or reflects them."""
+    """Shifts and flips with one gather, from images with a black or reflecting border."""
     n, height, width, channels = pixels.shape
     border = 0 if shift is None else int(np.abs(shift).max(initial=0))
     tall = height + 2 * border
@@ -154,7 +154,7 @@ def _shift_and_flip(
     windows = (
         wide * np.arange(height)[:, None] + np.stack([across, across[::-1]])[:, None]
     ).reshape(2, height * width)
-    start = tall * wide * np.arange(n)  # of each image's window
+    start = tall * wide * np.arange(n)  # offset of each image's window
     if shift is not None:
         start = start + (border + shift[:, 0]) * wide + border + shift[:, 1]
     index = _to_device(windows.astype(index_type), pixels)
@@ -173,7 +173,8 @@ def _shift_and_flip(
 
 
 def _erase(pixels: torch.Tensor, boxes: np.ndarray, keys: np.ndarray) -> torch.Tensor:
-    """Random pixels come from the host: as many bytes as the images have that are erased."""
+    """Erases boxes. The random pixels come from the host, as many bytes as the erased images
+    have."""
     _, height, width, channels = pixels.shape
     rows = has_box(boxes)
     index = _to_device(rows, pixels)
@@ -188,7 +189,7 @@ def _erase(pixels: torch.Tensor, boxes: np.ndarray, keys: np.ndarray) -> torch.T
 
 
 def _in_boxes(boxes: np.ndarray, like: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """bool (n, H, W)"""
+    """Returns bool (n, H, W): which pixels lie in the boxes."""
     # (n, 1) each
     top, bottom, left, right = _to_device(boxes.astype(np.int32), like)[:, :, None].unbind(1)
     rows, columns = (

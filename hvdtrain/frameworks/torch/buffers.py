@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from hvdtrain.comm.communicator import Communicator, Handle
 from hvdtrain.frameworks.torch.strategy import reduction_device
 
-# a module's own, live: a forward pass may put another tensor under a name
+# a module's live table: a forward pass may store another tensor under a name
 Table = dict[str, torch.Tensor | None]
-RUNNING = ("running_mean", "running_var", "moving_mean", "moving_variance")  # of torch, of Keras
+# names in torch and in Keras
+RUNNING = ("running_mean", "running_var", "moving_mean", "moving_variance")
 
 
 class Buffers:
@@ -27,7 +28,7 @@ class Buffers:
         self._saved: list[tuple[Table, Table, dict[str, torch.Tensor]]] = []
 
     def save(self) -> None:
-        """Before a step that may be left out. Costs a copy of each buffer."""
+        """Saves buffers before a step that may be skipped; copies each buffer."""
         self._saved = [
             (
                 table,
@@ -40,8 +41,7 @@ class Buffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Sets buffers to what they were at the last save(), to the last bit, in the same
-        tensors."""
+        """Restores the buffers of the last save() bit by bit, in the same tensors."""
         for table, before, copies in self._saved:
             table.clear()
             table.update(before)
@@ -52,10 +52,10 @@ class Buffers:
 
     @torch.no_grad()
     def sync_buffers(self, communicator: Communicator, first: int = 0) -> None:
-        """Running statistics become their mean over ranks, the others the first rank's: one
-        collective for each kind that there is.
+        """Averages running statistics over ranks and copies other buffers from the first rank, with
+        one collective for each kind.
 
-        first: the ranks before it read no samples.
+        first: the first rank that reads samples.
         """
         if communicator.size == 1:
             return
@@ -68,7 +68,7 @@ class Buffers:
         ]
         running = [b for name, b in named if name in RUNNING]
         others = [b for name, b in named if name not in RUNNING]
-        # so that each begins at a multiple of its element's size
+        # so that each begins at a multiple of its element size
         others.sort(key=torch.Tensor.element_size, reverse=True)
         handle: Handle | None = None
         if running:
@@ -101,8 +101,8 @@ class Buffers:
 
 @contextlib.contextmanager
 def copied_buffers(block: nn.Module) -> Iterator[None]:
-    """Inside, the block has copies of its buffers: the running statistics of its norms have been
-    updated already."""
+    """Gives a block copies of its buffers within the context, because the running statistics of its
+    norms were already updated."""
     tables: list[dict[str, Tensor | None]] = [
         module._buffers for module in block.modules() if module._buffers
     ]

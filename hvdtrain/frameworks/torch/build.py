@@ -48,10 +48,9 @@ from hvdtrain.tasks.task import Task
 
 
 def build(config: Config, task: Task, communicator: Communicator) -> Learner:
-    """The learner of framework=torch. Every rank calls it.
+    """Builds the learner of framework=torch. Every rank calls it.
 
-    Raises UserError if the device, the model, the optimizer or the engine cannot do what the
-    configuration asks for.
+    Raises UserError if the device, model, optimizer or engine does not support the configuration.
     """
     device = device_of_rank(config, communicator)
     precision = pick_precision(config, device, communicator)
@@ -84,8 +83,7 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
 
 
 def device_of_rank(config: Config, communicator: Communicator) -> torch.device:
-    """Returns this rank's device, and sets its threads and the memory that it keeps. Every rank
-    calls it.
+    """Returns this rank's device, and configures its threads and memory. Every rank calls it.
 
     Raises UserError if the device does not exist, or if NCCL would have to reduce for two ranks on
     one device.
@@ -106,18 +104,17 @@ def device_of_rank(config: Config, communicator: Communicator) -> torch.device:
 
 
 def load_libraries(config: Config) -> None:
-    """Imports what build() and the first steps would: some 70 MB with recomputation, stage 3 or
-    parallel.*, no tensors of the job."""
+    """Imports the libraries that build() and the first steps import. With recomputation, stage 3 or
+    parallel.* they take some 70 MB; no tensors of the job are allocated."""
     if config.model.recompute != "none" or config.shard.stage == 3:
         import torch._dynamo  # noqa: F401  # torch.utils.checkpoint imports it when it is first called, and fully_shard()
     arrangement_of(config)
 
 
 def check_optimizer(config: Config) -> None:
-    """Raises UserError if build() would refuse the optimizer that optim.name means, whatever the
-    model.
+    """Raises UserError if build() would reject the optimizer of optim.name for any model.
 
-    A function that makes groups of a model's parameters is called by build() alone.
+    A function that makes parameter groups of a model is only called by build().
     """
     if is_made_with_the_model(config) and makes_groups(plugins.own_function(config.optim)):
         return
@@ -127,10 +124,10 @@ def check_optimizer(config: Config) -> None:
 
 
 def unit_costs(config: Config, task: Task, samples: int) -> list[Any]:
-    """Name, operations and measured seconds of each unit at which parallel.pipeline may cut the
-    model, with so many samples.
+    """Returns name, operations and measured seconds of each unit at which parallel.pipeline may cut
+    the model, for this number of samples.
 
-    Raises UserError if the model does not say where it may be cut.
+    Raises UserError if the model does not define where it may be cut.
     """
     costs: list[Any] = module_of("pipeline.costs").unit_costs(config, task, samples)
     return costs
@@ -139,8 +136,8 @@ def unit_costs(config: Config, task: Task, samples: int) -> list[Any]:
 def footprint(
     config: Config, task: Task, step: PlannedStep, ranks: int, features: frozenset[Feature]
 ) -> Footprint:
-    """The memory of the rank that takes most of so many, predicted. Raises UserError if the
-    model needs numbers to compute shapes, and where an arrangement is not predicted.
+    """Predicts the memory of the rank that uses most. Raises UserError if the model needs values to
+    compute shapes, and if the arrangement is not supported.
     """
     arrangement_of(config).check_predictable(config)
     from hvdtrain.frameworks.torch.predict_memory import (
@@ -153,16 +150,16 @@ def footprint(
 def planned_work(
     config: Config, task: Task, step: PlannedStep, ranks: int, features: frozenset[Feature]
 ) -> list[PlannedWork]:
-    """What one rank of each stage of a pipeline does in a step, without one rank 0. Raises
-    UserError as footprint() does."""
+    """Returns the work in a step of one rank in each pipeline stage, or of rank 0 without a
+    pipeline. Raises UserError like footprint()."""
     from hvdtrain.frameworks.torch import predict_memory
 
     return predict_memory.planned_work(config, task, step, ranks, features)
 
 
 def gpu_address(config: Config, communicator: Communicator) -> str | None:
-    """The PCI address of this rank's GPU, as in /sys; None if it computes on the CPU, or no one
-    tells."""
+    """Returns the PCI address of this rank's GPU, as in /sys; None on the CPU, and if it is
+    unknown."""
     device = pick_device(config, communicator)
     if device.type != "cuda":
         return None
@@ -177,16 +174,16 @@ def gpu_address(config: Config, communicator: Communicator) -> str | None:
 
 
 def sample_flops(config: Config, task: Task, *, is_small: bool) -> float:
-    """The operations of the forward and the backward pass of one sample. Raises UserError if the
-    model needs numbers to compute shapes."""
+    """Returns the operations of the forward and backward pass of one sample. Raises UserError if
+    the model needs values to compute shapes."""
     from hvdtrain.frameworks.torch import sample_flops as counted
 
     return counted.sample_flops(config, task, is_small=is_small)
 
 
 def free_device_bytes(config: Config, communicator: Communicator) -> int | None:
-    """Free bytes of this rank's GPU, for each of the ranks that share it; None if it computes on
-    the CPU."""
+    """Returns the free bytes of this rank's GPU, divided by the ranks that share it; None on the
+    CPU."""
     device = pick_device(config, communicator)
     if device.type == "cpu":
         return None
@@ -201,8 +198,8 @@ def has_dense_part(config: Config, task: Task) -> bool:
 
 
 def shapes(config: Config, task: Task) -> dict[str, tuple[int, ...]]:
-    """The trained parameters by name, as build() makes them: without memory or work, unless the
-    model reads its own numbers."""
+    """Returns the trained parameters by name, as created by build(), without allocating or
+    computing them, unless the model reads its values."""
     return {
         name: tuple(p.shape)
         for name, p in _model_without_memory(config, task).named_parameters()
@@ -211,7 +208,7 @@ def shapes(config: Config, task: Task) -> dict[str, tuple[int, ...]]:
 
 
 def frozen(config: Config, task: Task) -> list[str]:
-    """Names of the parameters that shapes() leaves out."""
+    """Returns the names of the parameters that shapes() excludes."""
     return frozen_names(_model_without_memory(config, task))
 
 
@@ -221,5 +218,5 @@ def _model_without_memory(config: Config, task: Task) -> torch.nn.Module:
             return checked_model(config, task)
     except UserError:
         raise
-    except Exception:  # a meta tensor has no numbers to read; any other error comes again
+    except Exception:  # a meta tensor has no values to read; any other error is raised again later
         return checked_model(config, task)

@@ -11,7 +11,7 @@ import torch
 
 from hvdtrain.errors import UserError
 
-Called = torch.Tensor | dict[str, torch.Tensor]  # (n, ...), or several of as many rows
+Called = torch.Tensor | dict[str, torch.Tensor]  # (n, ...), or several tensors with n rows
 
 
 def call(model: torch.nn.Module, inputs: Called) -> Any:
@@ -24,13 +24,13 @@ def call(model: torch.nn.Module, inputs: Called) -> Any:
 
 def takes_by_name(model: torch.nn.Module, names: tuple[str, ...]) -> bool:
     """Whether forward() has parameters of all these names."""
-    whole: Any = getattr(model, "_orig_mod", model)  # of torch.compile
+    whole: Any = getattr(model, "_orig_mod", model)  # set by torch.compile
     return set(names) <= _parameters(getattr(type(whole), "forward", None))
 
 
 @functools.lru_cache(64)
 def _parameters(forward: Any) -> frozenset[str]:
-    """Names that it can be called with; none if its signature cannot be read, as that of
+    """Returns the parameter names of forward(); none if its signature cannot be read, as in
     TorchScript."""
     try:
         parameters = inspect.signature(forward).parameters.values()
@@ -68,7 +68,7 @@ def each_of(inputs: Called, change: Callable[[torch.Tensor], torch.Tensor]) -> C
 
 
 def shapes_of(inputs: Called) -> str:
-    """For messages: (2, 3); image (2, 1, 8, 8), table (2, 3)"""
+    """Formats shapes for messages: (2, 3); image (2, 1, 8, 8), table (2, 3)."""
     if isinstance(inputs, torch.Tensor):
         return f"{tuple(inputs.shape)}"
     return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in inputs.items())

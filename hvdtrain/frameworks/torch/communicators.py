@@ -1,5 +1,5 @@
-"""Communicators for a step: one whose waiting counts as the phase "communication", and one of ranks
-that do not exist, for plans."""
+"""Communicators for a step: one that counts waiting as the phase "communication", and one of
+hypothetical ranks, for plans."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ Communicating = Callable[[], AbstractContextManager[None]]
 def timed(communicator: Communicator, stopwatch: ReplaceableStopwatch) -> Communicator:
     """Returns a communicator whose collectives count as the phase "communication" of a step.
 
-    For tensors in host memory: what a GPU computes is not done when its collective is called.
+    For tensors in host memory only: on a GPU, a collective is called before the computation has
+    ended.
     """
     result: Any = _Timed(communicator, stopwatch.communicating)
     return result
@@ -89,13 +90,13 @@ class PlannedCommunicator(SingleProcessCommunicator):
     local_rank = 0
 
     def __init__(self, size: int, features: frozenset[Feature], rank: int = 0) -> None:
-        """`features`: of the engine."""
+        """`features`: the features of the engine."""
         self.rank = rank
         self.size = size
         self.local_size = size
         self.messages: dict[
             str, np.ndarray
-        ] = {}  # what start_recv() of these names receives; of others any numbers
+        ] = {}  # results of start_recv() by name; other names receive arbitrary values
         self._gathers_into_new_memory = "horovod_api" in features
         # with which strategies call the libraries themselves
         self.features = features - {
@@ -140,8 +141,8 @@ class PlannedCommunicator(SingleProcessCommunicator):
 def planned_mesh(
     config: Config, ranks: int, features: frozenset[Feature], stage: int, moved: list[Moved]
 ) -> Mesh:
-    """The mesh of so many ranks, for the first one of a stage of their pipelines; what it sends is
-    appended to `moved`."""
+    """Returns the mesh of this number of ranks for the first rank in a pipeline stage; its messages
+    are appended to `moved`."""
     tensor = config.parallel.tensor
     readers = ranks // config.parallel.ranks
     own = coordinates(stage * readers * tensor, readers, tensor)

@@ -1,9 +1,9 @@
-"""Creates a model without memory for its large tensors, and computes each tensor when it is asked
-for: the same numbers, to the last bit.
+"""Creates a model without memory for its large tensors, and computes each tensor on request, with
+bit-identical values.
 
-What the constructor does with a large tensor is recorded instead of done. Random numbers are drawn
-all the same, one tensor at a time, so that the generator is where it would be; its state before
-each draw is kept, 5 kB, to draw them again.
+The operations of the constructor on a large tensor are recorded instead of executed. Random numbers
+are still drawn, one tensor at a time, to advance the generator. The generator's state before each
+draw, 5 kB, is kept to draw them again.
 """
 
 from __future__ import annotations
@@ -21,33 +21,34 @@ from hvdtrain.frameworks.torch.private_api import (
     tree_map,
 )
 
-# elements: a tensor with fewer is made at once, so that a constructor may read its numbers
+# elements; a smaller tensor is created immediately, so that a constructor may read its values
 SMALL = 4096
 
 
 class RecordedOperation(NamedTuple):
     """An operation that was recorded."""
 
-    operation: Any  # of torch.ops.aten
+    operation: Any  # an operation of torch.ops.aten
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     result: Any  # meta tensors
-    generator: torch.Tensor | None  # the state of the default generator before it, where it draws
+    # the state of the default generator before the operation, if it draws
+    generator: torch.Tensor | None
     written: set[int]  # the memory that it may have changed
 
 
 class Deferred(TorchDispatchMode):
-    """Inside of its `with` block new tensors of the host with SMALL elements or more are meta
-    tensors, which have no memory.
+    """Within the `with` block, new host tensors with SMALL elements or more are meta tensors, which
+    have no memory.
 
-    An operation that would have to read more of them than one number raises RuntimeError or
-    NotImplementedError, as with any meta tensor.
+    An operation that needs to read more than one value raises RuntimeError or NotImplementedError,
+    as with any meta tensor.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[RecordedOperation] = []
         self._made = set[int]()  # memory that has a call
-        # into which numbers are drawn that are not kept: to free it each time would leave holes
+        # scratch memory for drawn numbers; freeing it each time would fragment the memory
         self._scratch = torch.empty(0)
 
     def __torch_dispatch__(
@@ -59,7 +60,8 @@ class Deferred(TorchDispatchMode):
         if not is_new and not any(tensor.is_meta for tensor in tensors):
             return operation(*args, **kwargs)
         if operation is torch.ops.aten._local_scalar_dense.default:
-            return self.value(tensors[0]).item()  # of a loop that draws until all numbers fit
+            # for a loop that draws until all numbers are in range
+            return self.value(tensors[0]).item()
         if operation._schema.is_mutable and not tensors[0].is_meta:
             raise NotImplementedError(f"{operation} writes to a tensor without memory")
         generator = None
@@ -82,7 +84,7 @@ class Deferred(TorchDispatchMode):
         super().__exit__(*error)
 
     def _draw(self, operation: Any, args: Any, kwargs: Any) -> None:
-        """Random numbers, into memory laid out as that of the tensors: how many are drawn depends
+        """Draws random numbers into memory with the tensors' layout, because their number depends
         on it."""
         first = next((x for x in args if isinstance(x, torch.Tensor)), None)
 
@@ -106,8 +108,8 @@ class Deferred(TorchDispatchMode):
 
     @torch.no_grad()
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Computes a tensor that was created inside, on the host. Needs its memory, and that of the
-        tensors that it depends on."""
+        """Computes a tensor that was created in the block, on the host. Needs memory for it and for
+        the tensors that it depends on."""
         if not tensor.is_meta:
             return tensor.detach()
         memory: dict[int, torch.UntypedStorage] = {}
@@ -138,8 +140,8 @@ class Deferred(TorchDispatchMode):
 def make_deferred(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Deferred | None]:
     """Returns the result of make(), and the object that can compute its large tensors.
 
-    None if its constructor reads numbers of large tensors: then the model is made with all of
-    its memory.
+    The object is None if the constructor reads values of large tensors; then the model is created
+    with all of its memory.
     """
     before = torch.get_rng_state()
     deferred = Deferred()
@@ -151,14 +153,15 @@ def make_deferred(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module,
     except (
         RuntimeError,
         NotImplementedError,
-    ):  # of an operation on a meta tensor; any other error comes again
+    ):  # raised by an operation on a meta tensor; any other error is raised again later
         pass
     torch.set_rng_state(before)
     return make(), None
 
 
 class _LooksReal(TorchFunctionMode):
-    """Inside, tensors do not report that they are meta tensors, which torch.nn.init would skip."""
+    """Within the context, tensors do not report that they are meta tensors, which torch.nn.init
+    would skip."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -170,8 +173,8 @@ _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
 def _is_large(operation: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether it makes a tensor of SMALL elements or more on the host, as torch.empty() and
-    torch.randn() do."""
+    """Whether an operation creates a host tensor of SMALL elements or more, like torch.empty() and
+    torch.randn()."""
     makes = any(argument.name == "device" for argument in operation._schema.arguments)
     on_host = torch.device(kwargs.get("device") or "cpu").type == "cpu"
     size = args[0] if args and isinstance(args[0], (list, tuple)) else ()
@@ -187,7 +190,8 @@ def _to_meta(x: Any) -> Any:
 
 
 def _kept(x: Any) -> Any:
-    """An argument for later: the constructor may change a small tensor meanwhile."""
+    """Returns a copy of an argument for later, because the constructor may change a small
+    tensor."""
     return (
         x.detach().clone()
         if isinstance(x, torch.Tensor) and not x.is_meta and x.numel() < SMALL

@@ -1,9 +1,9 @@
-"""The device of a rank, and whether another rank shares it; random generators of layers; freed
-memory; torch.compile.
+"""The device of a rank, whether another rank shares it, random generators of layers, freed memory,
+and torch.compile.
 
-Freed memory stays with the process: returning it to the system and asking for it again cost a CPU
-step up to 15,000 page faults. With shard.stage=3 large memory does not stay: weights of blocks come
-and go among activations, and would leave holes between them.
+The process keeps freed memory, because returning it to the system and allocating it again cost a
+CPU step up to 15,000 page faults. With shard.stage=3, large memory is returned: weights of blocks
+are allocated and freed among activations, and would fragment the memory.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from hvdtrain.frameworks.learner import Gpu
 def pick_device(
     config: Config, communicator: Communicator, files: DriverFiles = HERE
 ) -> torch.device:
-    """The GPU of this rank's local rank, or the CPU.
+    """Returns the GPU for this rank's local rank, or the CPU.
 
-    Raises UserError if speed.device=cuda or xpu and there is none, and if speed.device=auto would
-    train on the CPU because this torch does not see the GPUs of the host.
+    Raises UserError if speed.device=cuda or xpu and there is no such GPU. Also raises it if
+    speed.device=auto would train on the CPU because this torch does not see the host's GPUs.
     """
     wanted = config.speed.device
     for kind in KINDS if wanted == "auto" else (wanted,) * (wanted in KINDS):
@@ -62,8 +62,8 @@ def pick_device(
 
 
 def check_float64(device: torch.device, config: Config) -> None:
-    """Raises UserError if the GPU has no float64, in which losses are summed: some of Intel do not,
-    such as Arc and many of those in processors."""
+    """Raises UserError if the GPU lacks float64, which is needed to sum losses. Some Intel GPUs do,
+    such as Arc and many integrated GPUs."""
     properties = torch.get_device_module(device).get_device_properties(device)
     if not getattr(properties, "has_fp64", True):
         raise UserError(
@@ -74,11 +74,11 @@ def check_float64(device: torch.device, config: Config) -> None:
 
 
 def check_no_gpu_is_hidden(config: Config, files: DriverFiles = HERE) -> None:
-    """Raises UserError if the drivers have files of GPUs, but torch sees none: a wrong build would
-    train on the CPU, a hundred times slower, and say so in one word of the header.
+    """Raises UserError if the drivers have files of GPUs, but torch sees none. A wrong build would
+    train on the CPU, a hundred times slower, and only one word in the header would show it.
 
-    AMD's driver also serves the graphics of processors, so its files count only for a torch that is
-    built for them.
+    AMD's driver also serves integrated graphics, so its files count only for a torch that is built
+    for AMD.
     """
     hip = torch.version.hip
     hidden = (hip and files.hidden_amd(os.environ)) or files.hidden_nvidia(os.environ)
@@ -101,8 +101,7 @@ def check_no_gpu_is_hidden(config: Config, files: DriverFiles = HERE) -> None:
 
 
 def give_same_bits() -> None:
-    """From here on this process computes with deterministic kernels of the GPU alone; see
-    no_such_kernel()."""
+    """From then on, this process uses only deterministic GPU kernels; see no_such_kernel()."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
     torch.backends.cudnn.benchmark = False
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -126,7 +125,7 @@ def no_such_kernel(config: Config) -> Iterator[None]:
 
 
 def gpu(device: torch.device) -> Gpu | None:
-    """The device as NVML and the trainer know it; None for the CPU."""
+    """Returns the GPU for NVML and the trainer; None for the CPU."""
     if device.type not in KINDS:
         return None
     gpus = torch.get_device_module(device)
@@ -137,33 +136,35 @@ def gpu(device: torch.device) -> Gpu | None:
         uuid = ""
         maker = "Intel" if device.type == "xpu" else "AMD"
         why = f"NVML counts GPUs of NVIDIA, and this one is {maker}'s"
-    # of a part of a GPU: NVIDIA A100-SXM4-40GB MIG 1g.5gb
+    # name of a part of a GPU: NVIDIA A100-SXM4-40GB MIG 1g.5gb
     kind = "MIG" if " MIG " in name else "GPU"
     return Gpu(f"{kind}-{uuid}" * bool(uuid), why, name, lambda: gpus.max_memory_allocated(device))
 
 
 def _uuid(device: torch.device) -> str:
-    """UUID of a GPU, or of the part of one that this process sees; "" where torch does not know
+    """Returns the UUID of a GPU, or of the part that this process sees; "" if torch does not know
     it."""
     properties = torch.get_device_module(device).get_device_properties(device)
     return str(getattr(properties, "uuid", ""))
 
 
 def describe_device(device: torch.device) -> str:
-    """cpu; cuda:0; cuda:0 (ROCm 6.4), as torch calls a GPU of AMD; xpu:0 (Intel)."""
+    """Describes the device: cpu; cuda:0; cuda:0 (ROCm 6.4), torch's name for an AMD GPU; xpu:0
+    (Intel)."""
     return str(device) + suffix_of_maker(device)
 
 
 def suffix_of_maker(device: torch.device) -> str:
-    """ " (ROCm 6.4)" for a GPU of AMD, " (Intel)"; empty for the CPU and a GPU of NVIDIA."""
+    """Returns " (ROCm 6.4)" for an AMD GPU, " (Intel)" for an Intel GPU; empty for the CPU and an
+    NVIDIA GPU."""
     if device.type == "xpu":
         return " (Intel)"
     return f" (ROCm {torch.version.hip})" if device.type == "cuda" and torch.version.hip else ""
 
 
 def dropout_stream(mesh: Mesh, readers: Communicator, config: Config) -> int:
-    """A number for dropout, of samples, stage and positions: ranks of a tensor group that have all
-    positions drop the same."""
+    """Returns the number of a dropout stream, by samples, stage and positions: ranks of a tensor
+    group that have all positions use the same."""
     part = mesh.tensor.rank if config.parallel.sequence else 0
     return readers.rank + readers.size * (mesh.pipe.rank + mesh.pipe.size * part)
 
@@ -177,15 +178,15 @@ def seed_layers(
 
 
 def seed_dropout(seed: int, device: torch.device) -> None:
-    """Seeds the generators that layers draw from. A hundredth of the time of torch.manual_seed(),
-    which looks for devices of every kind."""
+    """Seeds the generators that layers draw from. Takes a hundredth of the time of
+    torch.manual_seed(), which looks for devices of every kind."""
     torch.default_generator.manual_seed(seed)
     if device.type in KINDS:
         torch.get_device_module(device).manual_seed(seed)
 
 
 def fork_rng(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
-    """Inside, the generators of the CPU and of these GPUs may draw; then they are as before."""
+    """Restores the generators of the CPU and of these GPUs on exit."""
     gpus = sorted({device for device in devices if device.type in KINDS}, key=str)
     kind = gpus[0].type if gpus else KINDS[0]
     return torch.random.fork_rng(devices=gpus, device_type=kind)
@@ -195,13 +196,13 @@ class RankGpu(NamedTuple):
     """The GPU of a rank."""
 
     host: str
-    gpu: str | None  # its identity; None: a CPU, or not known
+    gpu: str | None  # identity of the GPU; None: a CPU, or unknown
     uses_nccl: bool
 
 
 def check_shared(device: torch.device, communicator: Communicator, where: str) -> None:
-    """Raises UserError on every rank where NCCL, which refuses that, would reduce for two ranks on
-    one GPU. A collective."""
+    """Raises UserError on every rank if NCCL would reduce for two ranks on one GPU, which it does
+    not support. A collective."""
     if communicator.size == 1:
         return
     gpu = (_uuid(device) or None) if device.type == "cuda" else None
@@ -221,8 +222,8 @@ def all_on_gpus(device: torch.device, communicator: Communicator) -> bool:
 
 
 def shared_gpu(owners: Sequence[tuple[str, str | None]]) -> str:
-    """A text, "ranks 0, 2 on HOST train on one GPU", for the first GPU of two ranks, or "";
-    `owners` has each rank's host and GPU."""
+    """Returns "ranks 0, 2 on HOST train on one GPU" for the first GPU with two ranks, or "".
+    owners: each rank's host and GPU."""
     ranks_of: dict[tuple[str, str], list[int]] = {}
     for rank, (host, gpu) in enumerate(owners):
         if gpu is not None:
@@ -233,10 +234,10 @@ def shared_gpu(owners: Sequence[tuple[str, str | None]]) -> str:
     return ""
 
 
-# of glibc's malloc.h
+# constants of glibc's malloc.h
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
-# (trim, mmap): bytes; what glibc's own thresholds grow to at most
+# (trim, mmap) in bytes: the limits of glibc's dynamic thresholds
 KEPT_BYTES = (2**31 - 1, 2**30)
 DEFAULT_BYTES = (64 << 20, 32 << 20)
 LARGE_BYTES = 2**18  # bytes
@@ -258,11 +259,11 @@ def keep_freed_memory(wanted: bool = True) -> bool:
 
 
 def return_large_memory() -> bool:
-    """Whether glibc now returns what has LARGE_BYTES or more as soon as it is freed. Settings in
-    the environment win here, too.
+    """Makes glibc return blocks of LARGE_BYTES or more as soon as they are freed; returns whether
+    it does. Settings in the environment win, too.
 
     12 layers of width 256 and 256 tokens, adamw, stage 3 on 2 ranks: 156 MB of resident memory
-    instead of 270, and 151 of it are tensors and libraries. The time of a step is the same
+    instead of 270, of which 151 are tensors and libraries. The step time is the same
     (benchmarks/memory.md).
     """
     mallopt = _mallopt()
@@ -270,7 +271,8 @@ def return_large_memory() -> bool:
 
 
 def _mallopt() -> Any:
-    """glibc's; None if the environment has settings of its own, and with another libc."""
+    """Returns glibc's mallopt(); None if the environment sets malloc options, and with another
+    libc."""
     return (
         None
         if any(name in os.environ for name in SETTINGS_OF_GLIBC)
@@ -283,22 +285,22 @@ GRAPHS = ("reduce-overhead", "max-autotune")  # torch.compile's modes with CUDA 
 
 
 def compiled(model: torch.nn.Module, mode: str) -> torch.nn.Module:
-    """The model, which torch.compile turns into kernels at its first call: a minute, once for each
-    shape, kept on disk by torch."""
+    """Returns the model with torch.compile, which compiles it at its first call. That takes a
+    minute for each shape; torch caches the result on disk."""
     return model if mode == "none" else torch.compile(model, mode=mode)  # type: ignore[return-value]
 
 
 def keep_gradients(mode: str, parameters: list[torch.nn.Parameter]) -> None:
-    """Between two passes of a step: CUDA graphs write the next pass's gradients into the memory of
-    this one's."""
+    """Called between two passes of a step, because CUDA graphs write the next pass's gradients into
+    the memory of this pass's."""
     if mode in GRAPHS and parameters[0].device.type == "cuda":
         for p in parameters:
             p.grad = None if p.grad is None else p.grad.clone()
 
 
 def check_compiler(config: Config, device: torch.device) -> None:
-    """Raises UserError if torch.compile would fail at the first step: it calls a C++ compiler,
-    and on a GPU triton."""
+    """Raises UserError if torch.compile would fail at the first step; it needs a C++ compiler, and
+    triton on a GPU."""
     if (
         config.speed.compile != "none"
         and device.type != "cpu"
@@ -322,5 +324,5 @@ def check_compiler(config: Config, device: torch.device) -> None:
 
 
 def compile_summary(mode: str) -> str:
-    """For the line that describes the learner."""
+    """Returns text for the line that describes the learner."""
     return "" if mode == "none" else f", compiled ({mode})"

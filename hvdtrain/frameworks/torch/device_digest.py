@@ -1,10 +1,10 @@
-"""A 64-bit sum of a tensor's bytes, computed where they lie: a GPU sends eight bytes to the host
+"""A 64-bit hash of a tensor's bytes, computed on its device: a GPU sends eight bytes to the host
 instead of the tensor.
 
-The 32-bit words, each times a random number of its place, modulo 2**64: multilinear hashing (Lemire
-and Kaser 2012, arXiv:1202.4961, section 2), as in checkpoint/sums.py. torch.hash_tensor() is the
-exclusive or of all elements: it does not notice that elements have changed places, nor that all
-elements of a constant tensor, such as the weights of a norm, have another value.
+It sums the 32-bit words, each times a random number for its position, modulo 2**64: multilinear
+hashing (Lemire and Kaser 2012, arXiv:1202.4961, section 2), as in checkpoint/sums.py.
+torch.hash_tensor() is the exclusive or of all elements. It does not detect permuted elements, or
+another value in all elements of a constant tensor, such as the weights of a norm.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WORD_BYTES = 4
 
 @torch.no_grad()
 def sum_of_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """int64 (), on the tensor's device; the host does not wait."""
+    """Returns the hash as int64 (), on the tensor's device; the host does not wait."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.storage_offset() % _WORD_BYTES:
         data = data.clone()
@@ -43,12 +43,12 @@ def sum_of_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _random_words(count: int) -> torch.Tensor:
-    """Raw numbers of a counter-based generator, the same in each process; in host memory."""
+    """Returns raw numbers of a counter-based generator in host memory, the same in each process."""
     return torch.from_numpy(np.random.Philox(key=0).random_raw(count).view(np.int64))
 
 
 @functools.cache
 def _odd(number: int) -> int:
-    """A random odd number for the words of a span, as a signed 64-bit number."""
+    """Returns a random odd number for the words of a span, as a signed 64-bit number."""
     raw = np.random.Philox(key=number + 1).random_raw(1) | np.uint64(1)
     return int(raw.view(np.int64)[0])

@@ -22,32 +22,32 @@ from hvdtrain.tasks.task import Task, TaskPart
 from hvdtrain.tasks.torch import MAIN_OUTPUTS
 from hvdtrain.tasks.torch_functions import rows_of
 
-ONE_VALUE = "more than 1 value per channel"  # in what a batch norm of torch raises
+ONE_VALUE = "more than 1 value per channel"  # part of the error of torch's batch norm
 WhenEmpty = Literal["skip", "call", "call with zeros"]
 
 
 class AddsLoss(torch.nn.Module):
-    """A model whose layers may add to the loss and have constraints; the base class does
-    neither."""
+    """A model whose layers may add to the loss and have constraints; by default they do neither."""
 
     notes: Sequence[str] = ()  # lines for the header
 
     def added_loss(self) -> torch.Tensor | float:
-        """After a forward pass: what its layers add to the mean loss of its samples; ()."""
+        """Returns what the layers add to the mean loss of the samples in the last forward pass;
+        shape ()."""
         return 0.0
 
     def constrain(self) -> None:
-        """After an update: sets the weights that have constraints."""
+        """Applies constraints to weights, after an update."""
 
 
 class TrainingModel(torch.nn.Module):
     """Computes a model's outputs in training; for an empty batch, outputs whose gradients are 0,
     without updating statistics.
 
-    when_empty: what is done without samples. skip: the output is a scalar 0; call: the model is
-    called, as the statistics of norm.kind=sync and the layers that some arrangements cut are
-    collectives; call with zeros: it is called with two samples of zeros, since the weights of
-    shard.stage=3 are gathered in a collective, and not every model takes no samples.
+    when_empty: what to do without samples. skip: the output is a scalar 0. call: the model is
+    called, because the statistics of norm.kind=sync and partitioned layers are collectives. call
+    with zeros: it is called with two samples of zeros, because shard.stage=3 gathers weights in a
+    collective, and not every model supports empty batches.
     """
 
     def __init__(self, model: torch.nn.Module, when_empty: WhenEmpty) -> None:
@@ -74,7 +74,7 @@ class InParts(Protocol):
     def to(self, dtype: torch.dtype) -> InParts: ...
 
     def whole(self) -> torch.Tensor:
-        """The outputs of all ranks. A collective."""
+        """Returns the outputs of all ranks. A collective."""
 
 
 def whole_outputs(outputs: Any) -> Any:
@@ -84,8 +84,8 @@ def whole_outputs(outputs: Any) -> Any:
 
 
 def first_of(outputs: Any) -> Any:
-    """A model's main output: the first one of a tuple, a list or a dict, or the one that a dict has
-    under a name of MAIN_OUTPUTS. Anything else is returned unchanged."""
+    """Returns a model's main output: the first of a tuple, list or dict, or a dict's value for a
+    name in MAIN_OUTPUTS. Anything else is returned unchanged."""
     if isinstance(outputs, dict) and outputs:
         named = (outputs[name] for name in MAIN_OUTPUTS if name in outputs)
         return first_of(next(named, next(iter(outputs.values()))))
@@ -102,8 +102,8 @@ def on_host(outputs: Any) -> np.ndarray:
 
 
 def call_with_zeros(model: torch.nn.Module, inputs: Called) -> Any:
-    """The outputs (0, ...) for inputs (0, ...); the model's buffers stay as they are. Masks are of
-    samples that are all real."""
+    """Returns the outputs (0, ...) for inputs (0, ...); the model's buffers do not change. Masks
+    mark all rows as real."""
     with copied_buffers(model):
         outputs = call(
             model, each_of(inputs, lambda x: x.new_full((2, *x.shape[1:]), x.dtype == torch.bool))
@@ -115,8 +115,8 @@ def call_with_zeros(model: torch.nn.Module, inputs: Called) -> Any:
 
 @contextlib.contextmanager
 def _with_enough_samples(count: int) -> Iterator[None]:
-    """An error of torch's batch norms, where data.sampling=partition leaves a rank one sample at
-    the end of an epoch, says what to do."""
+    """Adds a fix to the error of torch's batch norms if data.sampling=partition leaves a rank one
+    sample at the end of an epoch."""
     try:
         yield
     except ValueError as error:
@@ -144,20 +144,19 @@ def in_type(outputs: Any, dtype: torch.dtype) -> Any:
 
 
 class Losses(NamedTuple):
-    total: torch.Tensor  # () to go backward from: the sum over samples of weight times loss
+    total: torch.Tensor  # () for the backward pass: the sum over samples of weight times loss
     sums: Sums  # "count" and Task.sums over the samples, unweighted, as device scalars or vectors
 
 
 class Evaluated(NamedTuple):
-    # (n, ...) of the model, in the weights' own number type; or several of them in a tuple or a
-    # dict
+    # the model's outputs (n, ...), in the dtype of the weights; or several in a tuple or dict
     outputs: Any
     sums: Sums
 
 
 class Forward:
-    """Prepares samples as the task says, calls the model in its precision, and computes the losses
-    in the weights' own number type."""
+    """Prepares samples for the task, calls the model in its precision, and computes the losses in
+    the dtype of the weights."""
 
     def __init__(
         self,
@@ -184,7 +183,7 @@ class Forward:
         )
 
     def inputs_of(self, batch: DeviceBatch) -> Called:
-        """(n, ...) what the model is called with."""
+        """Returns the inputs of the model, (n, ...)."""
         inputs: Called = self._part.inputs(self.inputs.arrays(batch))
         return inputs
 
@@ -208,10 +207,10 @@ class Forward:
         return True
 
     def losses(self, outputs: Any, batch: DeviceBatch, *, training: bool) -> Losses:
-        """Losses of the model's outputs for a batch with samples, whose labels may still be on
-        their way to the device: it waits for them.
+        """Returns the losses of the model's outputs for a batch with samples. Waits for labels that
+        are still being copied to the device.
 
-        The last stage of a pipeline has read no inputs of this batch.
+        The last stage of a pipeline has not read inputs of this batch.
         """
         self.inputs.arrays(batch)
         return self._losses(in_type(outputs, self.precision.weights), batch, training)
@@ -221,21 +220,20 @@ class Forward:
         inputs = self.inputs_of(batch)
         with self.precision.autocast(self.inputs.device), _with_enough_samples(len(batch)):
             outputs = self._training(inputs)
-        if isinstance(outputs, torch.Tensor) and outputs.ndim == 0:  # of no samples
+        if isinstance(outputs, torch.Tensor) and outputs.ndim == 0:  # no samples
             return Losses(outputs, zero_sums(self.task.sums))
         return self._losses(
             in_type(outputs, self.precision.weights), batch, training=True, added=self._added_loss()
         )
 
     def evaluate(self, batch: DeviceBatch) -> Evaluated:
-        """The evaluation of samples that are not learned from; the model is in evaluation mode, and
-        gradients are off.
+        """Evaluates samples; the model is in evaluation mode, and gradients are off.
 
         The outputs are the mean over the views of each sample; the model is called for one view
         after the other.
         """
         arrays = self.inputs.arrays(batch)
-        added: list[torch.Tensor | float] = []  # of each view
+        added: list[torch.Tensor | float] = []  # added losses of each view
 
         def evaluated(arrays: Mapping[str, torch.Tensor]) -> Any:
             outputs = self._evaluated(arrays)
@@ -268,7 +266,7 @@ class Forward:
     def _losses(
         self, outputs: Any, batch: DeviceBatch, training: bool, added: torch.Tensor | float = 0.0
     ) -> Losses:
-        """added: what the model adds to the mean loss of its samples, which counts by their share
+        """added: what the model adds to the mean loss of its samples; it is weighted by their share
         of the global batch."""
         each = self._part.each(outputs, batch.arrays, training)
         terms = {

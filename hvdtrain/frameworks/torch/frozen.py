@@ -24,7 +24,7 @@ from hvdtrain.optim.thawing import number_of_entry
 
 _SHOWN = 6  # names in a line
 _NOWHERE = 2**40  # an address
-_MOST_WORK = 100_000  # of numpy.shares_memory(): milliseconds
+_MOST_WORK = 100_000  # max_work of numpy.shares_memory(): takes milliseconds
 
 
 def freeze(model: nn.Module, config: ModelConfig) -> None:
@@ -72,7 +72,7 @@ def freeze(model: nn.Module, config: ModelConfig) -> None:
 
 
 def _adapted_names(model: nn.Module) -> set[str]:
-    """Names of the own weights and biases of layers with an adapter."""
+    """Returns the names of the weights and biases of layers with an adapter."""
     layers = [
         (name, module)
         for name, module in model.named_modules(remove_duplicate=False)
@@ -105,8 +105,8 @@ def _check_fits(
 
 
 def _check_trained(config: ModelConfig, names: Sequence[str], frozen: Collection[str]) -> None:
-    """Raises UserError for weights that should be trained but are in `frozen`, those of
-    model.freeze and of layers with adapters."""
+    """Raises UserError for weights that should be trained but are in `frozen`, because of
+    model.freeze or an adapter."""
     free = [name for name in names if name not in frozen]
     what = (
         "no weight that could be trained: the others are frozen by model.freeze, or their layers "
@@ -135,8 +135,8 @@ def _check_trained(config: ModelConfig, names: Sequence[str], frozen: Collection
 def _check_thaw(
     config: ModelConfig, entries: Sequence[Sequence[str]], frozen: Sequence[str], ties: Ties
 ) -> None:
-    """Raises UserError if an entry of model.thaw has no frozen weight, or only those of entries
-    before it."""
+    """Raises UserError if an entry of model.thaw matches no frozen weights, or only weights of
+    earlier entries."""
     where = config.where("thaw")
     if entries and not frozen:
         raise UserError(
@@ -165,7 +165,7 @@ def stay(module: nn.Module) -> None:
 
 
 def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
-    """The train() of a module that stays in evaluation mode."""
+    """Replaces train() of a module that stays in evaluation mode."""
     return nn.Module.train(module, False)
 
 
@@ -199,7 +199,8 @@ def lines(model: nn.Module, config: ModelConfig) -> list[str]:
 
 
 def _trained_from_the_start(model: nn.Module, config: ModelConfig, ties: Ties) -> list[str]:
-    """A line for each entry of model.thaw that also fits parameters that are never frozen."""
+    """Returns a line for each entry of model.thaw that also matches parameters that are never
+    frozen."""
     entries = thaw_entries(config, ties)
     named = [name for name, p in model.named_parameters() if p.requires_grad]
     free = [name for name in named if not entries.is_frozen(name)]
@@ -217,7 +218,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def all_names(model: nn.Module) -> list[str]:
-    """Every name of every weight, then of every buffer."""
+    """Returns every name of every weight, then of every buffer."""
     named = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
@@ -226,12 +227,12 @@ def all_names(model: nn.Module) -> list[str]:
 
 
 def frozen_names(model: nn.Module) -> list[str]:
-    """Names of the parameters that nothing trains."""
+    """Returns the names of the parameters that are not trained."""
     return [name for name, p in model.named_parameters() if not p.requires_grad]
 
 
 def ties_of(model: nn.Module) -> Ties:
-    """Which names of weights and buffers are one tensor."""
+    """Returns which names of weights and buffers belong to one tensor."""
     first: dict[int, str] = {}
     named: list[tuple[str, torch.Tensor]] = [
         *model.named_parameters(remove_duplicate=False),
@@ -241,9 +242,9 @@ def ties_of(model: nn.Module) -> Ties:
 
 
 def check_overlaps(model: nn.Module, where: str) -> None:
-    """Raises UserError if a weight has memory of another weight or of a buffer: an update of one
-    would change the other."""
-    held: dict[int, list[tuple[str, np.ndarray]]] = {}  # of each storage
+    """Raises UserError if a weight overlaps in memory with another weight or a buffer, because an
+    update of one would change the other."""
+    held: dict[int, list[tuple[str, np.ndarray]]] = {}  # arrays of each storage
     buffers = {name for name, _ in model.named_buffers()}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if nn.parameter.is_lazy(tensor) or not tensor.numel() or tensor.layout is not torch.strided:
@@ -264,7 +265,7 @@ def check_overlaps(model: nn.Module, where: str) -> None:
 
 
 class _ArrayInterface:
-    """What numpy asks of an array: where the elements of a tensor are in its storage."""
+    """NumPy's array interface for a tensor: where its elements are in its storage."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         size = tensor.element_size()
@@ -278,12 +279,13 @@ class _ArrayInterface:
 
 
 def _places(tensor: torch.Tensor) -> np.ndarray:
-    """An array that is never read; it tells numpy where the elements are, on any device."""
+    """Returns an array that is never read; it describes to NumPy where the elements are, on any
+    device."""
     return np.asarray(_ArrayInterface(tensor))
 
 
 def _meeting(storage: list[tuple[str, np.ndarray]]) -> Iterator[tuple[tuple[str, np.ndarray], ...]]:
-    """Pairs whose spans, from the first to the last byte, meet."""
+    """Yields pairs whose spans, from the first to the last byte, overlap."""
     spans = sorted((*_span(places), number) for number, (_, places) in enumerate(storage))
     for at, (_, end, number) in enumerate(spans):
         for begin, _, other in spans[at + 1 :]:
@@ -293,7 +295,7 @@ def _meeting(storage: list[tuple[str, np.ndarray]]) -> Iterator[tuple[tuple[str,
 
 
 def _span(places: np.ndarray) -> tuple[int, int]:
-    """The first byte, and behind the last one."""
+    """Returns the first byte, and the one after the last."""
     begin = places.ctypes.data
     steps = zip(places.shape, places.strides, strict=True)
     return begin, begin + places.itemsize + sum((size - 1) * stride for size, stride in steps)

@@ -19,7 +19,7 @@ from hvdtrain.frameworks.torch import augment
 from hvdtrain.tasks.task import Task
 
 _AUGMENTATION = ("augmentation", "partner_augmentation", "mixup_weight", "cutmix_box")
-SHARE = 0.25  # of a GPU's free memory that a data set may take
+SHARE = 0.25  # share of a GPU's free memory that a data set may take
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class DeviceBatch:
     """A micro-batch on the device, augmented. len() is its samples."""
 
     samples: int
-    weight: int  # of Task.weight()
-    # The fields of the samples, images as uint8 (n, C, H, W); and where they apply, (n,) each: "w"
-    # and "mixup_weight" in the model's number type, and the fields of the partners in a mixture, as
-    # "partner_y"
+    weight: int  # the sum of Task.weight()
+    # The fields of the samples, images as uint8 (n, C, H, W). If they apply, also "w" and
+    # "mixup_weight" (n,) in the model's dtype, and the fields of the partners in a mixture, such as
+    # "partner_y".
     arrays: dict[str, torch.Tensor]
     copied: torch.Event | None = None  # the copy to a GPU is over
 
@@ -54,8 +54,8 @@ def samples_of(batch: DeviceBatch, rows: slice) -> DeviceBatch:
 
 
 class Inputs:
-    """Inputs of one rank. to_device() may be called from threads other than the training thread: on
-    a GPU it has a stream of its own."""
+    """Inputs of one rank. to_device() may be called from threads other than the training thread; on
+    a GPU it uses a separate stream."""
 
     def __init__(
         self, task: Task, device: torch.device, dtype: torch.dtype, channels_last: bool
@@ -79,8 +79,8 @@ class Inputs:
         """Copies the set to the device if data.resident asks for it, or if it takes at most SHARE
         of a GPU's free memory; returns whether it did.
 
-        Raises UserError if it is wanted of a data set that is read sample by sample, or whose
-        samples do not all weigh the same.
+        Raises UserError if it is wanted for a data set that is read sample by sample, or whose
+        samples have different weights.
         """
         whole = arrays_in_memory(source)
         arrays = None if whole is None else {name: whole[name] for name in self._task.fields}
@@ -107,14 +107,14 @@ class Inputs:
         return True
 
     def to_device(self, batch: Batch) -> DeviceBatch:
-        """The batch on the device, augmented by "augmentation" and "partner_augmentation".
+        """Returns the batch on the device, augmented by "augmentation" and "partner_augmentation".
 
         If the batch has "indices" instead of the fields, the samples come from the cached set;
         with "partner_indices", so do their partners in a mixture.
         """
         if self._gpus is None or self._copy_stream is None:
             return self._device_batch(batch)
-        # of a thread of its own it is GPU 0, where leaving the stream would open a context
+        # in a new thread it is GPU 0, where leaving the stream would create a context
         self._gpus.set_device(self.device)
         with self._gpus.stream(self._copy_stream):
             return dataclasses.replace(
@@ -122,8 +122,8 @@ class Inputs:
             )
 
     def arrays(self, batch: DeviceBatch) -> dict[str, torch.Tensor]:
-        """The batch's arrays, on the stream that trains: it waits for the copy, not the host; their
-        memory stays until it has read it."""
+        """Returns the batch's arrays for the training stream. The stream, not the host, waits for
+        the copy, and their memory is kept until it was read."""
         if batch.copied is not None and self._gpus is not None:
             stream = self._gpus.current_stream(self.device)
             stream.wait_event(batch.copied)
@@ -132,7 +132,7 @@ class Inputs:
         return batch.arrays
 
     def zeros(self, samples: int) -> DeviceBatch:
-        """Samples of zeros that are all real, in memory as to_device() leaves them."""
+        """Returns samples of zeros without padding, in the memory format of to_device()."""
         fields = self._task.fields.items()
         arrays = {
             name: torch.full(
@@ -167,7 +167,7 @@ class Inputs:
         )
 
     def _copy_fields(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """The batch's fields, and those of the partners; images as uint8 (n, C, H, W) in
+        """Copies the batch's fields and the partners' fields; images as uint8 (n, C, H, W) in
         channels_last order."""
         names = [f"{prefix}{name}" for prefix in ("", "partner_") for name in self._task.fields]
         return {
@@ -195,13 +195,13 @@ class Inputs:
         """Returns contiguous images, unless they should be in channels_last order."""
         if self._channels_last:
             return arrays
-        # .contiguous() would leave one channel's strides as they are
+        # .contiguous() would not change the strides of a single channel
         return arrays | {
             name: arrays[name].clone(memory_format=torch.contiguous_format) for name in self._images
         }
 
     def _copy(self, array: np.ndarray) -> torch.Tensor:
-        """A tensor of the array's numbers, which the caller does not use any more."""
+        """Returns a tensor of the array's numbers; the caller must not use the array afterwards."""
         tensor = torch.from_numpy(array)
         return (
             tensor if self._gpus is None else tensor.pin_memory().to(self.device, non_blocking=True)
@@ -220,14 +220,14 @@ def use_channels_last(
     device: torch.device,
     sharded: bool,
 ) -> bool:
-    """Whether images come with their channels innermost: by default for all but a class of the
-    user's own, which may view them flat.
+    """Whether images are in channels_last order: by default for all models except a user's class,
+    which may flatten them by view().
 
-    On a GPU the weights of convolutions are brought to that order too; a CPU's library keeps them
-    in an order of its own, and the rows that a rank has of a `sharded` model stay as they travel.
+    On a GPU, the weights of convolutions are also converted to that order. A CPU library uses its
+    own order, and the rows of a `sharded` model keep theirs.
     """
     wanted = not is_users_class if asked is None else asked
     if wanted and device.type in KINDS and not sharded:
-        untyped: Any = model  # torch's overloads of to() lack memory_format alone
+        untyped: Any = model  # torch's overloads of to() lack one with only memory_format
         untyped.to(memory_format=torch.channels_last)
     return wanted

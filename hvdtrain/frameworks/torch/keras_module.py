@@ -28,9 +28,10 @@ from hvdtrain.tasks.task import Task
 
 
 def set_number_type(config: Config) -> None:
-    """Before a user's function makes a model of Keras: its layers are of the job's number type."""
+    """Called before a user's function creates a Keras model, so that its layers have the job's
+    dtype."""
     if plugins.is_dotted(config.model.name) and config.model.given is None:
-        plugins.own_function(config.model)  # imports what it needs
+        plugins.own_function(config.model)  # imports Keras if needed
         if "keras" in sys.modules:
             load_keras(config.where("model.name"), _number_type(config))
 
@@ -40,8 +41,8 @@ def _number_type(config: Config) -> np.dtype[Any]:
 
 
 def as_module(model: Any, config: Config, task: Task) -> Any:
-    """A model of Keras as a torch module; anything else as it is. Raises UserError for one of
-    another backend."""
+    """Returns a Keras model as a torch module; anything else unchanged. Raises UserError for a
+    model of another backend."""
     keras = sys.modules.get("keras")
     if keras is None or not isinstance(model, keras.Model):
         return model
@@ -65,7 +66,7 @@ def as_module(model: Any, config: Config, task: Task) -> Any:
         )
         raise UserError(what, config.where("optim.name"), "framework=keras, or another optim.name")
     wanted = _number_type(config).name
-    load_keras(where, _number_type(config))  # its operations are of that type, too
+    load_keras(where, _number_type(config))  # its operations use that dtype, too
     if wrong := {str(v.dtype) for v in model.trainable_variables} - {wanted}:
         what = f"the model computes in {', '.join(sorted(wrong))}, but the job in {wanted}"
         raise UserError(
@@ -91,7 +92,7 @@ def as_module(model: Any, config: Config, task: Task) -> Any:
 
 
 def _refuse_constraints(model: Any, config: Config) -> None:
-    """Raises UserError if an update would not see a whole weight, or would not be one of all
+    """Raises UserError if an update would not see a full weight, or would not be the same on all
     ranks."""
     updates = [feature for feature in FEATURES if not feature.updates_whole_weights]
     for key in (feature.key for feature in updates if feature.on(config)):
@@ -106,21 +107,22 @@ def _refuse_constraints(model: Any, config: Config) -> None:
 
 
 class KerasModule(AddsLoss):
-    """Calls the model, whose variables' own tensors are its parameters and buffers."""
+    """Calls the model; the tensors of its variables are the parameters and buffers."""
 
     def __init__(self, model: Any, is_of_images: bool, notes: list[str]) -> None:
-        """model: with its variables; is_of_images: it is called with (n, channels, height, width);
-        notes: lines for the header."""
+        """model: a built model; is_of_images: it is called with (n, channels, height, width);
+        notes: header lines."""
         super().__init__()
         self.notes = notes
-        self._model: tuple[Any] = (model,)  # no submodule: its parameters have names of their own
+        # not a submodule, because its parameters have other names
+        self._model: tuple[Any] = (model,)
         self._is_of_images = is_of_images
         drawn = {id(v) for v in model.variables} - {id(v) for v in model.weights}
         for name, variable in named_variables(model):
             if id(variable) not in drawn:
                 self._register(name.split("."), variable)
         if any(p.device.type != "cpu" for p in self.parameters()):
-            self.to("cpu")  # until the job says where
+            self.to("cpu")  # until the job moves it
 
     def _register(self, path: list[str], variable: Any) -> None:
         module: nn.Module = self
@@ -155,5 +157,5 @@ class KerasModule(AddsLoss):
 
 
 def _on(tensor: torch.Tensor) -> Any:
-    """Keras makes its tensors on the device of this one inside."""
+    """Makes Keras create tensors on the device of this tensor within the context."""
     return sys.modules["keras"].device(str(tensor.device))

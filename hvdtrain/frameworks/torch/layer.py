@@ -1,4 +1,4 @@
-"""Layer: a module with parameters of its own, and how ranks have parts of it, for a picture."""
+"""Layer: a module with its own parameters, and how it is partitioned over ranks, for a picture."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hvdtrain.core.arrays import Way
 
 
 class Layer(NamedTuple):
-    """A module with parameters of its own."""
+    """A module with its own parameters."""
 
     name: str
     shape: tuple[int, ...]
     bytes: int
-    weight_bytes: int  # of the largest parameter, which is the one that is cut
+    weight_bytes: int  # bytes of the largest parameter, which is partitioned
     inputs: int  # bytes of one sample
     outputs: int
 
@@ -27,7 +27,7 @@ class LayerCut(NamedTuple):
     sent: str
     groups: int = 1
     axis: int = 0  # of the weight (outputs, inputs)
-    over_all: bool = False  # all ranks have parts; else those of a tensor group
+    over_all: bool = False  # partitioned over all ranks; else over a tensor group
 
 
 def bytes_of_sample(x: Any) -> int:

@@ -52,17 +52,17 @@ class TorchLearner(RankModel, DrawsTokens, Learner):
     config: Config
     mesh: Mesh
     model: torch.nn.Module
-    forward: Forward  # of the model, in training through what the strategy made of it
-    optimizer: torch.optim.Optimizer  # as the strategy wrapped it, without state
+    forward: Forward  # forward pass of the model; in training, of the strategy's wrapped model
+    optimizer: torch.optim.Optimizer  # as wrapped by the strategy, without state
     strategy: Strategy
     passes: Passes
-    scale: Scale  # of the loss
+    scale: Scale  # scale of the loss
     additions: Sequence[StepAddition]
     stopwatch: ReplaceableStopwatch  # the strategy's too
     waits_only_in_communication: bool
     orders: Sequence[SameOrder] = ()  # in which ranks come to layers
     notes: list[str] = field(default_factory=list)  # lines for the header
-    hashes_on_device: bool = False  # as LearnerState has it
+    hashes_on_device: bool = False  # see LearnerState
 
     def __post_init__(self) -> None:
         self.data = self.mesh.data
@@ -75,7 +75,7 @@ class TorchLearner(RankModel, DrawsTokens, Learner):
         self.saves_buffers = self._update.may_leave_out
 
     def _take_parts(self) -> None:
-        """What this rank updates, without optimizer state."""
+        """Takes the parts that this rank updates, without optimizer state."""
         self.shards = [self.strategy.shard(p) for p in self.parameters]
         self.updated = [shard.parameter for shard in self.shards]
         self.is_sharded = not all(shard.is_whole for shard in self.shards)
@@ -163,21 +163,21 @@ class TorchLearner(RankModel, DrawsTokens, Learner):
         return sums
 
     def _measured(self, bad: torch.Tensor, hyper: Hyper, count: int) -> Sums:
-        """What is measured of the mean gradient, from `count` samples of this rank; bad: () bool,
-        whether it is not finite."""
+        """Returns measurements of the mean gradient, from `count` samples of this rank. bad: ()
+        bool, whether it is not finite."""
         found: Sums = {}
         for addition in self.additions:
             found |= addition.read(hyper, count, self.shards, self.strategy.total)
         return zero_where(bad, found)
 
     def _counted(self, sums: Sums) -> Sums:
-        """What this rank reports of the sums over its samples, so that those that read the same
-        ones count them once."""
+        """Returns this rank's share of the sums over its samples, so that samples that several
+        ranks read count once."""
         return sums if self.mesh.counts else {name: 0 * value for name, value in sums.items()}
 
     def _divisor(self, micro: Sequence[DeviceBatch], batch: int) -> int:
-        """What the losses are divided by before backward, so that the sum of gradients over ranks
-        is the mean over the global batch."""
+        """Returns the divisor of losses before backward, so that the sum of gradients over ranks is
+        the mean over the global batch."""
         own = sum(each.weight for each in micro)
         if self.strategy.local_mean or self.readers is None:
             return max(1, own)
@@ -201,7 +201,7 @@ class TorchLearner(RankModel, DrawsTokens, Learner):
 
     def sync_buffers(self, communicator: Communicator) -> None:
         self.strategy.sync(self.optimizer)
-        # at each sync point, so that a resumed job rounds where an uninterrupted one does
+        # at each sync point, so that a resumed job rounds at the same steps as an uninterrupted one
         set_mode(self.optimizer, training=False)
         self.buffers.sync_buffers(communicator, self.mesh.first_reader)
 
@@ -222,7 +222,7 @@ class TorchLearner(RankModel, DrawsTokens, Learner):
     def load(self, state: Arrays | ArrayStream) -> None:
         set_mode(self.optimizer, training=False)  # a state has the weights of a sync point
         self._state.load(state)
-        self.optimizer.zero_grad()  # of a step that was cut off
+        self.optimizer.zero_grad()  # gradients of an interrupted step
 
     def describe(self) -> str:
         count = self.count(self.model.parameters())

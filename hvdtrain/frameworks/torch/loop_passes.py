@@ -15,16 +15,16 @@ Found = tuple[torch.Tensor, float]  # the script's loss of a part of its batch, 
 
 
 class LoopPasses:
-    """The passes of a whole model; subclasses for divided models override them."""
+    """The passes of a whole model; subclasses for partitioned models override them."""
 
     calls_model = True  # a call of `forward` is one of the model, on this rank
 
     def __init__(self, forward: torch.nn.Module) -> None:
-        """forward: what the script gets instead of its model."""
+        """forward: the module that the script gets instead of its model."""
         self.forward = forward
 
     def check_backward(self, where: str) -> None:
-        """Raises UserError if a loss that the script has computed cannot go backward."""
+        """Raises UserError if backward is not possible from a loss of the script."""
 
     def one_pass(
         self,
@@ -32,8 +32,9 @@ class LoopPasses:
         weighted: Callable[[Any, Found], torch.Tensor],
         ended: Callable[[bool], None],
     ) -> OnePass:
-        """What Strategy.run() calls with each part of the batch. weighted(part, loss_of(part)):
-        what goes backward. ended: called after a pass, with whether it was the last."""
+        """Returns the function that Strategy.run() calls with each part of the batch. Backward
+        starts from weighted(part, loss_of(part)). ended: called after a pass, with whether it was
+        the last."""
 
         def one_pass(part: Any, _: int, is_last: bool) -> Sums:
             weighted(part, loss_of(part)).backward()

@@ -1,7 +1,7 @@
 """model.lora: low-rank adapters beside the frozen weights of linear layers.
 
-Source: Hu et al. 2021, arXiv:2106.09685, 4.1: W x + (alpha / rank) B A x, A drawn as torch draws a
-linear layer's weights, B zero.
+Source: Hu et al. 2021, arXiv:2106.09685, 4.1: W x + (alpha / rank) B A x, where A is initialized
+like a linear layer of torch, and B is zero.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ class LoraLinear(nn.Linear):
 
 
 def adapt(model: nn.Module, config: ModelConfig) -> None:
-    """Gives each linear layer that model.lora fits an adapter, and freezes its weight and bias.
+    """Adds an adapter to each linear layer that matches model.lora, and freezes its weight and
+    bias.
 
-    Raises UserError if a pattern fits none, or the weight of a layer is another layer's too: a
-    merge would change both.
+    Raises UserError if a pattern matches no layer, or if a weight is shared with another layer,
+    because a merge would change both.
     """
     layers = {
         name: module
@@ -66,7 +67,7 @@ def adapt(model: nn.Module, config: ModelConfig) -> None:
 
 
 def _call_layers(model: nn.Module) -> None:
-    """Makes encoders of torch.nn call their layers in evaluation too: torch's fast path would take
+    """Makes encoders of torch.nn call their layers in evaluation too: torch's fast path would use
     the weights of adapted layers without their adapters."""
     for module in model.modules():
         if not any(isinstance(inner, LoraLinear) for inner in module.modules()):

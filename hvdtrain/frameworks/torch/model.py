@@ -41,8 +41,8 @@ from hvdtrain.tasks.torch_functions import check_alone
 def normed_model(
     config: Config, task: Task, communicator: Communicator, device: torch.device = CPU
 ) -> torch.nn.Module:
-    """The model, with the norms of norm.kind, the classifier of model.classifier_std, and the
-    blocks of model.recompute. device: on which it will be."""
+    """Builds the model and applies norm.kind, model.classifier_std and model.recompute. device: the
+    device on which it will be."""
     model = build_model(config, task)
     if config.model.classifier_std is not None:
         outputs = task.sizes.get("outputs", task.sizes.get("vocabulary", 0))
@@ -67,8 +67,8 @@ def normed_model(
 
 
 def _check_adapters(model: nn.Module, config: Config, task: Task) -> None:
-    """Raises UserError if one would do nothing. What else is wrong with the model is said where
-    it is checked."""
+    """Raises UserError if an adapter would have no effect. Other errors of the model are reported
+    where it is checked."""
     try:
         lora.check_calls(
             model,
@@ -82,8 +82,8 @@ def _check_adapters(model: nn.Module, config: Config, task: Task) -> None:
 
 
 def first_samples_of(model: torch.nn.Module) -> int:
-    """How many training samples model.begin_with(inputs) takes before the first step: its
-    first_samples; 0 of a model without it."""
+    """Returns how many training samples model.begin_with(inputs) takes before the first step, its
+    first_samples; 0 for a model without it."""
     return (
         int(getattr(model, "first_samples", 5000))
         if callable(getattr(model, "begin_with", None))
@@ -116,8 +116,8 @@ def check_first_samples(model: torch.nn.Module, config: Config) -> None:
 
 
 class MasksWithGaps(TorchDispatchMode):
-    """Answers whether a mask without numbers is true everywhere, as libraries ask to leave it out:
-    no, which takes the most memory."""
+    """Answers libraries that check whether a mask without values is true everywhere, to omit it.
+    The answer is no, which takes the most memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_asked = (
@@ -134,14 +134,14 @@ def check_outputs(
     """Raises UserError if a forward pass of two samples of zeros does not return what the task
     needs; with norm.kind=sync, also of an empty batch.
 
-    like: has the device of the inputs and the number type of the weights; None: the model's first
-    parameter.
+    like: a tensor with the device of the inputs and the dtype of the weights; None: the model's
+    first parameter.
     """
     first = next(model.parameters()) if like is None else like
     where = config.where("model.name")
     part = part_of(task, "torch", config, DeviceAndDtype(first.dtype, first.device))
     has_numbers = not (first.is_meta or isinstance(first, FakeTensor))
-    # its first call imports torch._dynamo, which takes a second
+    # the first call imports torch._dynamo, which takes a second
     masks = contextlib.nullcontext() if has_numbers else MasksWithGaps()
     for count in (2, 0) if config.norm.kind == "sync" else (2,):
         batch = zeros(count, task, first)
@@ -163,7 +163,7 @@ def check_outputs(
                 else "x.flatten(1) takes an empty batch, which norm.kind=sync may give a rank"
             )
             raise UserError(what, f"{where}; {own_line(error)}", fix) from error
-        found = first_of(whole_outputs(outputs))  # a loss of the user's own may take several
+        found = first_of(whole_outputs(outputs))  # a user's loss may take several outputs
         if not isinstance(found, torch.Tensor) or not task.fits(tuple(found.shape), count):
             shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
             what = (
@@ -225,7 +225,8 @@ def _check_loss(
     sample."""
     where = config.where("task.name")
     try:
-        with torch.enable_grad():  # the outputs have none: a gradient is that of something else
+        # the outputs need no gradient: a loss that needs one depends on something else
+        with torch.enable_grad():
             each = part.each(outputs, batch, training=True)
     except UserError:
         raise
@@ -251,7 +252,8 @@ def _check_loss(
 
 
 def _sizes(inputs: Called) -> str:
-    """(n, 1, 8, 8): n images of 1 channel and 8x8 pixels; x.flatten(1) is (n, 64)"""
+    """Describes input shapes: (n, 1, 8, 8): n images of 1 channel and 8x8 pixels; x.flatten(1) is
+    (n, 64)."""
     if not isinstance(inputs, torch.Tensor):
         return ", ".join(
             f"{name} {str(each.dtype).removeprefix('torch.')} "
@@ -274,8 +276,8 @@ def _sizes(inputs: Called) -> str:
 
 
 def example(count: int, config: Config, task: Task, like: torch.Tensor) -> Called:
-    """What the model is called with for `count` samples of zeros, on the device and in the number
-    type of `like`."""
+    """Returns the model's inputs for `count` samples of zeros, with the device and dtype of
+    `like`."""
     inputs: Called = part_of(task, "torch", config, DeviceAndDtype(like.dtype, like.device)).inputs(
         zeros(count, task, like)
     )
@@ -283,8 +285,8 @@ def example(count: int, config: Config, task: Task, like: torch.Tensor) -> Calle
 
 
 def zeros(count: int, task: Task, like: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The fields of `count` samples of zeros that are all real, images as (n, C, H, W), on the
-    device of `like`."""
+    """Returns the fields of `count` samples of zeros without padding, images as (n, C, H, W), on
+    the device of `like`."""
     batch = {}
     for name, field in task.fields.items():
         is_image = field.dtype == "uint8" and len(field.shape) == 3
@@ -296,8 +298,8 @@ def zeros(count: int, task: Task, like: torch.Tensor) -> dict[str, torch.Tensor]
 
 
 def build_model(config: Config, task: Task) -> torch.nn.Module:
-    """A plugin of torch/models/ by name, or the user's own package.module:Class. Raises UserError
-    if it is not a model to train."""
+    """Builds a plugin of torch/models/ by name, or the user's package.module:Class. Raises
+    UserError if it is not a trainable model."""
     name = config.model.name
     where = config.where("model.name")
     try:
@@ -336,11 +338,11 @@ def build_model(config: Config, task: Task) -> torch.nn.Module:
 
 
 def checked_model(config: Config, task: Task) -> torch.nn.Module:
-    """The model of one rank; a user's own class is checked by a forward pass."""
+    """Returns the model of one rank; a user's class is checked with a forward pass."""
     model = normed_model(config, task, SingleProcessCommunicator())
     if plugins.is_dotted(
         config.model.name
-    ):  # the plugins fit every task; lazy layers of a user's get their shapes here
+    ):  # plugins fit every task; a user's lazy layers get their shapes here
         check_outputs(model, config, task)
     return model
 
@@ -349,8 +351,8 @@ def init_classifier(model: nn.Module, classes: int, std: float, where: str) -> N
     """Draws the weights of the last linear layer with `classes` outputs from N(0, std^2), and sets
     its bias to 0.
 
-    Goyal 2017, arXiv:1706.02677, 5.1: std 0.01. Last is by the order in which the model's layers
-    were made.
+    Goyal 2017, arXiv:1706.02677, 5.1, use std 0.01. "Last" refers to the order in which the model's
+    layers were created.
 
     Raises UserError if the model has no such layer.
     """
@@ -372,11 +374,11 @@ def init_classifier(model: nn.Module, classes: int, std: float, where: str) -> N
 
 
 def recompute_blocks(model: nn.Module, which: Literal["none", "all"] | int, where: str) -> None:
-    """Makes blocks of the model's `blocks` recompute: all, or the N-th, 2 N-th, ... Names of
-    parameters and buffers stay as they are.
+    """Makes the model's `blocks` recompute activations: all of them, or the N-th, 2 N-th, ... Names
+    of parameters and buffers do not change.
 
-    Dropout has the same mask again, and buffers change once (Chen et al. 2016, arXiv:1604.06174).
-    Raises UserError without `blocks`.
+    Dropout uses the same mask again, and buffers are updated once (Chen et al. 2016,
+    arXiv:1604.06174). Raises UserError without `blocks`.
     """
     if which == "none":
         return
@@ -411,7 +413,7 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwa
 def _contexts(
     block: nn.Module,
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What the first computation and the second one run in."""
+    """Returns the contexts of the first and the second computation."""
     return contextlib.nullcontext(), copied_buffers(block)
 
 
@@ -441,7 +443,7 @@ def _refuse_hooks_on_parts(model: nn.Module, config: Config) -> None:
 
 
 class WeightsHolder(Protocol):
-    """What a script's own model takes from a learner."""
+    """The interface through which a script's model gets weights from a learner."""
 
     config: Config
     model: torch.nn.Module
@@ -450,18 +452,19 @@ class WeightsHolder(Protocol):
 
 
 class GivenModel:
-    """Makes the model of a job from one that a script gives: a copy is trained, whose weights
-    become the script's model's at the end.
+    """Makes a job's model from a script's model: trains a copy, and copies its weights to the
+    script's model at the end.
 
-    The script's own stays as it is until take(): hooks, norms and parts of a job are the copy's.
+    The script's model does not change until take(); hooks, norms and parts of a job belong to the
+    copy.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
 
     def __call__(self) -> torch.nn.Module:
-        """Raises UserError if the model cannot be copied, or two of its tensors have the same
-        memory, as those of a copy would not."""
+        """Copies the model. Raises UserError if it cannot be copied, or if two tensors share
+        memory, which they would not in the copy."""
         check_overlaps(self.model, "hvdtrain.train(), model")
         try:
             model = copy.deepcopy(self.model)

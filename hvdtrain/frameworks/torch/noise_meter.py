@@ -15,17 +15,17 @@ from hvdtrain.recipe.noise import noise_scale_sums
 
 
 class NoiseMeter(StepAddition):
-    """The squared norms from which recipe/noise.py computes the gradient noise scale, without
-    another pass over the data.
+    """Measures the squared norms for the gradient noise scale of recipe/noise.py, without another
+    pass over the data.
 
-    Construct it before the strategy: its hooks then see a rank's own gradient before the strategy's
-    reduce it.
+    Construct it before the strategy, so that its hooks see the local gradient before the strategy's
+    hooks reduce it.
     """
 
     def __init__(self, parameters: list[torch.nn.Parameter], world: Communicator) -> None:
         self._world = world
         self._is_last_pass = False
-        # of this rank's own gradient
+        # squared norm of this rank's local gradient
         self._local_square = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
         for p in parameters:
             p.register_post_accumulate_grad_hook(self._add)
@@ -37,7 +37,7 @@ class NoiseMeter(StepAddition):
         self._local_square.zero_()
 
     def read(self, hyper: Hyper, count: int, shards: Sequence[Shard], total: Total) -> Sums:
-        """This rank's part of NOISE_SCALE_KEYS, as device scalars, of `count` samples."""
+        """Returns this rank's part of NOISE_SCALE_KEYS for `count` samples, as device scalars."""
         self._is_last_pass = False
         square = total(sum((_square(shard.parameter) for shard in shards), torch.zeros(())))
         # with shard.offload it is in host memory

@@ -75,7 +75,7 @@ def use_norm(
 
 
 def check_replaceable(norm: BatchNorm, name: str, kind: Kind) -> None:
-    """Raises UserError for a layer that would lose something by the replacement."""
+    """Raises UserError for a layer that cannot be replaced without loss."""
     layer = f"{name or 'the model'} ({type(norm).__name__})"
     where = f"norm.kind={kind}"
     if isinstance(norm, LazyModuleMixin):
@@ -98,15 +98,15 @@ class GhostBatchNorm(BatchNorm):
     a single ghost batch it is plain batch norm.
 
     (Hoffer 2017, arXiv:1705.08741, algorithm 1.) Sample i of a forward pass belongs to ghost i //
-    g, and each ghost is normalised by itself. A contiguous (n, C, L) tensor is, without a copy, one
-    of (g, S C, L), which one plain kernel normalises; but its S ghosts are then those of the
-    samples i mod S. So the model's input is interleaved once, such that the samples of ghost s are
-    at s, s + S, s + 2 S, ..., and its output is put back in order. Hooks on the model do both:
-    callers see the order of the batch.
+    g, and each ghost is normalised separately. A contiguous (n, C, L) tensor can be viewed as (g, S
+    C, L), which one plain kernel normalises, but then its S ghosts consist of the samples i mod S.
+    So the model's input is interleaved once, such that the samples of ghost s are at s, s + S, s +
+    2 S, ..., and its output is put back in order. Hooks on the model do both, so callers see the
+    order of the batch.
 
-    Inside the model of use_norm ghosts are contiguous samples of the batch; a layer called without
-    it takes the samples i mod S. A sample may give several rows, (n T, C), if they lie together.
-    Any memory format is right; channels_last costs a copy.
+    Within a model of use_norm, ghosts are contiguous samples of the batch; a layer called
+    separately uses the samples i mod S. A sample may have several consecutive rows, (n T, C). Any
+    memory format works; channels_last needs a copy.
     """
 
     def __init__(self, norm: BatchNorm, ghosts: Ghosts, statistics: Statistics) -> None:
@@ -123,8 +123,8 @@ class GhostBatchNorm(BatchNorm):
         self.statistics = statistics
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (n, C, ...), normalized. Raises UserError if the rows of x do not split evenly among
-        the samples."""
+        """Normalizes x (n, C, ...). Raises UserError if the rows of x do not split evenly among the
+        samples."""
         samples = self.ghosts.samples or len(x)
         ghost = self.ghosts.ghost
         if not self.training or samples <= ghost:
@@ -137,7 +137,7 @@ class GhostBatchNorm(BatchNorm):
             raise UserError(what, "norm.kind=ghost", "norm.kind=sync or norm.kind=batch")
         rows = len(x) // samples
         full, rest = divmod(samples, ghost)  # ghosts, samples of a smaller last one
-        if not rest:  # even a slice of all rows would cost backward a copy
+        if not rest:  # even a slice of all rows would need a copy in backward
             y, means, variances = self._normalise(x, full, rows)
         else:
             x_full, x_rest = x.split([full * ghost * rows, rest * rows])
@@ -157,7 +157,7 @@ class GhostBatchNorm(BatchNorm):
         channels = self.num_features
         plane = math.prod(x.shape[2:])
         if len(x) * plane == count:
-            # torch refuses such a batch too; here the batch may be large and only its last ghost
+            # torch rejects such a batch, too; here the batch may be large and only its last ghost
             # too small
             what = (
                 f"a ghost batch of {len(x) // rows // count} sample has one value per channel "
@@ -199,8 +199,8 @@ class Ghosts:
     def __init__(self, ghost: int) -> None:
         self.ghost = ghost
         self.samples: int | None = (
-            # of the model's present forward pass, or of its last, which activation checkpointing
-            # repeats in backward
+            # samples in the model's current forward pass, or in the last one, which activation
+            # checkpointing repeats in backward
             None
         )
 
@@ -218,34 +218,34 @@ class Ghosts:
 
 def interleave(x: torch.Tensor, ghost: int) -> torch.Tensor:
     """Orders samples as the first of every full ghost batch, then the second of every one, ...;
-    those of a smaller last one stay last."""
+    samples of a smaller last ghost batch remain last."""
     return _transpose_samples(x, len(x) // ghost, ghost)
 
 
 def deinterleave(x: torch.Tensor, ghost: int) -> torch.Tensor:
-    """The reverse of interleave()."""
+    """Reverses interleave()."""
     return _transpose_samples(x, ghost, len(x) // ghost)
 
 
 def _transpose_samples(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """The first rows * columns samples of (n, ...), a matrix in row-major order, in column-major
-    order; the rest as it is."""
+    """Returns the first rows * columns samples of (n, ...), a row-major matrix, in column-major
+    order; the rest is unchanged."""
     full = rows * columns
-    if min(rows, columns) < 2:  # the order is the same
+    if min(rows, columns) < 2:  # the order does not change
         return x
     head = x[:full].unflatten(0, (rows, columns)).transpose(0, 1).flatten(0, 1)
     return head if full == len(x) else torch.cat([head, x[full:]])
 
 
 class SyncBatchNorm(BatchNorm):
-    """A batch norm over the samples of all ranks together in training; their shares may differ and
-    be empty. In evaluation it is the plain norm.
+    """A batch norm over the samples of all ranks in training; a rank's share may be empty. In
+    evaluation it is a plain norm.
 
-    In training every rank must call it equally often, in the same order, and go backward through
-    each call once if its input requires a gradient: a rank without samples with an empty batch, (0,
-    C, ...). Gradients of weight and bias are this rank's part of the sum. Running statistics come
-    out equal on all ranks, to the last bit. One value per channel over all ranks is torch's
-    ValueError, and ranks that come to different norms of `order` a UserError.
+    In training every rank must call it equally often, in the same order, and run backward through
+    each call once if its input requires a gradient. A rank without samples passes an empty batch,
+    (0, C, ...). Gradients of weight and bias are this rank's part of the sum. Running statistics
+    are bit-identical on all ranks. One value per channel over all ranks raises ValueError, as in
+    torch. Ranks that reach different norms of `order` raise UserError.
     """
 
     def __init__(
@@ -277,12 +277,12 @@ class SyncBatchNorm(BatchNorm):
     def _gather_statistics(
         self, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Over all ranks: values per channel (1,), mean (C,) and biased variance (C,), by one
-        collective of rows of equal length.
+        """Returns values per channel (1,), mean (C,) and biased variance (C,) over all ranks, using
+        one collective with rows of equal length.
 
-        The counts travel with the rest, so a host that uses a GPU waits for no device. Means and
-        variances of parts combine without cancellation (Chan, Golub, LeVeque 1979, eq. 2.1): sums
-        of squares would not.
+        The counts are sent with the rest, so the host does not wait for a GPU. Means and variances
+        of parts combine without cancellation (Chan, Golub, LeVeque 1979, eq. 2.1), unlike sums of
+        squares.
         """
         channels = self.num_features
         local = x.numel() // self.num_features
@@ -301,9 +301,7 @@ class SyncBatchNorm(BatchNorm):
         # (size, 1), (size, C), (size, C)
         counts, means, variances = handle.wait().to(x.device).split([1, channels, channels], dim=1)
         total = counts.sum(0)
-        if (
-            local <= 1 and total <= 1
-        ):  # a larger batch needs no look at the total, for which the host waits
+        if local <= 1 and total <= 1:  # for a larger batch, the host need not wait for the total
             raise ValueError(
                 f"Expected more than 1 value per channel when training, got input size {x.shape} "
                 f"and {int(total)} on all ranks"
@@ -317,12 +315,12 @@ class SyncBatchNorm(BatchNorm):
 
 
 class _Normalise(torch.autograd.Function):
-    """y = w xhat + b, xhat = (x - mean) / sqrt(var + eps), where mean and var depend on the x of
-    every rank.
+    """Computes y = w xhat + b, xhat = (x - mean) / sqrt(var + eps), where mean and var depend on x
+    on every rank.
 
     Backward, over all N values of a channel: dx = w / sqrt(var + eps) (dy - sum(dy) / N - xhat
     sum(dy xhat) / N) (Ioffe and Szegedy 2015, arXiv:1502.03167, section 3). torch's kernel for
-    fixed statistics gives the first term, and both sums.
+    fixed statistics computes the first term and both sums.
     """
 
     @staticmethod
@@ -432,11 +430,11 @@ def take_over(new: BatchNorm, old: BatchNorm) -> None:
 def update_running(
     norm: BatchNorm, means: torch.Tensor, variances: torch.Tensor, one_by_one: bool
 ) -> None:
-    """Moves the running statistics towards those of S batches, (S, C): in one update with their
-    mean, or in one update for each batch in order.
+    """Updates the running statistics with the statistics of S batches, (S, C): once with their
+    mean, or once for each batch in order.
 
-    One by one, batch s ends with the weight m (1 - m)^(S - 1 - s), and the old value with (1 -
-    m)^S. momentum=None is the mean over all updates until now, each of equal weight.
+    With one update each, batch s has the final weight m (1 - m)^(S - 1 - s), and the old value (1 -
+    m)^S. momentum=None is the mean over all updates so far, with equal weights.
     """
     if norm.running_mean is None or norm.running_var is None or norm.num_batches_tracked is None:
         return
@@ -452,7 +450,7 @@ def update_running(
         weights = means.new_full((len(means),), norm.momentum / len(means))
         keep = 1 - norm.momentum
     else:
-        # on the device, for which the host would have to wait
+        # on the device, because the host would have to wait for it
         share = updates / norm.num_batches_tracked.double()
         weights = (share / len(means)).to(means.dtype).expand(len(means))
         keep = 1 - share

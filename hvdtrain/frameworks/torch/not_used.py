@@ -21,7 +21,8 @@ from hvdtrain.frameworks.torch.model import zeros
 from hvdtrain.optim.rule import is_excluded
 from hvdtrain.tasks.task import DeviceAndDtype, Task, TaskPart, part_of
 
-_METHODS = ("training_step", "validation_step", "configure_optimizers")  # of Lightning and the like
+# methods of Lightning and similar libraries
+_METHODS = ("training_step", "validation_step", "configure_optimizers")
 _MOST = 4  # names in a line
 
 
@@ -31,13 +32,13 @@ def lines_of_not_used(
     """Returns the header lines of a user's model, without changing it. A collective if its forward
     pass is.
 
-    like: has the device of the inputs and the number type of the weights.
+    like: a tensor with the device of the inputs and the dtype of the weights.
     """
     if not plugins.is_dotted(config.model.name):
         return []
     lines = _methods(model) + _without_decay(model, config)
     is_whole = config.shard.stage < 3 and not config.parallel.cuts
-    if is_whole and not task.has_user_loss:  # which takes what it wants
+    if is_whole and not task.has_user_loss:  # which may use anything
         lines += _outputs(
             model,
             part_of(task, "torch", config, DeviceAndDtype(like.dtype, like.device)),
@@ -76,26 +77,26 @@ def _without_decay(model: nn.Module, config: Config) -> list[str]:
 
 
 def _no_weight_decay(model: nn.Module) -> set[str]:
-    """Returns the names from the model's no_weight_decay(); none if that is something else."""
+    """Returns the names from the model's no_weight_decay(); none if that method does something
+    else."""
     try:
         names = model.no_weight_decay()  # type: ignore[operator]
         return set() if isinstance(names, str) else {name for name in names if type(name) is str}
-    except Exception:  # it has no such method, or one of another use
+    except Exception:  # it has no such method, or a method with another purpose
         return set()
 
 
 def _outputs(
     model: nn.Module, part: TaskPart, batch: dict[str, torch.Tensor], activation: Activation | None
 ) -> list[str]:
-    """Outputs in training that the task's loss does not depend on, and the parameters that it does
-    not depend on either; activation: what the loss applies to the outputs, and the model may have
-    applied."""
+    """Returns training outputs and parameters that the task's loss does not depend on. activation:
+    what the loss applies to the outputs; the model may already have applied it."""
     before = [(module, _plain_values(module)) for module in model.modules()]
     try:
         _train(model)
         with fork_rng(p.device for p in model.parameters()), copied_buffers(model):
             return _described(model, part, batch, activation)
-    except Exception:  # a model that takes no samples of zeros: training has its own message
+    except Exception:  # the model does not accept samples of zeros; training reports that
         return []
     finally:
         for module, values in before:
@@ -110,7 +111,7 @@ def _plain_values(module: nn.Module) -> dict[str, Any]:
 
 def _train(model: nn.Module) -> None:
     """Sets training mode except for dropout, norms (whose statistics may be a collective) and Keras
-    models, which keep their own mode."""
+    models, which keep their mode."""
     for module in model.modules():
         module.training = not isinstance(model, AddsLoss) and any(True for _ in module.children())
 

@@ -1,1 +1,1 @@
-"""Model folders and code from others: limits on their files, downloads and model sizes."""
+"""Third-party model folders and code: limits on files, downloads and model sizes."""

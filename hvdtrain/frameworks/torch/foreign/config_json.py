@@ -12,9 +12,10 @@ from typing import Any
 from hvdtrain.core.folder import check_regular
 from hvdtrain.errors import UserError, short
 
-_MOST_BYTES = 2**24  # of the file: the names of 100,000 classes take 4 MB
+_MOST_BYTES = 2**24  # limit for the file: the names of 100,000 classes take 4 MB
 _MOST_LEVELS = 32
-_MOST_COUNT = 2**22  # of labels, positions: libraries make a list or a dict of so many things
+# limit for counts such as labels and positions, from which libraries make lists or dicts
+_MOST_COUNT = 2**22
 _MOST_LAYERS = 10_000
 _MOST_NUMBER = 2**53
 _IS_COUNT = re.compile(r"^(num|n)_|label|expert|head|group")
@@ -25,7 +26,7 @@ _IS_LAYERS = re.compile(
 _IS_SIZE = re.compile(r"^(num|n)_|(?<!window)_size$|_layers$")
 _CLASSES = ("label2id", "id2label")  # the keys in them are names and numbers of classes
 _CODE = ("auto_map", "custom_pipelines")  # name code in the folder or on a hub
-# say only where the file was
+# only describe where the file was
 _LEFT_OUT = (
     "_name_or_path",
     "name_or_path",
@@ -35,7 +36,7 @@ _LEFT_OUT = (
 _KERNELS = re.compile(r"(attn|experts)_implementation|use_kernels|kernel_config")
 _QUANTIZED = ("quantization_config", "compression_config")
 _FILES = ("checkpoint_path", "cache_dir", "gguf_file", "index_path", "passages_path", "pretrained")
-# names of timm's models; with a colon or a slash they are those of a folder or a hub
+# names of timm's models; with a colon or a slash they name a folder or a hub
 _MODELS = (
     "architecture",
     "backbone",
@@ -86,7 +87,7 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _checked(key: str, value: Any, left_out: list[str], level: int = 0) -> Any:
-    """The value of a key without keys that name code, which come into left_out. Raises
+    """Returns the value of a key without keys that name code, which are added to left_out. Raises
     ValueError."""
     if level > _MOST_LEVELS:
         raise ValueError(f"{short(key)} has more than {_MOST_LEVELS} levels")
@@ -119,7 +120,7 @@ def _refuse_number(key: str, value: int) -> None:
 
 
 def _refuse_actions(key: str, value: Any) -> None:
-    """Raises ValueError for a value by which the library would open or fetch something else."""
+    """Raises ValueError for a value that makes the library open or fetch something else."""
     if key in _QUANTIZED and value is not None:
         raise ValueError(
             f"{key} belongs to quantized weights, which cannot be trained: use the folder of the "

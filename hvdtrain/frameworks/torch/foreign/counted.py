@@ -32,10 +32,10 @@ def counted(
     of_meta: bool = False,
     error: type[BaseException] | None = None,
 ) -> Iterator[None]:
-    """Inside, TooLarge is raised where the modules that this thread makes have more bytes on the
-    host, or more parts.
+    """Within the context, raises TooLarge if the modules that this thread creates have more bytes
+    on the host, or more parts.
 
-    of_meta: tensors without memory count as if they had it. error: raised instead for too many
+    of_meta: count tensors without memory as if they had it. error: raised instead for too many
     bytes.
     """
     too_large = error or TooLarge
@@ -60,17 +60,18 @@ def counted(
 
 
 class _Registrations:
-    """Hooks of torch for all that modules register. They stay: torch has them in one dict of the
-    process, which must not change while another thread makes a model."""
+    """torch's hooks for everything that modules register. They are not removed: torch keeps them in
+    one dict of the process, which must not change while another thread creates a model."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._are_hooked = False
-        self._counts: dict[int, list[Count]] = {}  # of each thread that counts
+        self._counts: dict[int, list[Count]] = {}  # by thread
 
     @contextlib.contextmanager
     def seen_by(self, count: Count) -> Iterator[None]:
-        """Inside, calls count(module, name, part) for what this thread registers."""
+        """Within the context, calls count(module, name, part) for everything that this thread
+        registers."""
         thread = threading.get_ident()
         with self._lock:
             if not self._are_hooked:
@@ -96,19 +97,19 @@ _REGISTRATIONS = _Registrations()
 
 
 def _bytes(part: Any, of_meta: bool) -> int:
-    """The size of a tensor on the host; 0 for a module, for one whose shape is not known yet, and
-    for one of FakeTensorMode."""
+    """Returns the size of a tensor on the host; 0 for a module, for a tensor of unknown shape, and
+    for a tensor of FakeTensorMode."""
     if not isinstance(part, torch.Tensor) or is_lazy(part) or isinstance(part, FakeTensor):
         return 0
     return part.nbytes if part.device.type == "cpu" or of_meta else 0
 
 
 def made_within_limits(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
-    """Calls make(), first without memory. Raises TooLarge, and what make() raises."""
+    """Calls make(), first without memory. Raises TooLarge, and the errors of make()."""
     probe = torch.empty(2**16)
     if (
         type(probe) is not torch.Tensor or probe.device.type != "cpu"
-    ):  # of a caller who makes models without memory
+    ):  # for a caller who creates models without memory
         with counted(float("inf"), _MOST_PARTS):
             return make()
     before = torch.get_rng_state()
@@ -119,14 +120,14 @@ def made_within_limits(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
         raise
     except (
         Exception
-    ):  # a constructor that reads numbers of its tensors; any other error comes again
+    ):  # a constructor that reads values of its tensors; any other error is raised again later
         pass
     torch.set_rng_state(before)
     return make()
 
 
 def most_bytes() -> float:
-    """The memory of the host, or the limit of this process."""
+    """Returns the memory of the host, or the limit of this process."""
     limits = [resource.getrlimit(which)[0] for which in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return float(min([host, *(limit for limit in limits if limit != resource.RLIM_INFINITY)]))

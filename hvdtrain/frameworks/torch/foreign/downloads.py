@@ -17,16 +17,17 @@ from hvdtrain.comm.on_all_ranks import on_rank_0
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError, short
 
-# of the job whose model is built
+# the configuration of the job whose model is built
 _WITHOUT_DOWNLOADS: ContextVar[Config | None] = ContextVar("without_downloads", default=None)
 _urlopen = torch.hub.urlopen
-# of huggingface_hub, by which timm and transformers download: read when it is imported
+# variable of huggingface_hub, which timm and transformers use to download; read at import
 _HUB = "HF_HUB_OFFLINE"
-_REFUSED = {"OfflineModeIsEnabled", "LocalEntryNotFoundError"}  # what it raises then
+# errors that it raises when it is offline
+_REFUSED = {"OfflineModeIsEnabled", "LocalEntryNotFoundError"}
 
 
 def _open_or_refuse(url: Any, *arguments: Any, **options: Any) -> Any:
-    """The urlopen() of torch.hub; raises UserError if a job builds its model without
+    """Replaces urlopen() in torch.hub; raises UserError if a job builds its model without
     model.download."""
     config = _WITHOUT_DOWNLOADS.get()
     if config is not None:
@@ -41,10 +42,10 @@ def _refusal(config: Config, does: str) -> UserError:
 
 @contextlib.contextmanager
 def watched(config: Config) -> Iterator[None]:
-    """Inside, nothing is downloaded through torch.hub or the Hugging Face Hub, unless
-    model.download says that it may.
+    """Within the context, nothing is downloaded through torch.hub or the Hugging Face Hub, unless
+    model.download allows it.
 
-    Raises UserError if a library tries. What the hub's cache has is read.
+    Raises UserError if a library tries. The hub's cache is still read.
     """
     torch.hub.urlopen = _open_or_refuse
     may = config.model.download
@@ -68,15 +69,15 @@ def watched(config: Config) -> Iterator[None]:
 
 
 def is_download(error: BaseException, may: bool = False) -> bool:
-    """Whether a library failed because it could not download: it was offline by design, or there is
-    no network."""
+    """Whether a library failed because it could not download, offline by design or without a
+    network."""
     known = {*_REFUSED, "URLError"} if may else _REFUSED  # the last is of torch.hub
     return any(type(cause).__name__ in known for cause in _causes(error))
 
 
 def download_first(config: Config, communicator: Communicator, build: Callable[[], object]) -> None:
-    """On rank 0 build() fills the caches of libraries, before the other ranks build the same. A
-    collective where model.download is on.
+    """Calls build() on rank 0 first, to fill the caches of libraries before the other ranks build
+    the same. A collective if model.download is on.
 
     Raises on every rank the UserError that build() raises.
     """
@@ -91,7 +92,7 @@ def download_first(config: Config, communicator: Communicator, build: Callable[[
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and those that it was raised for."""
+    """Yields an error and its causes."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -134,7 +135,7 @@ class _Offline:
 
 
 def _constants() -> Any:
-    """The module of huggingface_hub that says whether it is offline; None if it is not
+    """Returns the module of huggingface_hub that stores whether it is offline; None if it is not
     imported."""
     return sys.modules.get("huggingface_hub.constants")
 

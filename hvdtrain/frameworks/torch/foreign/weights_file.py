@@ -15,22 +15,22 @@ from hvdtrain.core.arrays import Arrays
 from hvdtrain.errors import BUG, UserError, exit_code_of, first_line, short
 
 _FIX = "a file of torch.save(model.state_dict(), FILE), or of safetensors"
-_MOST_DIMENSIONS = 64  # of an array of numpy
+_MOST_DIMENSIONS = 64  # limit of a NumPy array
 
 
 class StateDict(NamedTuple):
     """The tensors by name of a file."""
 
     arrays: Arrays
-    lines: list[str]  # for the user
+    lines: list[str]  # lines for the user
 
 
 def read_state_dict(path: Path, inside: Sequence[str], where: str) -> StateDict:
-    """Reads the tensors of a file by name, or those under the first name of `inside` that has
+    """Reads the tensors of a file by name, or the tensors under the first name of `inside` that has
     weights. They are on the host, bfloat16 as float32.
 
-    Raises UserError for a file of anything else, for one with several sets of weights, and for a
-    tensor that cannot become an array.
+    Raises UserError for a file with anything else or with several sets of weights, and for a tensor
+    that cannot be converted to an array.
     """
     tree = _load(path, where)
     lines: list[str] = []
@@ -61,8 +61,8 @@ def read_state_dict(path: Path, inside: Sequence[str], where: str) -> StateDict:
 def _check_one_set(
     tree: Mapping[Any, Any], name: str, inside: Sequence[str], path: Path, where: str
 ) -> None:
-    """Raises UserError if a file has averages of weights beside the weights, or other weights of
-    the same names."""
+    """Raises UserError if a file also has averages of the weights, or other weights with the same
+    names."""
     weights = tree[name]
     for other, value in tree.items():
         if other == name or not isinstance(value, Mapping) or "optim" in str(other).lower():
@@ -91,8 +91,8 @@ def _check_one_set(
 
 
 def _is_alike(weights: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
-    """Whether a mapping may have other values of these weights: at least half of the names that
-    both have belong to tensors of the same shapes."""
+    """Whether a mapping may contain other values of these weights: at least half of the common
+    names have tensors of equal shapes."""
     ours = _ends(weights)
     theirs = _ends(other)
     shared = ours.keys() & theirs.keys()
@@ -101,8 +101,8 @@ def _is_alike(weights: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
 
 
 def _inner(weights: Mapping[Any, Any], other: Mapping[Any, Any]) -> str:
-    """ "['shadow']", the mapping in another one that has the weights; empty if it has them
-    itself."""
+    """Returns the inner mapping with the weights, such as "['shadow']"; empty if they are in the
+    outer one."""
     if _is_alike(weights, _tensors(other)):
         return ""
     found = (key for key, value in other.items() if _is_tree(value) and _is_alike(weights, value))
@@ -114,7 +114,7 @@ def _is_tree(value: Any) -> bool:
 
 
 def _tensors(tree: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
-    """The tensors directly in a mapping, by name."""
+    """Returns the tensors directly in a mapping, by name."""
     return {
         name: value
         for name, value in tree.items()
@@ -132,8 +132,8 @@ def _are_equal(tree: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
 
 
 def _is_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two dense tensors have the same bytes, as NaN has; False if they cannot be
-    compared."""
+    """Whether two dense tensors have the same bytes, so that NaN equals NaN; False if they cannot
+    be compared."""
     try:
         if tensor.dtype != other.dtype or tensor.shape != other.shape:
             return False
@@ -143,7 +143,8 @@ def _is_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Raises ValueError for what is not dense, or would take more memory than it has."""
+    """Returns a tensor's bytes. Raises ValueError if it is not dense, or if it would take more
+    memory than it has."""
     is_dense = tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_meta)
     if not is_dense or tensor.nbytes > tensor.untyped_storage().nbytes():
         raise ValueError(tensor.layout)
@@ -164,8 +165,8 @@ def _others(tree: Mapping[Any, Any], name: str) -> list[str]:
 
 
 def _ends(tree: Mapping[Any, Any]) -> dict[str, set[tuple[int, ...]]]:
-    """The last two parts of the names of tensors in it, and in mappings in it, with their shapes:
-    an average may have a prefix before them."""
+    """Returns the last two parts of the names of all tensors, also in inner mappings, with their
+    shapes; an average may have a prefix before them."""
     ends: dict[str, set[tuple[int, ...]]] = {}
     inside = [value for value in tree.values() if isinstance(value, Mapping)]
     for each in [tree, *inside]:

@@ -1,1 +1,1 @@
-"""Models that other libraries know by names of their own: model.name=LIBRARY:NAME."""
+"""Models of other libraries, by the libraries' names: model.name=LIBRARY:NAME."""

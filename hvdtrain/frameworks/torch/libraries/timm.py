@@ -1,4 +1,4 @@
-"""model.name=timm:NAME: a model of timm, made for the inputs and outputs of the task."""
+"""model.name=timm:NAME: a timm model, created for the inputs and outputs of the task."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def model_of(name: str, where: str) -> Callable[..., torch.nn.Module]:
     """Returns a function that creates the model. Raises UserError if timm is not installed or has
     no such model.
 
-    Its options are those of timm.create_model() and of the model's class; in_chans and num_classes
-    are the task's where they are not given.
+    Its options are passed to timm.create_model() and the model's class; in_chans and num_classes
+    default to the task's.
     """
     timm = _load(where)
     if not name.startswith(_HUB) and (
         ":" in name or not timm.is_model(name.partition(".")[0])
-    ):  # a hub's is read when it is made
+    ):  # a hub's model is read when it is created
         fix = (
             "model.name=timm:NAME model.weights=FOLDER/model.safetensors"
             if ":" in name
@@ -72,7 +72,7 @@ def model_of(name: str, where: str) -> Callable[..., torch.nn.Module]:
 
 
 def _load(where: str) -> Any:
-    import_torchvision()  # timm imports it, and would stop beside a CPU build of torch
+    import_torchvision()  # timm imports it, which would fail beside a CPU build of torch
     try:
         import timm
     except ModuleNotFoundError as error:

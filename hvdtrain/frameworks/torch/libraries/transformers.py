@@ -1,5 +1,5 @@
-"""model.name=transformers:FOLDER or :CLASS: a model by its configuration; weights whose names the
-library changes when it reads them."""
+"""model.name=transformers:FOLDER or :CLASS: creates a model from its configuration, and renames
+weights like the library does when it reads them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def model_of(name: str, where: str) -> Callable[..., torch.nn.Module]:
     """Returns a function that creates the model of a folder with config.json, or of a class whose
     option `config` is such a folder.
 
-    Its other options take the place of those of config.json; num_labels and num_channels are the
-    task's where they are not given. Code of the folder does not run, and nothing is downloaded.
-    Raises UserError if transformers is not installed or has no such class.
+    Its other options override config.json; num_labels and num_channels default to the task's. Code
+    in the folder is not run, and nothing is downloaded. Raises UserError if transformers is not
+    installed or has no such class.
     """
     transformers = _load(where)
     kind = getattr(transformers, name, None) if name.isidentifier() else None
@@ -120,10 +120,10 @@ def _configuration(
         labels = wanted.pop("num_labels", own.num_labels)
         configuration = _read(transformers, copy, wanted)
         configuration.name_or_path = str(folder)
-        # the job's number type comes later: first weights are not rounded before
+        # converted to the job's dtype later, so that initial weights are not rounded before
         configuration.dtype = torch.get_default_dtype()
         if labels != configuration.num_labels:
-            configuration.num_labels = labels  # makes names of classes, too
+            configuration.num_labels = labels  # creates names of classes, too
     if code:
         warnings.warn(
             f"{folder / 'config.json'}: {', '.join(code)} names code of the folder or of a hub, "
@@ -135,14 +135,15 @@ def _configuration(
 
 @contextlib.contextmanager
 def _copy_of(tree: Mapping[str, Any]) -> Iterator[str]:
-    """A folder with this config.json alone: the library reads nothing else."""
+    """Creates a folder with only this config.json, so that the library reads nothing else."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(tree))
         yield folder
 
 
 def _read(transformers: Any, folder: str, options: Mapping[str, Any]) -> Any:
-    """A configuration of the library's own. Its warnings are for those who made the folder."""
+    """Returns the library's configuration. Suppresses its warnings, which are for the authors of
+    the folder."""
     return transformers.AutoConfig.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False, **options
     )
@@ -150,8 +151,8 @@ def _read(transformers: Any, folder: str, options: Mapping[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def _wrong(copy: str, folder: Path, where: str) -> Iterator[None]:
-    """What the library raises inside is a UserError with its words; not where the memory is
-    full."""
+    """Converts the library's errors to a UserError with its message, except if memory is
+    exhausted."""
     try:
         yield
     except Exception as error:
@@ -166,8 +167,8 @@ def _wrong(copy: str, folder: Path, where: str) -> Iterator[None]:
 
 
 def _refuse_value(error: Exception, folder: Path, where: str) -> None:
-    """Raises UserError for a value that a key of a configuration does not take: of huggingface_hub,
-    where transformers has it."""
+    """Raises UserError for an invalid value of a configuration key, which some versions of
+    transformers report with an error of huggingface_hub."""
     if any(kind.__name__ == "StrictDataclassFieldValidationError" for kind in type(error).__mro__):
         what = str(error.__cause__ or error).partition(". Errors:")[0].partition("\n")[0]
         raise UserError(
@@ -176,7 +177,7 @@ def _refuse_value(error: Exception, folder: Path, where: str) -> None:
 
 
 def _is_of_models(transformers: Any, kind: Any) -> bool:
-    """Whether it is a class of the library's own models."""
+    """Whether a class is one of the library's model classes."""
     return (
         isinstance(kind, type)
         and issubclass(kind, transformers.PreTrainedModel)
@@ -192,7 +193,7 @@ def _finds_models(transformers: Any, kind: Any) -> bool:
 
 
 def _class_of(transformers: Any, config: Any, folder: Path, where: str) -> Any:
-    """The class that has written the folder."""
+    """Returns the class that wrote the folder."""
     names = config.architectures if isinstance(config.architectures, list) else []
     named = str(names[0]) if names else "none"
     kind = getattr(transformers, named, None) if named.isidentifier() else None
@@ -244,8 +245,8 @@ def _model(transformers: Any, kind: Any, config: Any, where: str) -> torch.nn.Mo
 
 @contextlib.contextmanager
 def _never_asking() -> Iterator[None]:
-    """Inside, the library does not ask on the terminal whether code of a folder may run; it raises
-    an error."""
+    """Within the context, the library raises an error instead of asking on the terminal whether
+    code of a folder may run."""
     code: Any = importlib.import_module("transformers.dynamic_module_utils")
     before = code.TIME_OUT_REMOTE_CODE
     code.TIME_OUT_REMOTE_CODE = 0
@@ -265,16 +266,16 @@ def without_past(model: torch.nn.Module) -> None:
 
 
 def in_names_of(model: torch.nn.Module, found: Arrays) -> Arrays | None:
-    """The arrays of a file of transformers by the names that `model`, of this library, has now;
-    None for a model of another one.
+    """Returns the arrays of a transformers file, by the names in `model`; None if the model is from
+    another library.
 
-    Its from_pretrained() renames and joins them. An array that it leaves over has its name in the
-    file; of one with another shape only the shape is right. Raises UserError if it cannot.
+    Its from_pretrained() renames and joins them. An unused array keeps its name in the file; for an
+    array with another shape, only the shape is right. Raises UserError if it fails.
     """
     transformers: Any = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return None
-    # FSDP2 makes a class of its own
+    # FSDP2 creates a subclass
     kind: Any = next(
         kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch.")
     )
@@ -289,7 +290,7 @@ def in_names_of(model: torch.nn.Module, found: Arrays) -> Arrays | None:
             _quiet(transformers),
             _never_asking(),
             torch.random.fork_rng(devices=[]),
-        ):  # it draws what is missing
+        ):  # it initializes missing weights
             fresh, told = kind.from_pretrained(
                 None,
                 config=model.config,
@@ -333,8 +334,8 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
 
 @contextlib.contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Inside, the library prints no table of names and no progress bar: the caller says what was
-    loaded."""
+    """Within the context, the library prints no table of names and no progress bar; the caller
+    reports what was loaded."""
     log = transformers.utils.logging
     before = log.get_verbosity()
     bars = log.is_progress_bar_enabled()

@@ -1,5 +1,5 @@
-"""Krizhevsky's network for ImageNet in its variant of one tower: most of its work in convolutions,
-most of its weights in dense layers."""
+"""Krizhevsky's one-tower network for ImageNet: convolutions do most of the work, and dense layers
+have most of the weights."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def build(
     dense layers. Images (n, C, H, W).
 
     Krizhevsky 2014, arXiv:1404.5997, in the widths of torchvision's alexnet, without response
-    normalization: 61,100,840 parameters for 224x224x3 and 1000 classes. Dropout is behind the
-    hidden dense layers, as in Krizhevsky et al. 2012, section 4.2; torchvision has it in front of
-    them. conv1 is 11x11 with stride 4 and 2 rows of zeros on each side; conv2 is 5x5, the others
-    are 3x3, all with as many zeros as keep the size. Images with a side below 64 pixels have a
-    conv1 of 5x5 with stride 1, and a row of padding around each maximum: 32 becomes 16, 8, 4.
+    normalization: 61,100,840 parameters for 224x224x3 and 1000 classes. Dropout follows the hidden
+        dense layers, as in Krizhevsky et al. 2012, section 4.2; in torchvision it precedes them.
+        conv1 is 11x11 with stride 4 and 2 rows of zeros on each side. conv2 is 5x5 and the others
+        are 3x3, all with padding that keeps the size. Images with a side below 64 pixels have a
+        conv1 of 5x5 with stride 1, and a row of padding around each maximum: 32 becomes 16, 8, 4.
 
     The dense part is `dense`: fc6 and fc7 (of the widths `dense`), and fc8, the logits.
-    It may be cut over ranks.
+    It may be partitioned over ranks.
 
     widths: channels of the five convolutions
     dense: neurons of the hidden dense layers

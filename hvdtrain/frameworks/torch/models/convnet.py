@@ -20,18 +20,18 @@ def build(
     norm: bool = True,
     dense: tuple[int, ...] = (),
 ) -> nn.Module:
-    """Convolutions that halve the image, the mean over what is left of it, logits. Images (n, C, H,
-    W) of any size.
+    """Convolutions that halve the image, the mean over the remaining pixels, logits. Images (n, C,
+    H, W) may have any size.
 
     In order, for i = 1 ... len(widths): conv{i}, a 3x3 cross-correlation of stride 2 with one row
     of zeros on each of the four sides, so that H becomes ceil(H / 2) (28, 14, 7, 4; 8, 4, 2, 1);
     norm{i}, a batch norm of eps 1e-5 and momentum 0.1; relu{i}. Then the mean over H and W, and fc,
-    a linear layer. With norm the convolutions have no bias; without it they have one, and the
+    a linear layer. With norm, the convolutions have no bias. Without it they have a bias, and the
     parameters are conv1.weight (widths[0], C, 3, 3), conv1.bias, ..., fc.weight (outputs,
-    widths[-1]), fc.bias. First weights and biases are torch's: uniform between -1 / sqrt(fan_in)
-    and 1 / sqrt(fan_in), where fan_in is 9 times the input channels, or widths[-1] for fc. With
-    hidden dense layers they are in front of fc: dense.fc1, dense.relu1, ..., dense.fc.
-    This dense part may be cut over ranks.
+    widths[-1]), fc.bias. Initial weights and biases are as in torch: uniform between -1 /
+    sqrt(fan_in) and 1 / sqrt(fan_in), where fan_in is 9 times the input channels, or widths[-1] for
+    fc. Hidden dense layers precede fc: dense.fc1, dense.relu1, ..., dense.fc. This dense part may
+    be partitioned over ranks.
 
     widths: channels of each convolution
     norm: true: a batch norm after each convolution; false: none, so that any number of ranks

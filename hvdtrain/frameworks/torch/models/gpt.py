@@ -1,4 +1,4 @@
-"""A decoder of the GPT-2 kind: reads tokens, and says of each position which token comes next."""
+"""A GPT-2-style decoder: reads tokens and predicts the next token at each position."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class KVCache:
     """
 
     context: int
-    # the block's parameters, for GPTBlock.next(); none if a rank has parts of them
+    # the block's parameters, for GPTBlock.next(); empty if they are partitioned
     weights: tuple[torch.Tensor, ...]
     length: int = 0  # positions that were read
     keys: torch.Tensor | None = None  # (n heads, width / heads, context)
@@ -45,8 +45,8 @@ class KVCache:
 
 
 class Attention(nn.Module):
-    """Each position looks at itself and those before it, in several heads (Vaswani et al. 2017,
-    arXiv:1706.03762, 3.2)."""
+    """Causal multi-head attention: each position attends to itself and to earlier positions
+    (Vaswani et al. 2017, arXiv:1706.03762, 3.2)."""
 
     def __init__(
         self, width: int, heads: int, attention_dropout: float, residual_dropout: float
@@ -64,7 +64,7 @@ class Attention(nn.Module):
         # (n, m, 3 heads head_size); x may have fewer positions, with parallel.sequence
         inputs = self.inputs(x)
         n, m, _ = inputs.shape
-        # with tensor parallelism those of this rank
+        # with tensor parallelism, the heads of this rank
         heads = inputs.shape[2] // (3 * self.head_size)
         queries, keys, values = (
             part.view(n, m, heads, -1).transpose(1, 2) for part in inputs.chunk(3, 2)
@@ -90,8 +90,8 @@ class Attention(nn.Module):
 
 
 class GPTBlock(nn.Module):
-    """Attention, then two layers for each position by itself; each after a norm and beside a
-    shortcut, as in GPT-2."""
+    """Attention, then two layers applied to each position; each of the two parts follows a norm and
+    has a shortcut, as in GPT-2."""
 
     def __init__(
         self, width: int, heads: int, attention_dropout: float, residual_dropout: float
@@ -107,18 +107,18 @@ class GPTBlock(nn.Module):
     def forward(
         self, x: torch.Tensor, cache: KVCache | None = None, seen: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """seen: bool (n, 1, m, m), the positions that each one looks at; None: itself and all
-        before it."""
+        """seen: bool (n, 1, m, m), the positions that each one attends to; None: itself and all
+        earlier ones."""
         x = x + self.attention(self.norm1(x), cache, seen)
         return x + self.dropout(
             self.fc2(functional.gelu(self.fc1(self.norm2(x)), approximate="tanh"))
         )
 
     def next(self, x: torch.Tensor, cache: KVCache) -> torch.Tensor:
-        """forward() of one more position in evaluation mode: (n, width) -> (n, width).
+        """Runs forward() for one more position in evaluation mode: (n, width) -> (n, width).
 
-        It takes the weights from the cache: to look them up in modules, and to call these, would be
-        a fifth of the time of a small model.
+        It takes the weights from the cache, because looking them up in modules and calling these
+        would take a fifth of the time of a small model.
         """
         (
             norm1,
@@ -188,11 +188,11 @@ class GPT(nn.Module):
         cache: list[KVCache] | None = None,
         segments: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """With the cache of empty_cache() the positions after those that it holds, which are
-        computed once: only `tokens` are new.
+        """Returns the logits of `tokens`. With the cache from empty_cache(), tokens are the
+        positions after the cached ones, which are not computed again.
 
-        segments: int64 (n, m), equal for the tokens of one sequence of several in a row
-        (data.pack), each as if it were alone.
+        segments: int64 (n, m), equal for tokens of the same sequence, if rows contain several
+        sequences (data.pack); sequences do not affect each other.
         """
         if segments is not None:
             assert cache is None
@@ -208,8 +208,8 @@ class GPT(nn.Module):
         return self._logits(x)
 
     def _of_segments(self, tokens: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
-        """forward() of rows with several sequences: positions count from the first token of each,
-        which looks at none of the others."""
+        """Runs forward() for rows with several sequences. Positions count from the first token of
+        each sequence, and no sequence attends to another."""
         at = torch.arange(tokens.shape[1], device=tokens.device)
         begins = functional.pad(segments[:, 1:] != segments[:, :-1], (1, 0))
         positions = at - torch.where(begins, at, 0).cummax(1).values  # (n, m)
@@ -221,14 +221,14 @@ class GPT(nn.Module):
         return self._logits(x)
 
     def pipeline_units(self) -> list[Unit]:
-        """forward() without a cache, as functions of one tensor: the embeddings, each block, and
-        the logits."""
+        """Returns forward() without a cache as functions of one tensor: the embeddings, each block,
+        and the logits."""
         blocks = [Unit(f"blocks.{i}", (block,), block) for i, block in enumerate(self.blocks)]
         embed = Unit("embeddings", (self.tokens, self.positions, self.dropout), self._embed)
         return [embed, *blocks, Unit("head", (self.norm, self.head), self._logits)]
 
     def _embed(self, tokens: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """(n, m) -> (n, m, width), of the positions from `first` on."""
+        """Embeds tokens (n, m) at positions from `first` on: (n, m, width)."""
         positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
         return self.dropout(self.tokens(tokens) + self.positions(positions))
 
@@ -236,15 +236,15 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
     def _next(self, tokens: torch.Tensor, cache: list[KVCache]) -> torch.Tensor:
-        """The logits (n, vocabulary) after one more position, tokens (n,)."""
+        """Returns the logits (n, vocabulary) after one more position, tokens (n,)."""
         x = self.tokens(tokens) + self.positions.weight[cache[0].length]  # (n, width)
         for block, kept in zip(self.blocks, cache, strict=True):
             x = block.next(x, kept)  # type: ignore[operator]  # it is a GPTBlock
         return self.head(self.norm(x))
 
     def empty_cache(self) -> list[KVCache]:
-        """For each layer, to read sequences with forward() a few positions at a time; `context`
-        positions in all."""
+        """Returns a cache for each layer, to run forward() a few positions at a time; it holds
+        `context` positions."""
         is_whole = (
             all(type(p) is nn.Parameter for p in self.parameters()) and type(self.head) is nn.Linear
         )
@@ -254,8 +254,8 @@ class GPT(nn.Module):
         ]
 
     def tensor_plan(self) -> dict[str, str]:
-        """Which layers tensor parallelism cuts, and how (frameworks/torch/parallel/tensor/plan.py):
-        heads, hidden neurons, tokens."""
+        """Returns how tensor parallelism partitions layers
+        (frameworks/torch/parallel/tensor/plan.py): by heads, hidden neurons, tokens."""
         block = self.blocks[0]
         assert isinstance(block, GPTBlock)
         by_heads = f"by {block.attention.head_size}"
@@ -273,12 +273,12 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def init_weights(model: GPT) -> None:
-    """Weights as OpenAI's GPT-2 (github.com/openai/gpt-2, src/model.py): N(0, 0.02^2), positions
-    N(0, 0.01^2), biases 0, norms 1 and 0.
+    """Initializes weights like OpenAI's GPT-2 (github.com/openai/gpt-2, src/model.py): N(0,
+    0.02^2), positions N(0, 0.01^2), biases 0, norms 1 and 0.
 
     The layers that end a shortcut, 2 for each block, have 0.02 / sqrt(2 layers) (Radford et al.
-    2019, "Language Models are Unsupervised Multitask Learners", 2.3). minGPT and nanoGPT have 0.02
-    for positions too; minGPT's image notebook did not yet scale by the depth.
+    2019, "Language Models are Unsupervised Multitask Learners", 2.3). minGPT and nanoGPT use 0.02
+    for positions, too; minGPT's image notebook does not scale by the depth.
     """
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
@@ -309,8 +309,8 @@ def build(
 
     In order: the embeddings of token and position, added; layers of attention
     (scaled_dot_product_attention, causal) and of two linear layers with GELU (its tanh form), each
-    behind a LayerNorm (eps 1e-5) and beside a shortcut; a last LayerNorm; logits without a bias.
-    All other linear layers and the norms have biases.
+    after a LayerNorm (eps 1e-5) and with a shortcut; a last LayerNorm; logits without a bias. All
+    other linear layers and the norms have biases.
 
     layers: blocks of attention and two linear layers
     heads: parts of the width that attend by themselves

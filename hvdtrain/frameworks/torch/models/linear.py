@@ -21,5 +21,5 @@ class Linear(nn.Module):
 
 
 def build(name: str, shape: tuple[int, ...], outputs: int) -> nn.Module:
-    """It has no options."""
+    """Builds a linear layer, which has no options."""
     return Linear(math.prod(shape), outputs)

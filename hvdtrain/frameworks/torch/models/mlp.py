@@ -14,11 +14,11 @@ from hvdtrain.frameworks.torch.sparse_dropout import SparseDropout
 
 
 class MLP(nn.Sequential):
-    """Images flattened, hidden layers, logits."""
+    """Flattened images, hidden layers, logits."""
 
     def tensor_plan(self) -> dict[str, str]:
-        """Pairs of layers are cut, so that one sum over ranks follows each pair; of an odd number
-        the last one stays whole."""
+        """Partitions pairs of layers, so that one sum over ranks follows each pair; with an odd
+        number of layers, the last one is replicated."""
         layers = [
             name for name, layer in self.named_children() if name.startswith("fc") or name == "head"
         ]
@@ -38,7 +38,7 @@ def build(
     widths: tuple[int, ...] = (128,),
     dropout: float = 0.0,
 ) -> nn.Module:
-    """Images flattened, hidden layers, logits.
+    """Flattened images, hidden layers, logits.
 
     widths: neurons of each hidden layer
     dropout: share of hidden activations dropped in training, 0 to 1

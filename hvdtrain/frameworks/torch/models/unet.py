@@ -48,7 +48,7 @@ class UNet(nn.Module):
 
 
 def _twice(before: int, after: int, norm: Norm, groups: int) -> nn.Sequential:
-    """Two 3x3 convolutions that keep the size, each with its norm and a ReLU."""
+    """Two 3x3 convolutions that keep the size, each with a norm and ReLU."""
     layers: list[nn.Module] = []
     for channels in (before, after):
         layers.append(nn.Conv2d(channels, after, 3, padding=1, bias=norm == "none"))
@@ -68,13 +68,13 @@ def build(
     groups: int = 8,
 ) -> nn.Module:
     """Ronneberger et al. 2015, arXiv:1505.04597, with convolutions that keep the size, and a norm
-    behind each.
+    after each.
 
     widths: channels at each size of the image, from the whole one on; each next size is half
     norm: batch; group: of each sample alone, so that any number of ranks computes the same; none
     groups: channels of a group norm share statistics in so many groups
 
-    Raises UserError for widths that make no layers, or images that cannot be halved so often.
+    Raises UserError for invalid widths, and for images that cannot be halved this often.
     """
     check_unet(shape, widths, norm, groups)
     return UNet(shape[2], pixel_classes, widths, norm, groups)

@@ -1,5 +1,5 @@
 """A wide residual network for small images: a stem, then three pairs of blocks, each pair wider and
-coarser than the one before."""
+coarser than the previous pair."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvdtrain.frameworks.torch.sparse_dropout import SparseDropout
 
 
 def convolution(inputs: int, outputs: int) -> nn.Sequential:
-    """3x3 convolution, norm, ReLU; the norm has the bias."""
+    """Returns a 3x3 convolution, norm and ReLU; the norm has the bias."""
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, kernel_size=3, padding=1, bias=False),
         nn.BatchNorm2d(outputs),
@@ -20,8 +20,8 @@ def convolution(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class WideResNetBlock(nn.Module):
-    """Two convolutions beside a shortcut, which a 1x1 convolution scales where the number of
-    channels changes."""
+    """Two convolutions with a shortcut, which has a 1x1 convolution if the number of channels
+    changes."""
 
     def __init__(self, inputs: int, outputs: int, dropout: float) -> None:
         super().__init__()
@@ -76,9 +76,9 @@ def build(
     """The default is narrow: digits train in seconds. 16,160,320,640 is the full width for 28x28
     images.
 
-    It has no zero_gamma as the ResNets have: a block ends in ReLU after its norm, so that with a
-    scale of 0 the ReLU would get 0, where its slope is 0, and neither that norm nor the
-    convolutions before it would ever get a gradient.
+    Unlike the ResNets it has no zero_gamma, because a block ends with a norm and ReLU. With a scale
+    of 0 the ReLU would get 0, where its slope is 0, so that norm and the convolutions before it
+    would never get a gradient.
 
     widths: channels of the stem and of the three pairs of blocks
     dropout: share of activations dropped between the two convolutions of a block, 0 to 1

@@ -1,1 +1,1 @@
-"""Optimizers of PyTorch: our rules as torch.optim.Optimizer, and a user's own class."""
+"""PyTorch optimizers: hvdtrain's rules as torch.optim.Optimizer, and user classes."""

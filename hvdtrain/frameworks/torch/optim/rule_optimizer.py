@@ -1,5 +1,5 @@
-"""The optimizers of the torch framework: a Rule as a torch.optim.Optimizer, or a user's own class,
-and their state as arrays by name."""
+"""The optimizers of the torch framework: a Rule as a torch.optim.Optimizer, or a user's class, and
+their state as arrays by name."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from hvdtrain.optim.rule import Rule, is_excluded, newton_schulz
 from hvdtrain.optim.thawing import Thawed
 from hvdtrain.optim.weight_average import Averaged, without_average
 
-Arrays = list[torch.Tensor]  # of one dtype on one device
+Arrays = list[torch.Tensor]  # tensors of one dtype on one device
 Row = torch.Tensor  # (n,), one number for each of n parameters
 
 
 class TorchOps:
-    """A rule's arithmetic over lists of tensors. Call it under torch.no_grad(). A Row never goes to
-    the host: nothing waits for a GPU.
+    """A rule's arithmetic over lists of tensors. Call it under torch.no_grad(). A Row is never
+    copied to the host, so nothing waits for a GPU.
 
-    A Row as a factor costs one kernel for each parameter on a GPU, where a Python number costs one
+    On a GPU, a Row as a factor takes one kernel for each parameter, while a Python number takes one
     for many.
     """
 
@@ -85,7 +85,7 @@ class TorchOps:
         return torch.stack(torch._foreach_norm(x))
 
     def orthogonalize(self, x: Arrays, p: Arrays, rounds: int, eps: float, dtype: str) -> Arrays:
-        # a flattened part of a matrix would give wrong numbers
+        # a flattened part of a matrix would give wrong results
         assert all(t.ndim >= 2 for t in x), [tuple(t.shape) for t in x]
         alike: dict[torch.Size, list[int]] = {}
         for i, t in enumerate(x):
@@ -126,10 +126,10 @@ GROUP = "group."  # begins a key of state that belongs to the parameter group
 class RuleOptimizer(torch.optim.Optimizer):
     """A torch optimizer that applies a rule to many parameters in one call.
 
-    A group holds rule, lr, momentum, weight_decay and step, the updates done; state[p] holds the
-    tensors "0", "1", ... of the rule's state, one number for a parameter as a 0-d tensor. Its
-    groups alone construct it again: hvd.DistributedOptimizer does that. A parameter whose grad is
-    None is left out, as torch does, but step counts for the whole group.
+    A group holds rule, lr, momentum, weight_decay and step, the number of updates. state[p] holds
+    the tensors "0", "1", ... of the rule's state; one number for a parameter is a 0-d tensor. It
+    can be constructed again from its groups only, as hvd.DistributedOptimizer does. A parameter
+    whose grad is None is skipped, as in torch, but step counts for the whole group.
     """
 
     ops = OPS
@@ -138,7 +138,9 @@ class RuleOptimizer(torch.optim.Optimizer):
     )
     run_bytes = (
         8 << 20
-    )  # of parameters that a rule updates in one call on a CPU: its temporary tensors then stay in the cache  # noqa: E501
+        # bytes of parameters that a rule updates in one call on a CPU, so that its temporary
+        # tensors stay in the cache
+    )
 
     def __init__(
         self,
@@ -154,7 +156,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        # what wraps it imports torch's compiler: half a second of every start
+        # its wrapper imports torch's compiler, which takes half a second at every start
         add = torch.optim.Optimizer.add_param_group
         getattr(add, "__wrapped__", add)(self, param_group)
         group = self.param_groups[-1]
@@ -192,7 +194,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Creates the state of every parameter without one."""
+        """Creates the state of every parameter that has none."""
         for group in self.param_groups:
             for p in group["params"]:
                 self._fill(group["rule"], p)
@@ -229,10 +231,10 @@ def rows(rule: Any) -> tuple[bool, ...]:
 def runs(
     parameters: Parameters, run_bytes: int, bytes_of: Callable[[torch.nn.Parameter], int]
 ) -> Iterator[Parameters]:
-    """Groups parameters of one dtype and device for one call of a rule: on a GPU all of them, on a
-    CPU about `run_bytes`.
+    """Groups parameters of one dtype and device for one call of a rule: all of them on a GPU, about
+    `run_bytes` on a CPU.
 
-    bytes_of: the bytes of the whole parameter of a shard, so that every rank makes the same runs.
+    bytes_of: the bytes of a shard's whole parameter, so that every rank forms the same groups.
     """
     alike: dict[tuple[torch.dtype, torch.device], Parameters] = {}
     for p in parameters:
@@ -298,14 +300,14 @@ def groups(named: NamedParameters, exclude: bool) -> list[dict[str, Any]]:
 def make_user_optimizer(
     constructor: Callable[..., Any], name: str, named: NamedParameters, config: Config
 ) -> torch.optim.Optimizer:
-    """A torch.optim.Optimizer of any class, from the options of `optim`; lr follows the recipe,
-    decay and momentum where they are set.
+    """Creates a torch.optim.Optimizer of any class from the options of `optim`. lr follows the
+    recipe, and so do decay and momentum if they are set.
 
-    Without optim.weight_decay the class's own default holds, for every parameter, as in torch. A
-    checkpoint holds the tensors and numbers of its state, and the numbers of its parameter groups,
-    tuples and lists of them too, that it changes. All else that it keeps (strings, attributes of
-    itself) is dropped, and starts afresh where a job is resumed. Raises UserError if the class
-    or its options do not fit.
+    Without optim.weight_decay the class's default applies to every parameter, as in torch. A
+    checkpoint contains the tensors and numbers of its state, and the numbers in its parameter
+    groups that it changes, also in tuples and lists. Anything else, such as strings and attributes,
+    is not saved, and is initial again in a resumed job. Raises UserError if the class or its
+    options are not supported.
     """
     optimizer = construct(
         constructor,
@@ -344,15 +346,15 @@ def fill_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 def optimizer_state(
     optimizer: torch.optim.Optimizer, p: torch.nn.Parameter
 ) -> dict[str, torch.Tensor]:
-    """The live state of a parameter by key, sorted; what a user's class counts in its group as
-    "group.step:int".
+    """Returns the live state of a parameter by sorted key; counters that a user's class keeps in
+    its group are "group.step:int".
 
-    A Python number is a 0-d float64 tensor of its own, and its key ends with its type; what is
-    neither tensor nor number is left out.
+    A Python number becomes a new 0-d float64 tensor, and its key ends with its type; anything else
+    is omitted.
     """
     if isinstance(
         optimizer, RuleOptimizer
-    ):  # a copy of the state at every sync point asks for that of every parameter
+    ):  # a copy of the state at every sync point needs it for every parameter
         return dict(sorted(optimizer.state.get(p, {}).items()))
     counts = {GROUP + key: count for key, count in counters(group_of(optimizer, p)).items()}
     return dict(sorted((as_tensors(optimizer.state.get(p, {})) | counts).items()))
@@ -373,14 +375,14 @@ def has_averages(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def average(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> torch.Tensor:
-    """The average of optim.ema; before the first step the weights themselves."""
+    """Returns the average of optim.ema; before the first step, the weights."""
     state = optimizer_state(optimizer, p)
     last = len(state) - 1
     return state[f"{last - 1}"] if state[f"{last}"] > 0 else p.detach()
 
 
 def group_of(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> dict[str, Any]:
-    """The parameter group that p is in. A checkpoint asks for that of each parameter."""
+    """Returns the parameter group of p. A checkpoint needs it for each parameter."""
     place = _places.get(optimizer, {}).get(id(p))
     if place is None or not _is_at(optimizer, p, place):
         _places[optimizer] = {
@@ -399,7 +401,7 @@ class Place(NamedTuple):
     position: int  # in it
 
 
-# of parameters by id(), as group_of() last saw them: whoever changes groups need not know of it
+# cache of group_of() by id() of parameters; code that changes groups need not know about it
 _places: WeakKeyDictionary[torch.optim.Optimizer, dict[int, Place]] = WeakKeyDictionary()
 
 
@@ -413,8 +415,8 @@ def _is_at(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter, place: Place
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, p: torch.nn.Parameter, arrays: dict[str, np.ndarray]
 ) -> None:
-    """Copies arrays into the live state of a parameter, adds entries that are missing, and removes
-    those that the arrays lack.
+    """Copies arrays into the live state of a parameter, adds missing entries, and removes entries
+    that the arrays lack.
 
     Raises UserError if a user's class cannot continue from them.
     """
@@ -430,7 +432,7 @@ def _load(
 ) -> None:
     group = group_of(optimizer, p)
     state = optimizer.state[p]
-    # as torch's own do
+    # as in torch's optimizers
     counts_on_host = not any(
         group.get("fused") or group.get("capturable") for group in optimizer.param_groups
     )
@@ -446,7 +448,7 @@ def _load(
 
 
 def class_entry(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Returns a state entry whose name contains the user's class, since arrays cannot store
+    """Returns a state entry whose name contains the user's class, because arrays cannot store
     strings; none for a rule."""
     first = optimizer.param_groups[0]
     return (
@@ -455,8 +457,8 @@ def class_entry(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
 
 
 def check_class(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
-    """Raises UserError if the optimizer state among the names of a state is another class's; a
-    state without any fits every class."""
+    """Raises UserError if the optimizer state among the names of a state belongs to another class;
+    a state without optimizer state matches every class."""
     # "": not an entry of class_entry()
     classes = {name if name.startswith(MADE_BY) else "" for name in names if name.startswith("s.")}
     theirs = "".join(classes)
@@ -480,8 +482,8 @@ def check_class(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
 
 
 def _public_name(entry: str) -> str:
-    """Returns the public name of a class of torch, such as torch.optim.RMSprop; for other classes
-    the whole path."""
+    """Returns the public name of a torch class, such as torch.optim.RMSprop; for other classes the
+    full path."""
     path = entry.removeprefix(MADE_BY)
     name = path.rpartition(".")[2]
     return (

@@ -17,8 +17,8 @@ from hvdtrain.config.sections.section import DEFAULT
 from hvdtrain.core.own_line import own_line
 from hvdtrain.errors import UserError
 
-OWN_KEYS = {"params", "excluded", "follow", "construction"}  # of a user's parameter groups
-# a bool is an int: it comes first
+OWN_KEYS = {"params", "excluded", "follow", "construction"}  # added to a user's parameter groups
+# bool first, because a bool is an int
 KINDS: dict[str, type] = {
     "bool": bool,
     "int": int,
@@ -38,10 +38,10 @@ class Construction(NamedTuple):
     which hvd.DistributedOptimizer keeps."""
 
     constructor: Callable[..., Any]
-    arguments: dict[str, Any]  # of the constructor, but for the groups
+    arguments: dict[str, Any]  # arguments of the constructor, except the groups
     options: tuple[str, ...]  # the names of those arguments that only the constructor sees
     initial: dict[str, Any]  # the group's settings() afterwards
-    rate: float = 1.0  # the group's own, which the recipe's multiplies
+    rate: float = 1.0  # the group's rate, which is multiplied by the recipe's
 
     @property
     def path(self) -> str:
@@ -56,8 +56,8 @@ def construct(
     config: Config,
     where: str,
 ) -> torch.optim.Optimizer:
-    """The optimizer of a class for groups and options, each group with its Construction. Raises
-    UserError with the class's signature."""
+    """Constructs the optimizer of a class for groups and options, each group with its Construction.
+    Raises UserError with the class's signature."""
     signature = signature_of(constructor)
     if signature is None or not issubclass(constructor, torch.optim.Optimizer):  # type: ignore[arg-type]
         what = f"{name}{signature or '(...)'} is not a subclass of torch.optim.Optimizer"
@@ -67,7 +67,7 @@ def construct(
         )
         raise UserError(what, where, f"{fix}; functions of optax are for framework=jax")
     check_closure(constructor, name, where)
-    if "lr" in config.optim.options:  # the recipe gives it in each step
+    if "lr" in config.optim.options:  # the recipe sets it in each step
         raise UserError(
             "the learning rate of a class of torch.optim is not optim.lr",
             config.where("optim.lr"),
@@ -81,7 +81,7 @@ def construct(
         optimizer: torch.optim.Optimizer = constructor(groups, **construction.arguments)
     except (
         Exception
-    ) as error:  # of a number that makes no sense torch raises ValueError, other classes anything
+    ) as error:  # for an invalid number torch raises ValueError, other classes anything
         message = (
             f"{error}"
             if isinstance(error, (TypeError, ValueError))
@@ -213,7 +213,7 @@ def _check_all_are_there(
 
 
 def check_closure(kind: Any, name: str, where: str) -> None:
-    """Raises UserError for a class whose step() computes the loss again."""
+    """Raises UserError for a class whose step() re-evaluates the loss."""
     if any(
         argument.default is argument.empty
         for argument in list(inspect.signature(kind.step).parameters.values())[1:]
@@ -223,8 +223,8 @@ def check_closure(kind: Any, name: str, where: str) -> None:
 
 
 def take(optimizer: torch.optim.Optimizer, follow: tuple[str, ...]) -> None:
-    """Adds to each parameter group of an existing optimizer what checkpoints and shard.stage
-    need."""
+    """Adds the entries that checkpoints and shard.stage need to each parameter group of an existing
+    optimizer."""
     signature = signature_of(type(optimizer))
     known = signature.parameters if signature else {}
     arguments = {key: value for key, value in optimizer.defaults.items() if key in known}
@@ -236,7 +236,7 @@ def take(optimizer: torch.optim.Optimizer, follow: tuple[str, ...]) -> None:
     is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
     options = tuple(key for key in changed if key in _IN_CONSTRUCTORS_OF_TORCH or not is_of_torch)
     for group in optimizer.param_groups:
-        # of torch's own, where it was given pairs: parts of parameters have none
+        # torch adds it for named parameters; parts of parameters have no names
         group.pop("param_names", None)
         initial = settings(group)
         group |= {
@@ -255,8 +255,8 @@ def _is_same(value: Any, default: Any) -> bool:
 
 
 def signature_of(constructor: Callable[..., Any]) -> inspect.Signature | None:
-    """The signature of a class; None if it is not a class, or one written in C without a
-    signature."""
+    """Returns the signature of a class; None if it is not a class, or has no signature because it
+    is written in C."""
     try:
         return inspect.signature(constructor) if inspect.isclass(constructor) else None
     except ValueError:
@@ -264,8 +264,8 @@ def signature_of(constructor: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def arguments(signature: inspect.Signature, config: Config) -> dict[str, Any]:
-    """The constructor's arguments: the options, and lr and momentum or betas where it has them,
-    since it may check one against another."""
+    """Returns the constructor's arguments: the options, and lr and momentum or betas if it has
+    them, because it may validate them together."""
     options = dict(config.optim.options)
     momentum = config.optim.momentum
     if "lr" in signature.parameters:
@@ -280,8 +280,8 @@ def arguments(signature: inspect.Signature, config: Config) -> dict[str, Any]:
 
 
 def followed(group: dict[str, Any], name: str, config: Config) -> tuple[str, ...]:
-    """The fields of Hyper that a group of a user's class takes. Raises UserError if it lacks one
-    that the configuration sets."""
+    """Returns the fields of Hyper that a group of a user's class supports. Raises UserError if it
+    lacks one that the configuration sets."""
     has = {
         "lr": "lr" in group,
         "weight_decay": "weight_decay" in group,
@@ -325,7 +325,7 @@ def _kind(value: Any) -> str | None:
 
 
 def settings(group: dict[str, Any]) -> dict[str, Any]:
-    """The numbers() of a parameter group, and copies of its tuples and lists of numbers:
+    """Returns the numbers() of a parameter group, and copies of its tuples and lists of numbers:
     {"betas:tuple-float": (0.9, 0.999)}, or "tuple-int-float" of (0, 0.999)."""
     values: dict[str, Any] = numbers(group)
     for key, value in group.items():
@@ -379,8 +379,8 @@ def load_entries(
     device: torch.device,
     counts_on_host: bool,
 ) -> None:
-    """Copies arrays into the `live` ones of entries, makes those that are missing, and removes
-    those that the arrays lack.
+    """Copies arrays into the `live` tensors of entries, creates missing ones, and removes those
+    that the arrays lack.
 
     Raises UserError if the optimizer cannot take an array.
     """
@@ -423,16 +423,16 @@ def try_step(
     p: torch.nn.Parameter,
     load: Callable[[torch.optim.Optimizer, torch.nn.Parameter], None],
 ) -> None:
-    """Raises UserError if a step from the state that `load` loads fails, as it may after another
-    class or other options.
+    """Raises UserError if a step from the loaded state fails, as it may with another class or other
+    options.
 
-    A new optimizer of the same class makes the step, for a copy of `p` with a gradient of zero.
-    Costs the memory of its state.
+    A new optimizer of the same class makes the step, for a copy of `p` with a zero gradient. Takes
+    the memory of its state.
     """
     error = _error_of_step(group, p, load)
     if error and not _error_of_step(
         group, p, lambda *_: None
-    ):  # where this one fails too, it says nothing about the state
+    ):  # if this step fails, too, the state is not the reason
         what = (
             f"{group['construction'].path} cannot resume from this state: {type(error).__name__}: "
             f"{error}"
@@ -457,8 +457,8 @@ def set_mode(optimizer: torch.optim.Optimizer, *, training: bool) -> None:
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, name: str, where: str) -> None:
-    """Raises UserError for a user's class whose steps on two parts of a parameter are not its step
-    on the whole, as shard.stage needs it.
+    """Raises UserError for a user's class whose steps on two parts of a parameter differ from its
+    step on the whole, which shard.stage does not support.
 
     Compares three steps of a 4 x 6 parameter.
     """
@@ -499,7 +499,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, name: str, where: str) -
 
 
 def _steps(group: dict[str, Any], starts: list[torch.Tensor]) -> torch.Tensor:
-    """(24,), the numbers after three steps of a new optimizer of the same class."""
+    """Returns the numbers after three steps of a new optimizer of the same class, (24,)."""
     parameters = [torch.nn.Parameter(start.clone()) for start in starts]
     construction = group["construction"]
     own = {key: group[key] for key in OWN_KEYS} | {"params": parameters}
@@ -517,7 +517,8 @@ def keys_of_numbers_of_class(group: dict[str, Any], like: torch.Tensor) -> set[s
     element; none if that fails."""
     p = torch.nn.Parameter(like.detach().new_zeros(1))
     p.grad = torch.zeros_like(p)
-    with contextlib.suppress(Exception):  # of the user's code, whose own step will tell
+    # an error of user code, which its real step will raise again
+    with contextlib.suppress(Exception):
         optimizer = _new(group, p)
         set_mode(optimizer, training=True)
         optimizer.step()
@@ -526,7 +527,7 @@ def keys_of_numbers_of_class(group: dict[str, Any], like: torch.Tensor) -> set[s
 
 
 def _new(group: dict[str, Any], p: torch.nn.Parameter) -> torch.optim.Optimizer:
-    """An optimizer of the same class, without state."""
+    """Returns an optimizer of the same class, without state."""
     construction: Construction = group["construction"]
     made: torch.optim.Optimizer = construction.constructor(
         [{key: group[key] for key in OWN_KEYS} | {"params": [p]}], **construction.arguments

@@ -1,7 +1,7 @@
-"""BlockByBlock: a large model that ranks will have in parts, before they have them. A forward pass
-has the weights of one block at a time, and each rank then takes its part of them.
+"""BlockByBlock: a large model before it is partitioned over ranks. A forward pass has the weights
+of one block at a time, and each rank then takes its part of them.
 
-The numbers are those of the model made as a whole, to the last bit (frameworks/torch/deferred.py).
+The values are bit-identical to a model that is created as a whole (frameworks/torch/deferred.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from hvdtrain.frameworks.torch.parallel.blocks import units
 from hvdtrain.frameworks.torch.private_api import TorchDispatchMode, tree_leaves
 from hvdtrain.frameworks.torch.same_weights import as_on_rank_0
 
-# a model of fewer bytes is made whole: its weights are drawn once, and not again for each pass
+# a smaller model is created as a whole, so that its weights are drawn only once and not for each
+# pass
 WHOLE_BYTES = 2**28
 
 
@@ -38,8 +39,8 @@ class ModuleBefore(NamedTuple):
 
 
 class BlockByBlock:
-    """A model whose parameters have memory only where a pass, or the rank's part, needs it. Its
-    buffers have it always."""
+    """A model whose parameters have memory only when a pass, or the rank's part, needs it. Its
+    buffers always have memory."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class BlockByBlock:
         dtype: torch.dtype,
         world: Communicator,
     ) -> None:
-        """deferred: has the numbers of meta tensors; None: all numbers are in host memory."""
+        """deferred: computes the values of meta tensors; None: all values are in host memory."""
         self.model = model
         self._deferred = deferred
         self._device = device
@@ -68,21 +69,22 @@ class BlockByBlock:
                     if id(buffer) not in buffers:
                         buffers[id(buffer)] = self._numbers(buffer).to(device)
                     module._buffers[name] = buffers[id(buffer)]
-            for name, tensor in list(vars(module).items()):  # as a mask that is not registered
+            # for example, a mask that is not registered
+            for name, tensor in list(vars(module).items()):
                 if isinstance(tensor, torch.Tensor) and tensor.is_meta and deferred is not None:
                     setattr(module, name, deferred.value(tensor))
         self.begin()
 
     def begin(self, *, agreed: bool = False) -> None:
-        """From now on a pass has the weights of one block at a time, and of the rest of the model.
-        agreed: with the numbers of rank 0; each pass is a collective then."""
+        """From now on, a pass has the weights of one block at a time, and of the rest of the model.
+        agreed: use rank 0's values; then each pass is a collective."""
         self.end()
         self._is_agreed = agreed
         blocks = units(self.model)
         inside = {module for block in blocks for module in block.modules()}
         self._rest = self._give([m for m in self.model.modules() if m not in inside])
         for block in blocks:
-            under_way: list[list[ModuleBefore]] = []  # of the calls of this block
+            under_way: list[list[ModuleBefore]] = []  # the state of each call of this block
 
             def give(
                 block: nn.Module, inputs: Any, calls: list[list[ModuleBefore]] = under_way
@@ -103,7 +105,7 @@ class BlockByBlock:
             ]
 
     def end(self) -> None:
-        """No parameter has memory from now on."""
+        """From now on, no parameter has memory."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -112,7 +114,8 @@ class BlockByBlock:
 
     @contextlib.contextmanager
     def in_memory(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Inside, the parameters of these modules, and of those in them, have memory."""
+        """Gives memory to the parameters of these modules and their submodules within the
+        context."""
         given = self._give([each for module in modules for each in module.modules()])
         try:
             yield
@@ -120,15 +123,15 @@ class BlockByBlock:
             self._take(given)
 
     def cut(self, cut_of: dict[nn.Parameter, tuple[nn.Parameter, Cut]]) -> None:
-        """The model's layers have been cut between end() and begin(): a part has its numbers of the
-        whole from now on. cut_of: part -> whole, cut."""
+        """Called after layers were partitioned, between end() and begin(): from now on a part has
+        its values of the whole. cut_of: part -> whole, cut."""
         self._cut_of = cut_of
 
     def place(
         self, is_here: Callable[[nn.Parameter], bool] = lambda p: True
     ) -> dict[nn.Parameter, nn.Parameter]:
-        """Gives each parameter that this rank has its memory, with the numbers of rank 0; others
-        keep their shapes. Returns what each became. A collective; the last call."""
+        """Allocates each parameter that this rank has, with rank 0's values; others only keep their
+        shapes. Returns the parameter that each became. A collective; the last call."""
         self.end()
         self._is_agreed = True
         placed: dict[nn.Parameter, nn.Parameter] = {}
@@ -145,7 +148,7 @@ class BlockByBlock:
         placed: dict[nn.Parameter, nn.Parameter] | None = None,
         is_here: Callable[[nn.Parameter], bool] = lambda p: True,
     ) -> list[ModuleBefore]:
-        """Gives the parameters of these modules memory; returns what _take() needs."""
+        """Gives memory to the parameters of these modules; returns the arguments for _take()."""
         placed = {} if placed is None else placed  # a tied parameter stays one
         given = []
         self.is_giving = True
@@ -178,11 +181,11 @@ class BlockByBlock:
         else:
             tensor = cut.take(numbers).to(self._device, copy=True)
         new = nn.Parameter(tensor, p.requires_grad)
-        vars(new).update(vars(p))  # what a script has set
+        vars(new).update(vars(p))  # attributes that a script has set
         return new
 
     def _numbers(self, tensor: torch.Tensor, *, is_used: bool = True) -> torch.Tensor:
-        """On the host. is_used: whether this rank needs them."""
+        """Returns a tensor's values on the host. is_used: whether this rank needs them."""
         kind = self._dtype if tensor.is_floating_point() else tensor.dtype
         is_used = is_used or (self._is_agreed and self._world.rank == 0)
         if not is_used:
@@ -195,7 +198,8 @@ class BlockByBlock:
 
 
 def start_bytes_of(model: nn.Module) -> int:
-    """The most that weights and buffers of a model take on a rank before they are parts."""
+    """Returns the most bytes that a model's weights and buffers take on a rank before they are
+    partitioned."""
     whole = bytes_of(model)
     blocks = list(map(bytes_of, units(model)))
     if whole < WHOLE_BYTES or not blocks:
@@ -204,8 +208,8 @@ def start_bytes_of(model: nn.Module) -> int:
 
 
 class _RefusesMeta(TorchDispatchMode):
-    """Inside, an operation on a tensor without memory raises RuntimeError. With one of them a
-    matrix product of torch on a CPU returns memory that nobody has written (torch 2.13)."""
+    """Within the context, an operation on a tensor without memory raises RuntimeError. Otherwise a
+    CPU matrix product with such a tensor would return uninitialized memory (torch 2.13)."""
 
     def __init__(self, blocks: BlockByBlock) -> None:
         super().__init__()
@@ -228,11 +232,11 @@ def make_block_by_block(
     world: Communicator,
     runs: Callable[[nn.Module], None],
 ) -> BlockByBlock | nn.Module:
-    """What make() returns, block by block if it is large and has blocks; else the model, with all
-    of its memory on the host.
+    """Returns the result of make(), block by block if it is large and has blocks; else the model,
+    with all of its memory on the host.
 
-    runs: makes a forward pass. If a model reads the weights of a block without calling it, it is
-    made whole.
+    runs: makes a forward pass. A model that reads the weights of a block without calling it is
+    created as a whole.
     """
     before = torch.get_rng_state()
     try:
@@ -244,7 +248,8 @@ def make_block_by_block(
     after = torch.get_rng_state()
     if units(model) and (deferred is not None or device.type != "cpu"):
         found = BlockByBlock(model, deferred, device, dtype, world)
-        with contextlib.suppress(Exception):  # it comes again where the model itself is wrong
+        # the error is raised again if the model itself is wrong
+        with contextlib.suppress(Exception):
             with _RefusesMeta(found):
                 runs(model)
             return found

@@ -1,4 +1,4 @@
-"""The blocks of a model: modules that one rank can have, or have in memory, without the others."""
+"""The blocks of a model: modules that a rank can hold without the others."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 
 def units(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules of the model's `blocks` that have parameters and share none with other modules.
-    The remaining modules stay with the rest of the model."""
+    """Returns the modules of the model's `blocks` that have parameters and share none with other
+    modules. Other modules remain in the rest of the model."""
     blocks = [block for block in getattr(model, "blocks", ()) if isinstance(block, torch.nn.Module)]
     times = Counter(id(block) for block in blocks)
     owners = Counter(id(p) for p in _all_parameters(model.modules()))
@@ -26,5 +26,5 @@ def units(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _all_parameters(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
-    """With one that several modules have as often as they do."""
+    """Returns the parameters of modules; a shared parameter occurs once for each of its modules."""
     return [p for module in modules for p in module._parameters.values() if p is not None]

@@ -33,21 +33,21 @@ class Bucket(ABC):
         parameters: Sequence[torch.nn.Parameter],
         begins: Mapping[torch.nn.Parameter, int] | None = None,
     ) -> None:
-        """begins: the offset of each parameter in the buffer; by default one after the other."""
+        """begins: the offset of each parameter in the buffer; by default they are contiguous."""
         self.parameters = list(parameters)
         self._begins = dict(begins) if begins is not None else offsets_of(self.parameters)
         self._taken: set[torch.nn.Parameter] = set()
 
     @abstractmethod
     def empty(self) -> torch.Tensor:
-        """Returns the buffer (n,), which no pending operation reads."""
+        """Returns the buffer (n,), after pending operations have finished reading it."""
 
     def view(self, flat: torch.Tensor, p: torch.nn.Parameter) -> torch.Tensor:
-        """The part of a buffer that belongs to a parameter, in its shape."""
+        """Returns the part of a buffer that belongs to a parameter, in its shape."""
         return flat[self._begins[p] : self._begins[p] + p.numel()].view(p.shape)
 
     def take(self, p: torch.nn.Parameter) -> None:
-        """Copies p.grad into the buffer and frees it; zeros if there is none."""
+        """Copies p.grad into the buffer and frees it; writes zeros if there is no gradient."""
         view = self.view(self.empty(), p)
         view.zero_() if p.grad is None else view.copy_(p.grad)
         p.grad = None
@@ -70,11 +70,11 @@ B = TypeVar("B", bound=Bucket)
 
 
 class InOrder(Generic[B]):
-    """Fills buckets as backward computes gradients, and starts full ones: one after the other, in
-    the same order on every rank.
+    """Fills buckets as backward computes gradients, and starts to reduce full ones, in the same
+    order on every rank.
 
-    Between begin() and end() the gradients of a pass are taken; p.grad then has the sum over the
-    passes that were not.
+    Takes the gradients of a pass between begin() and end(). p.grad then holds the sum over earlier
+    passes, which were not taken.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class InOrder(Generic[B]):
         while complete < len(self._buckets) and self._missing[complete] == 0:
             complete += 1
         if complete > self._started:
-            self._stopwatch.enter("communication")  # an engine may wait for the other ranks here
+            self._stopwatch.enter("communication")  # an engine may wait for other ranks here
             self._start_until(complete)
             self._stopwatch.enter("backward")
 
@@ -136,7 +136,8 @@ def offsets_of(parameters: Sequence[torch.nn.Parameter]) -> dict[torch.nn.Parame
 
 
 def group(named: NamedParameters, bucket_bytes: int) -> list[list[torch.nn.Parameter]]:
-    """Parameters from last to first, cut where a bucket is full or the dtype changes."""
+    """Groups parameters from last to first into buckets; a bucket ends when it is full or the dtype
+    changes."""
     groups: list[list[torch.nn.Parameter]] = []
     used = 0
     for _, p in reversed(named):
@@ -160,14 +161,15 @@ class Buckets(Strategy):
     """Flat buffers of about `bucket_bytes`, filled from the last layer to the first, each with one
     named allreduce.
 
-    In the last pass of a step a gradient is copied into its buffer as soon as backward has computed
-    it, still in the cache. Bucket k starts only after bucket k - 1, so that the order is the same
-    on every rank whatever order backward takes. In a narrow `compressed` type nothing overflows
-    that a mean over the batch would not: the loss is divided by the global batch before.
+    In the last pass of a step, a gradient is copied into its buffer as soon as backward has
+    computed it, while it is in the cache. Bucket k starts only after bucket k - 1, so that the
+    order is the same on every rank, whatever the order of backward. A narrow `compressed` dtype
+    overflows only if a mean over the batch would, because the loss is divided by the global batch
+    first.
 
-    With op="adasum" every rank's gradient is the mean over its own samples (Maleki et al. 2020,
-    arXiv:2006.02924), in one bucket for each tensor where bucket_bytes is 0. The phase of
-    `stopwatch` is "communication" while buckets start inside backward: that may wait.
+    With op="adasum", every rank's gradient is the mean over its samples (Maleki et al. 2020,
+    arXiv:2006.02924), with one bucket for each tensor if bucket_bytes is 0. The phase of
+    `stopwatch` is "communication" while buckets are started in backward, because that may wait.
     """
 
     def __init__(
@@ -224,7 +226,7 @@ class Buckets(Strategy):
 
 
 class _ReducedBucket(Bucket):
-    """A bucket whose buffer is reduced."""
+    """A bucket whose buffer is all-reduced."""
 
     def __init__(
         self,
@@ -252,7 +254,8 @@ class _ReducedBucket(Bucket):
         return self._flat
 
     def view(self, flat: torch.Tensor, p: torch.nn.Parameter) -> torch.Tensor:
-        """In p's memory format too: what works on many tensors at once wants all in one order."""
+        """Returns the part of a buffer for p in p's memory format, because operations on many
+        tensors need the same order in all of them."""
         if p.ndim == 4 and p.is_contiguous(memory_format=torch.channels_last):
             return flat.as_strided(p.shape, p.stride(), flat.storage_offset() + self._begins[p])
         return super().view(flat, p)
@@ -281,7 +284,7 @@ CLOSE = 1.1
 
 class Tuned(NamedTuple):
     bucket_bytes: int
-    seconds: float  # that the reduction of all buckets of this size takes
+    seconds: float  # time to reduce all buckets of this size
 
 
 def fastest_bucket_bytes(
@@ -290,7 +293,7 @@ def fastest_bucket_bytes(
     """Measures bucket sizes and returns the smallest of the fast ones, by the time of the slowest
     rank.
 
-    Every rank calls it, and gets the same.
+    Every rank calls it and gets the same result.
     """
     counts_of = {
         mb: [sum(p.numel() for p in bucket) for bucket in group(named, int(mb * 2**20))]

@@ -25,7 +25,7 @@ from hvdtrain.frameworks.torch.strategy import (
     run_passes,
 )
 
-# of torch 2.13
+# argument names changed in torch 2.13
 _NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 
 
@@ -40,7 +40,9 @@ class Ddp(Strategy):
         self._named = named
         self._bucket_mb = bucket_mb
         self._is_called = (
-            False  # DDP's module, since the last step: that of inside would reduce nothing
+            # whether DDP's module was called since the last step; calling the inner module would
+            # reduce nothing
+            False
         )
 
     @property
@@ -52,11 +54,11 @@ class Ddp(Strategy):
         no_buffers: dict[str, Any] = {
             "forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False
         }
-        # of channels_last gradients, which it copies; once in each process
+        # a warning about channels_last gradients, which it copies; once per process
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
         self._ddp = DistributedDataParallel(
             forward,
-            # its collectives never wait for those of others, whatever their order
+            # a separate group, so that its collectives do not wait for others, whatever their order
             process_group=dist.new_group(),
             bucket_cap_mb=self._bucket_mb,
             gradient_as_bucket_view=True,
@@ -78,9 +80,9 @@ class Ddp(Strategy):
         """Converts DDP's mean over ranks back to the sum: the loss is already divided by the global
         batch.
 
-        DDP waits until all gradients of a bucket are there, so a parameter that does not affect the
-        loss is a UserError. So is a script's loop that calls the module which it gave to DDP: each
-        rank would keep its own gradient.
+        DDP waits for all gradients of a bucket, so a parameter that does not affect the loss raises
+        UserError. A custom loop that calls the unwrapped module raises it, too, because each rank
+        would keep its local gradient.
         """
         if not self._is_called:
             what = (
@@ -132,7 +134,8 @@ class HorovodOptimizer(Strategy):
         return run_passes(micro, divisor, one_pass)
 
     def reduce(self) -> None:
-        fill_missing([p for _, p in self._named])  # Horovod does so itself, but for a single rank
+        # Horovod does this itself, except on a single rank
+        fill_missing([p for _, p in self._named])
         self._optimizer.synchronize()
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -145,21 +148,21 @@ def wrap_optimizer(optimizer: torch.optim.Optimizer, named: NamedParameters) -> 
     before any state exists."""
     import horovod.torch as hvd
 
-    # The constructor is called again, on the groups alone, and state from before is dropped: ours
-    # is made after it. A class that makes state in its constructor (Adagrad) makes the same again
-    # only where that takes no option: fits_horovod() refuses options.
+    # The constructor is called again with only the groups, and earlier state is dropped; hvdtrain
+    # creates state later. A class that creates state in its constructor (Adagrad) only recreates it
+    # if that needs no option, so fits_horovod() rejects options.
     return hvd.DistributedOptimizer(optimizer, named_parameters=named, op=hvd.Sum)
 
 
 def fits_horovod(optimizer: torch.optim.Optimizer, named: NamedParameters) -> str:
-    """Why hvd.DistributedOptimizer cannot take this optimizer with these parameters; empty if it
-    can."""
+    """Returns why hvd.DistributedOptimizer does not support this optimizer with these parameters;
+    empty if it does."""
     required = [
         p.name
         for p in list(inspect.signature(type(optimizer)).parameters.values())[1:]
         if _is_required(p)
     ]
-    if required:  # it constructs the optimizer again from its parameter groups alone
+    if required:  # it constructs the optimizer again from its parameter groups only
         return (
             f"Horovod cannot construct {type(optimizer).__name__} again without its "
             f"{', '.join(required)}"

@@ -1,11 +1,11 @@
-"""Divided: the strategy of ranks that share one model, around the strategy that reduces gradients
+"""Divided: the strategy of ranks that share one model. It wraps the strategy that reduces gradients
 over data-parallel ranks.
 
-Each element of the training state has one owner among the ranks of a model: the rank that has the
-part of a parameter, or, of a parameter that several of them have (a norm, a position embedding, a
-weight of two stages of a pipeline), the first. The owner alone updates it, and sends the others the
-new weights: so norms over parameters count everything once, and the copies of a weight are the same
-bits. Of a parameter of another stage a rank has 0 elements.
+Each element of the training state has one owner among the ranks of a model. It is the rank with
+that part of a parameter, or the first rank for a parameter on several ranks (a norm, a position
+embedding, a weight of two pipeline stages). Only the owner updates it, and sends the new weights to
+the others. So norms over parameters count everything once, and the copies of a weight are
+bit-identical. A rank has 0 elements of a parameter of another stage.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Divided(Around):
         pipelined: Stages | None = None,
         sequence: bool = False,
     ) -> None:
-        """cuts: of the parameters that are cut over a tensor group; the others are whole on all of
-        its ranks. pipelined: of parallel.pipeline; the parameters of other stages lose their
-        memory. sequence: a rank's gradients of whole parameters come from its positions alone.
+        """cuts: of parameters that are partitioned over a tensor group; others are replicated on
+        its ranks. pipelined: for parallel.pipeline; parameters of other stages lose their memory.
+        sequence: a rank's gradients of replicated parameters come only from its positions.
         """
         super().__init__(within)
         self._mesh = mesh
@@ -136,17 +136,17 @@ class Divided(Around):
         return total_over(self._mesh.parts, x)
 
     def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
-        if self._pipelined is None:  # whose passes call stages
+        if self._pipelined is None:  # with a pipeline, its passes call stages
             forward = self._within.wrap(forward, optimizer).forward
         return Wrapped(forward, of_shards(optimizer, self._shards, self.total))
 
     def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
         if self._pipelined is None:
             return self._within.run(micro, divisor, one_pass)
-        # all passes: gradients of weights may come late, without torch's hooks
+        # all passes at once, because gradients of weights may come late and without torch's hooks
         sums = one_pass(micro, divisor, True)
         self._pipelined.add_tied()
-        self._within.run([()], divisor, lambda *_: {})  # no pass: reduces what p.grad has
+        self._within.run([()], divisor, lambda *_: {})  # without a pass: only reduces p.grad
         return sums
 
     def reduce(self) -> None:
@@ -165,9 +165,9 @@ class Divided(Around):
         """Sums the gradients of replicated parameters over the ranks of a tensor group, in one
         allreduce of all ranks.
 
-        Of all ranks: those of a group may have other elements of a parameter (of parts of unequal
-        lengths buckets are cut elsewhere), and copies on ranks of `data` stay equal to the last
-        bit. Each element is counted once for each part of the positions.
+        All ranks take part, because ranks of a group may have different elements of a parameter
+        (with parts of unequal lengths, buckets differ), and so that copies on ranks of `data`
+        remain bit-identical. Each element counts once for each part of the positions.
         """
         lengths = [math.prod(self._shards[p].shape) for p in self._summed]
         first = self._summed[0]

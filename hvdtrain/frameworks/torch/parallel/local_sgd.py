@@ -1,4 +1,4 @@
-"""comm.local_steps: each rank makes some steps alone, then all ranks average their weights and
+"""comm.local_steps: each rank makes some local steps, then all ranks average their weights and
 optimizer state."""
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class LocalSGD(Strategy):
     """Local SGD (Stich 2019, arXiv:1805.09767, alg. 1) for every optimizer: its floating-point
     state is averaged with the weights.
 
-    A rank learns from the mean over its own samples of a step. The ranks average after
-    `local_steps` steps, and at every sync point: log.every_steps, a checkpoint, an evaluation. The
-    configuration refuses what would leave out an update on some ranks alone.
+    A rank uses the mean over its own samples of a step. The ranks average after `local_steps`
+    steps, and at every sync point: log.every_steps, a checkpoint, an evaluation. The configuration
+    rejects settings that would skip an update on only some ranks.
     """
 
     local_mean = True
@@ -55,7 +55,7 @@ class LocalSGD(Strategy):
 
     @torch.no_grad()
     def sync(self, optimizer: torch.optim.Optimizer) -> None:
-        """Averages over ranks, unless no step was made since the last time."""
+        """Averages over ranks, if a step was made since the last average."""
         if not self._steps:
             return
         self._steps = 0
@@ -76,8 +76,8 @@ class LocalSGD(Strategy):
             )
 
     def _averaged_tensors(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        """Weights, then the floating-point state of each, by its sorted keys; steps are equal on
-        all ranks."""
+        """Yields weights, then the floating-point state of each, by sorted keys; step counts are
+        equal on all ranks."""
         tensors: list[torch.Tensor] = list(self._trained)
         for p in self._trained:
             entries = sorted(optimizer.state.get(p, {}).items())
@@ -90,15 +90,14 @@ class LocalSGD(Strategy):
 
 
 class PostLocalSGD(Around):
-    """Post-local SGD (Lin et al. 2018, arXiv:1808.07217, section 3): the step's `hyper` says which
-    of two strategies makes it.
+    """Post-local SGD (Lin et al. 2018, arXiv:1808.07217, section 3): the step's `hyper` selects one
+    of two strategies.
 
-    Both leave the optimizer as it is, so its state carries over at the change, and ranks need not
-    tell each other about it.
+    Both use the same optimizer, so its state carries over at the change without communication.
     """
 
     def __init__(self, together: Buckets, apart: LocalSGD, begins: str) -> None:
-        """begins: the local steps, in words."""
+        """begins: text for when local steps begin."""
         super().__init__(together)
         self._together = together
         self._apart = apart

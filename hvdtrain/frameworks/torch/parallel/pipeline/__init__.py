@@ -1,2 +1,2 @@
-"""Pipeline parallelism: the layers of a model on several ranks, through which micro-batches pass
-one after the other."""
+"""Pipeline parallelism: the layers of a model are on several ranks, and micro-batches pass through
+them one after the other."""

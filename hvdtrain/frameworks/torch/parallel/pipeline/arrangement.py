@@ -53,7 +53,7 @@ class PipelineStages(TensorParts):
         return {p for stage in stages for p in stage.parameters()}
 
     def _first_units(self) -> list[int]:
-        """The first unit of each stage. A collective."""
+        """Returns the first unit of each stage. A collective."""
         making = self.making
         config = self.making.config
         if making.planned is not None:

@@ -27,21 +27,20 @@ from hvdtrain.frameworks.torch.precision import pick_precision
 from hvdtrain.frameworks.torch.private_api import tree_leaves
 from hvdtrain.tasks.task import Task
 
-# gives a unit its weights, where they are not in memory
+# loads the weights of a unit, if they are not in memory
 InMemory = Callable[[Unit], AbstractContextManager[None]]
 
 
 def no_memory_needed(unit: Unit) -> AbstractContextManager[None]:
-    """InMemory of a model whose weights are."""
+    """Implements InMemory for a model whose weights are in memory."""
     return nullcontext()
 
 
 def unit_costs(config: Config, task: Task, samples: int) -> list[UnitCost]:
-    """Costs of the units of the job's model, with `samples` samples, in this process. Raises
-    UserError for a model that a pipeline refuses.
+    """Measures the costs of the units of the job's model with `samples` samples, in this process.
+    Raises UserError for a model that a pipeline does not support.
 
-    Computes with as many threads as a rank has where all ranks that have the model share this
-    machine.
+    Uses the number of threads that a rank has if all ranks of the model share this machine.
     """
     alone = SingleProcessCommunicator()
     threads = torch.get_num_threads()
@@ -85,7 +84,7 @@ def agreed_seconds(
     communicator: Communicator,
     in_memory: InMemory = no_memory_needed,
 ) -> list[Seconds]:
-    """own_seconds() of rank 0, on all ranks, or its UserError. A collective."""
+    """Returns own_seconds() of rank 0 on all ranks, or raises its UserError. A collective."""
 
     def own() -> list[tuple[float, ...]]:
         return [tuple(each) for each in own_seconds(units, x, autocast, in_memory)]
@@ -99,8 +98,8 @@ def own_seconds(
     autocast: Autocast,
     in_memory: InMemory = no_memory_needed,
 ) -> list[Seconds]:
-    """Seconds of a forward and a backward pass of x, (n, ...), in training mode. Raises UserError
-    for a unit that fails."""
+    """Measures seconds of a forward and a backward pass of x, (n, ...), in training mode. Raises
+    UserError for a unit that fails."""
     Stage(units).train()
     calls = [unit._replace(call=_in_precision(unit.call, autocast)) for unit in units]
     return measured_seconds(calls, x, in_memory=in_memory)
@@ -122,11 +121,11 @@ def measured_seconds(
     repeats: int = 5,
     in_memory: InMemory = no_memory_needed,
 ) -> list[Seconds]:
-    """Seconds of a forward and a backward pass of one micro-batch in each unit: the fastest of
-    `repeats`, after one that is not counted.
+    """Measures seconds of a forward and a backward pass of one micro-batch in each unit: the
+    fastest of `repeats`, after a warm-up.
 
-    x: (n, ...) what the first unit takes. in_memory: a unit is measured inside of it. Gradients,
-    buffers and torch's generators are as before. Raises UserError for a unit that fails.
+    x: (n, ...), inputs of the first unit. in_memory: the context in which a unit is measured.
+    Gradients, buffers and torch's generators are restored. Raises UserError for a unit that fails.
     """
     timed = []
     with torch.random.fork_rng(), copied_buffers(Stage(units)):
@@ -134,7 +133,7 @@ def measured_seconds(
             try:
                 with in_memory(unit):
                     passes = [_one_pass(unit, x) for _ in range(repeats + 1)]
-            except Exception as error:  # of the user's model
+            except Exception as error:  # an error in the user's model
                 what = (
                     f"unit {unit.name} failed while it was timed: {type(error).__name__}: "
                     f"{first_line(error)}"
@@ -157,8 +156,8 @@ def measured_seconds(
 def _one_pass(unit: Unit, x: torch.Tensor) -> tuple[Seconds, Any]:
     """Returns the seconds of one pass, and the outputs."""
     leaf = x.detach().requires_grad_(x.is_floating_point())
-    # a unit may work in place, as nn.ReLU(inplace=True): not on a leaf, nor on what the next pass
-    # takes
+    # a copy, because a unit may work in place, like nn.ReLU(inplace=True), which a leaf and the
+    # next pass do not allow
     x = leaf.clone()
     start = _now(x)
     outputs = unit.call(x)
@@ -175,7 +174,7 @@ def _one_pass(unit: Unit, x: torch.Tensor) -> tuple[Seconds, Any]:
 
 
 def _now(x: torch.Tensor) -> float:
-    """Seconds, when the device has done what it was given."""
+    """Returns the time in seconds after the device has finished."""
     if x.device.type != "cpu":
         torch.accelerator.synchronize(x.device)
     return time.perf_counter()

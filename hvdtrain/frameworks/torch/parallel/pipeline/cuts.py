@@ -30,14 +30,14 @@ def first_units(
     minimizing the operations or seconds of the slowest stage.
 
     x: (n, ...) inputs of the model. seconds_of: called on all ranks for parallel.balance=seconds;
-    without it operations count there too. Raises UserError if the model has no units or fewer
-    than stages, or as refuse_changed_buffers() does.
+    without it, operations are used. Raises UserError if the model has no units or fewer than
+    stages, and like refuse_changed_buffers().
     """
     where = config.where("parallel.pipeline")
     balance = config.parallel.balance
     units = units_of(model, where)
     stages = config.parallel.pipeline * config.parallel.stages_of_rank
-    balanced_cuts([0.0] * len(units), stages)  # refuses fewer units
+    balanced_cuts([0.0] * len(units), stages)  # rejects fewer units
     refuse_changed_buffers(model, x, where)
     operations = operations_of(units, model, x, where)
     if isinstance(balance, list):
@@ -49,18 +49,18 @@ def first_units(
 
 @torch.no_grad()
 def planned_first_units(model: nn.Module, config: Config, x: torch.Tensor) -> list[int]:
-    """Returns the first units, see first_units(), for an x without data. Does not check that the
-    units compute what the model computes.
+    """Returns the first units like first_units(), for an x without data. Does not check that the
+    units compute the same as the model.
 
-    Nothing is measured: with parallel.balance=seconds stages are cut by operations.
+    Nothing is measured; with parallel.balance=seconds, stages are cut by operations.
     """
-    from torch.utils.flop_counter import FlopCounterMode  # as first_units() counts
+    from torch.utils.flop_counter import FlopCounterMode  # counts like first_units()
 
     where = config.where("parallel.pipeline")
     balance = config.parallel.balance
     units = units_of(model, where)
     stages = config.parallel.pipeline * config.parallel.stages_of_rank
-    balanced_cuts([0.0] * len(units), stages)  # refuses fewer units
+    balanced_cuts([0.0] * len(units), stages)  # rejects fewer units
     versions = {name: b._version for name, b in model.named_buffers()}
     costs = []
     for unit in units:
@@ -116,8 +116,8 @@ def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def given_cuts(balance: Sequence[int], names: Sequence[str], where: str) -> list[int]:
-    """The first unit of each stage, from the number of units of each. Raises UserError if these
-    are not all units, `names`."""
+    """Returns the first unit of each stage, from the number of units in each. Raises UserError if
+    they do not add up to all units, `names`."""
     if sum(balance) != len(names):
         what = (
             f"parallel.balance={list(balance)} has {sum(balance)} units, but the model has "
@@ -133,8 +133,8 @@ def given_cuts(balance: Sequence[int], names: Sequence[str], where: str) -> list
 
 
 def refuse_changed_buffers(model: nn.Module, x: torch.Tensor, where: str) -> None:
-    """Raises UserError for buffers that training changes: those of another rank's stage would not
-    reach its checkpoint."""
+    """Raises UserError for buffers that training changes, because buffers of another rank's stage
+    would not be saved."""
     _refuse_changed(_changed_buffer(model, x), model, where)
 
 
@@ -166,8 +166,8 @@ def operations_of(
     """Floating-point operations of the matrix products and convolutions of each unit's forward
     pass.
 
-    Raises UserError if the units in order do not return what the model returns, or one does not
-    return a tensor (n, ...).
+    Raises UserError if the units in order do not compute the same as the model, or if a unit does
+    not return a tensor (n, ...).
     """
     from torch.utils.flop_counter import FlopCounterMode  # a third of a second
 
@@ -178,7 +178,8 @@ def operations_of(
             x
         )
     with torch.no_grad():
-        expected = tree_leaves(model(x.clone()))  # its first layer may work in place
+        # a copy, because the first layer may work in place
+        expected = tree_leaves(model(x.clone()))
         for number, unit in enumerate(units):
             with FlopCounterMode(display=False) as counter:
                 x = unit.call(x)

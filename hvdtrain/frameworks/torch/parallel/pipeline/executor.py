@@ -1,11 +1,11 @@
 """Pipeline: the passes of one step through stages on several ranks, over the messages of a
 communicator.
 
-torch.distributed.pipelining has the same schedules. They take as many micro-batches as stages or
-more, all of one size, and of an interleaved one only some numbers; agree on shapes in pickled
-messages; and do not say how long a rank waits. Here micro-batches have any sizes and numbers, so
-that no sample is padded, and the order of passes comes from the simulation that predicts their
-time.
+torch.distributed.pipelining has the same schedules. They need at least as many micro-batches as
+stages, all of the same size, and interleaved schedules only support some numbers. They exchange
+shapes in pickled messages, and do not report how long a rank waits. Here, micro-batches may have
+any sizes and numbers, so that no sample is padded. The order of passes comes from the simulation
+that predicts their time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch.distributed.pipelining._backward import (
     stage_backward_input,
     stage_backward_weight,
-)  # torch's own zero-bubble schedules' split
+)  # the split of torch's zero-bubble schedules
 
 from hvdtrain.comm.communicator import Communicator, Handle, PointToPoint, point_to_point
 from hvdtrain.comm.staging import Accelerator
@@ -29,7 +29,7 @@ from hvdtrain.frameworks.torch.parallel.pipeline.messages import Messages, on_ho
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Action, Schedule, timeline
 from hvdtrain.frameworks.torch.parallel.pipeline.stages import Autocast, Stage, Tied, units_of
 
-AHEAD = 2  # passes for which a rank is ready to receive while it makes another one
+AHEAD = 2  # passes for which a rank has started receives while it makes another pass
 DTYPES = (
     torch.float32,
     torch.float64,
@@ -52,19 +52,20 @@ class Spent(NamedTuple):
     """The time of one rank in one step."""
 
     seconds: float  # in all
-    waiting: float  # of these, for other ranks
+    waiting: float  # part of this time spent waiting for other ranks
 
 
 def measured_bubble(spent: Sequence[Spent]) -> float:
-    """The share of the time in which a rank computes nothing, 0 to 1: the mean over `spent`, of
-    each rank of a pipeline for one step."""
+    """Returns the share of the time that ranks are idle, 0 to 1: the mean over `spent`, the times
+    of each rank of a pipeline in a step."""
     slowest = max(each.seconds for each in spent)
     busy = sum(each.seconds - each.waiting for each in spent) / len(spent)
     return 1 - busy / slowest if slowest else 0.0
 
 
 class Pipeline:
-    """Every rank of `communicator` makes the same calls, with the same `samples`."""
+    """Runs passes through the stages. Every rank of `communicator` makes the same calls, with the
+    same `samples`."""
 
     def __init__(
         self,
@@ -75,11 +76,11 @@ class Pipeline:
         where: str,
         gpus: Accelerator | None = None,
     ) -> None:
-        """stages: this rank's on `device`, by their numbers: rank, rank + ranks, ..., as many on
-        each rank. gpus: as Messages has it.
+        """stages: this rank's stages on `device`, by number: rank, rank + ranks, ..., the same
+        count on each rank. gpus: see Messages.
 
-        Raises UserError if the engine sends nothing from one rank to another; `where` is the key
-        that asked for it.
+        Raises UserError if the engine has no point-to-point messages; `where` is the key that
+        requires them.
         """
         self._ranks = point_to_point(communicator, where)
         self._messages = Messages(self._ranks, device, gpus)
@@ -88,10 +89,11 @@ class Pipeline:
         self._orders: dict[tuple[int, bool], list[Action]] = {}
         self._running: _Run | None = None
         self.spent = Spent(0.0, 0.0)  # in the last call of train() or evaluate()
-        self.passes: list[TimedPass] = []  # of the last call of train()
+        self.passes: list[TimedPass] = []  # passes of the last call of train()
 
     def under_way(self) -> CurrentPass | None:
-        """From any thread; waits_for is a rank of the pipeline."""
+        """Returns the current pass; callable from any thread. waits_for is a rank of the
+        pipeline."""
         run = self._running
         return run.under_way if run else None
 
@@ -102,12 +104,12 @@ class Pipeline:
         loss: OutputsTo,
         enter: Callable[[str], None] = lambda phase: None,
     ) -> None:
-        """Adds to p.grad of this rank's stages the gradient of the sum over micro-batches of
-        loss(number, outputs), a scalar.
+        """Adds the gradient of the sum over micro-batches of loss(number, outputs), a scalar, to
+        p.grad of this rank's stages.
 
-        samples: of each micro-batch; those without any are left out. Dropout draws from torch's
-        generator in the order of the passes. enter: of a stopwatch: forward, backward, and
-        communication while it waits for other ranks.
+        samples: number in each micro-batch; empty ones are skipped. Dropout draws from torch's
+        generator in the order of the passes. enter: a stopwatch's, for forward, backward, and
+        communication while waiting for other ranks.
         """
         self.passes = self._run(samples, inputs, loss, enter, backward=True)
 
@@ -117,10 +119,10 @@ class Pipeline:
         self._run(samples, inputs, outputs, lambda phase: None, backward=False)
 
     def add_tied(self, tied: Sequence[Tied]) -> None:
-        """Makes p.grad of each copy of a tied parameter the sum over all of them, with the same
-        bits.
+        """Sets p.grad of each copy of a tied parameter to the bit-identical sum over all copies.
 
-        All ranks call it with the same parameters, when p.grad is the sum over data-parallel ranks.
+        All ranks call it with the same parameters, after p.grad was summed over data-parallel
+        ranks.
         """
         me = self._ranks.rank
         size = self._ranks.size
@@ -148,8 +150,8 @@ class Pipeline:
 
     @torch.no_grad()
     def send_tied(self, tied: Sequence[Tied]) -> None:
-        """Gives each copy of a tied parameter the weights of the first rank that has it. All ranks
-        call it with the same parameters."""
+        """Copies the weights of a tied parameter from the first rank that has it to the other
+        copies. All ranks call it with the same parameters."""
         me = self._ranks.rank
         size = self._ranks.size
         handles = list[Handle]()
@@ -217,7 +219,7 @@ class Pipeline:
         return made
 
     def _order(self, micro: int, backward: bool) -> list[Action]:
-        """The order of this rank's actions."""
+        """Returns the order of this rank's actions."""
         key = (micro, backward)
         if key not in self._orders:
             found = timeline(
@@ -228,7 +230,7 @@ class Pipeline:
 
 
 class _Run:
-    """The pending work of a step. Messages of each boundary and direction have their own tag and
+    """The pending work of a step. Each boundary and direction has a separate tag, and its messages
     arrive in the order of micro-batches."""
 
     def __init__(
@@ -246,7 +248,7 @@ class _Run:
         self._enter = enter
         self._last = len(stages) * ranks.size - 1
         self._passes: dict[tuple[int, int], MicroBatch] = {}  # by stage and micro-batch
-        self._forms: dict[int, _ActivationSpec] = {}  # of what comes into a stage
+        self._forms: dict[int, _ActivationSpec] = {}  # dtype and shape of the inputs of a stage
         self._coming: dict[Action, Handle] = {}
         self._outputs: dict[tuple[int, int], Handle] = {}  # on their way to the next stage
         self._gradients: list[tuple[Handle, int]] = []  # on their way to another stage
@@ -255,7 +257,7 @@ class _Run:
         self._phase = "forward"
 
     def begin(self, action: Action, number: int) -> None:
-        """The pass of micro-batch `number` is under way."""
+        """Records that the pass of micro-batch `number` has begun."""
         kind = f"{action.kind} pass" if action.kind in ("forward", "backward") else action.kind
         self.under_way = CurrentPass(
             f"{kind} of micro-batch {number} in stage {action.stage}", None
@@ -336,7 +338,8 @@ class _Run:
             gradient = None
             if stage < self._last:
                 gradient = self._wait(self._coming.pop(action), stage + 1)
-                self._wait(self._outputs.pop((stage, micro)), stage + 1)  # they have arrived
+                # wait until they have arrived
+                self._wait(self._outputs.pop((stage, micro)), stage + 1)
             own = (
                 passes.backward(gradient) if kind == "backward" else passes.input_gradient(gradient)
             )
@@ -421,7 +424,7 @@ def planned_forms(
 
 
 def _tag(stage: int, *, backward: bool = False) -> int:
-    """Tag of messages into a stage, or of the gradients that come back out of it."""
+    """Returns the tag of messages into a stage, or of the gradients of its inputs."""
     return 1 + 2 * stage + backward
 
 
@@ -439,14 +442,14 @@ class _Alias(torch.autograd.Function):
 
 
 class MicroBatch:
-    """A micro-batch in a stage, between its forward and its last backward pass; its memory is that
-    of the activations."""
+    """A micro-batch in a stage, between its forward and its last backward pass; it holds the
+    activations."""
 
     def __init__(self, stage: Stage, x: torch.Tensor, is_first: bool) -> None:
-        """x: (n, ...) the inputs of the model, whose gradient nobody takes, or what the stage
-        before gave."""
+        """x: (n, ...), the inputs of the model, which need no gradient, or the outputs of the
+        previous stage."""
         self._x = x.detach().requires_grad_(torch.is_grad_enabled() and not is_first)
-        # what backward() begins with; the loss takes its place in the last stage
+        # where backward() starts; in the last stage the loss replaces it
         self.outputs: Any = stage(_Alias.apply(self._x))
         self._parameters = [p for p in stage.parameters() if p.requires_grad]
         self._groups: list[
@@ -470,7 +473,7 @@ class MicroBatch:
         return self._gradient_of_x()
 
     def weight_gradient(self) -> None:
-        """The rest of backward(): adds to p.grad."""
+        """Computes the rest of backward(): adds to p.grad."""
         stage_backward_weight(iter(self._parameters), self._groups)
 
     def _gradient_of_x(self) -> torch.Tensor:

@@ -16,7 +16,7 @@ from hvdtrain.tasks.task import Task
 
 
 def stages_of_layers(model: nn.Module, config: Config, task: Task) -> tuple[dict[str, int], str]:
-    """The stage of each layer, and what a stage sends the next one."""
+    """Returns the stage of each layer, and what a stage sends to the next one."""
     like = torch.empty(0)
     units = units_of(model, config.where("parallel.pipeline"))
     x = only_one(example(2, config, task, like))

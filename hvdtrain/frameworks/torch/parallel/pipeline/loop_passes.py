@@ -32,7 +32,7 @@ class StagePasses(LoopPasses):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """dtype: of the weights."""
+        """dtype: dtype of the weights."""
         self._stages = InStages(model, pipelined, mesh, dtype)
         super().__init__(self._stages)
         self._pipe = mesh.pipe
@@ -90,9 +90,9 @@ class InStages(torch.nn.Module):
         self._pipelined = pipelined
         self._pipe = mesh.pipe
         self._dtype = dtype
-        self._asks = False  # for the inputs
-        self._outputs: Any = None  # of the part whose loss is computed
-        self._calls = 0  # of the model, in this part
+        self._asks = False  # whether only the inputs are wanted
+        self._outputs: Any = None  # outputs of the part whose loss is computed
+        self._calls = 0  # calls of the model in this part
 
     def train_parts(
         self,
@@ -100,8 +100,8 @@ class InStages(torch.nn.Module):
         loss_of: Callable[[Any], Any],
         weighted: Callable[[Any, Any], torch.Tensor],
     ) -> None:
-        """Adds to p.grad of this rank's stages the gradient of the sum of weighted(part,
-        loss_of(part)). A collective."""
+        """Adds the gradient of the sum of weighted(part, loss_of(part)) to p.grad of this rank's
+        stages. A collective."""
         self._pipelined.train(
             parts,
             lambda part: self._inputs_of(part, loss_of),
@@ -163,7 +163,7 @@ class InStages(torch.nn.Module):
         return self._evaluated(x)
 
     def _evaluated(self, x: torch.Tensor) -> torch.Tensor:
-        """The outputs (n, ...) on all ranks of the pipeline."""
+        """Returns the outputs (n, ...) on all ranks of the pipeline."""
         found: list[Any] = []
         self._pipelined.evaluate([x], lambda part: part, lambda _, outputs: found.append(outputs))
         if found and not isinstance(found[0], torch.Tensor):
@@ -172,13 +172,13 @@ class InStages(torch.nn.Module):
         if not found:
             found = [torch.zeros(next(shape for shape in shapes if shape is not None))]
         host = found[0].detach().to("cpu", self._dtype)
-        # the others give zeros
+        # the other ranks contribute zeros
         return torch.as_tensor(self._pipe.allreduce(host, "outputs of the last stage")).to(x.device)
 
 
 class _Inputs(BaseException):
-    """Raised to stop the script's loss_of() at the call of the model, whose inputs
-    suffice."""
+    """Raised to stop the script's loss_of() at the call of the model, when only the inputs are
+    needed."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x

@@ -1,5 +1,5 @@
-"""Messages: tensors that go from a stage of a pipeline to another one. Engines send host memory; a
-GPU copies to and from page-locked memory while it computes the next micro-batch."""
+"""Messages: tensors sent between stages of a pipeline. Engines send host memory; a GPU copies to
+and from page-locked memory while it computes the next micro-batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Messages:
     def __init__(
         self, ranks: PointToPoint, device: torch.device, gpus: Accelerator | None = None
     ) -> None:
-        """gpus: None for those of torch, if `device` is one."""
+        """gpus: None: torch's GPU functions, if `device` is a GPU."""
         self._ranks = ranks
         self._device = device
         of_torch = (Accelerator(kind) for kind in KINDS if kind == device.type)
@@ -44,15 +44,15 @@ class Messages:
     def start_recv(
         self, shape: tuple[int, ...], dtype: torch.dtype, source: int, name: str, tag: int
     ) -> Handle:
-        """Starts a receive, whose wait() returns a tensor on the device."""
+        """Starts a receive; its wait() returns a tensor on the device."""
         if self._gpus is None:
             return self._ranks.start_recv(torch.empty(shape, dtype=dtype), source, name, tag)
         host = self._gpus.locked(torch.empty(shape, dtype=dtype, device="meta"))
         return Incoming(self._ranks.start_recv(host, source, name, tag), self._device)
 
     def flush(self) -> None:
-        """Sends what start_send() has begun. Called before this rank waits for another one, and
-        once the GPU has more to do: then only the host waits."""
+        """Completes the sends of start_send(). Called before this rank waits for another one, after
+        the GPU was given more work, so that only the host waits."""
         waiting = self._waiting
         self._waiting = []
         for sent in waiting:
@@ -83,7 +83,7 @@ class Outgoing:
 
 
 class Incoming:
-    """A tensor that comes into host memory, and from there to the device."""
+    """A tensor that is received in host memory and then copied to the device."""
 
     def __init__(self, handle: Handle, device: torch.device) -> None:
         self._handle = handle

@@ -1,5 +1,5 @@
-"""PipelinePasses: the passes of a step through the stages of parallel.pipeline, and those of an
-evaluation."""
+"""PipelinePasses: the passes of a step, or of an evaluation, through the stages of
+parallel.pipeline."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from hvdtrain.frameworks.torch.strategy import OnePass
 
 
 class PipelinePasses(Passes):
-    """The passes of parallel.pipeline: all micro-batches of a step at once, of whose sums the last
-    stage's rank has the numbers."""
+    """The passes of parallel.pipeline: all micro-batches of a step in one call. The last stage's
+    rank has the sums."""
 
     def __init__(self, config: Config, *of_passes: Any, pipelined: Pipelined, mesh: Mesh) -> None:
-        """of_passes: as Passes has them."""
+        """of_passes: arguments of Passes."""
         super().__init__(config, *of_passes)
         self._config = config
         self._pipelined = pipelined
@@ -80,7 +80,7 @@ class PipelinePasses(Passes):
         mesh = self._mesh
         if current is None or current.waits_for is None:
             return current
-        apart = mesh.world.size // mesh.pipe.size  # of the ranks of a pipeline
+        apart = mesh.world.size // mesh.pipe.size  # distance of the ranks of a pipeline
         return current._replace(
             waits_for=mesh.world.rank + (current.waits_for - mesh.pipe.rank) * apart
         )

@@ -1,5 +1,5 @@
-"""Pipelined: the stages of a model that this rank of a pipeline has, its parameters, and the passes
-of a step through all stages."""
+"""Pipelined: this rank's stages of a model, their parameters, and the passes of a step through all
+stages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hvdtrain.frameworks.torch.parallel.pipeline.stages import (
 )
 from hvdtrain.frameworks.torch.strategy import NamedParameters, Shard
 
-# of a micro-batch, (n, ...) on the device; called on the first stage's rank
+# returns the inputs of a micro-batch, (n, ...) on the device; called on the first stage's rank
 InputsOf = Callable[[Any], torch.Tensor]
 # takes a micro-batch and the model's outputs; called on the last stage's rank
 OutputsTo = Callable[[Any, Any], Any]
@@ -47,8 +47,9 @@ class Pipelined:
         device: torch.device,
         orders: Sequence[SameOrder] = (),
     ) -> None:
-        """first: the first unit of each stage. orders: in which ranks compute the layers of a
-        stage. Raises UserError if a parameter is in no unit, or the engine has no messages."""
+        """first: the first unit of each stage. orders: checks that ranks compute the layers of a
+        stage in the same order. Raises UserError if a parameter is in no unit, or if the engine has
+        no messages."""
         where = config.where("parallel.pipeline")
         stages = stages_of(model, first, where)
         own: dict[int, Any] = {
@@ -61,7 +62,7 @@ class Pipelined:
         self._orders = orders
         self._tied = tied_parameters(model, stages)
         self._parameters = list(model.parameters())
-        self._ranks: dict[nn.Parameter, set[int]] = {}  # of `pipe`, which have it
+        self._ranks: dict[nn.Parameter, set[int]] = {}  # the ranks of `pipe` that have a parameter
         for number, stage in enumerate(stages):
             for p in stage.parameters():
                 self._ranks.setdefault(p, set()).add(number % pipe.size)
@@ -79,8 +80,8 @@ class Pipelined:
         )
 
     def updates(self, p: nn.Parameter) -> bool:
-        """Whether this rank is the first that has the parameter: that one updates it, and sends it
-        to the others that have it."""
+        """Whether this rank is the first that has the parameter. That rank updates it and sends it
+        to the others."""
         return self._pipe.rank == min(self._ranks[p])
 
     def updated(self, named: NamedParameters) -> NamedParameters:
@@ -115,8 +116,8 @@ class Pipelined:
         loss: OutputsTo,
         enter: Callable[[str], None],
     ) -> None:
-        """Adds to p.grad of this rank's parameters the gradient of the sum of loss(batch, outputs),
-        scalars. enter: of a stopwatch."""
+        """Adds the gradient of the sum of the scalars loss(batch, outputs) to p.grad of this rank's
+        parameters. enter: a stopwatch's."""
         self._pipeline.train(
             [len(batch) for batch in micro],
             lambda number: inputs(micro[number]),
@@ -142,7 +143,7 @@ class Pipelined:
         return self._pipeline.passes
 
     def under_way(self) -> CurrentPass | None:
-        """waits_for is a rank of the pipeline."""
+        """Returns the current pass; waits_for is a rank of the pipeline."""
         return self._pipeline.under_way()
 
     def evaluate(self, micro: Sequence[Sized], inputs: InputsOf, outputs_to: OutputsTo) -> None:
@@ -178,7 +179,7 @@ class _InPrecision(nn.Module):
 
 
 def _stages(units: Sequence[Unit], first: Sequence[int]) -> str:
-    """ "embeddings ... blocks.3 | blocks.4 ... head" """
+    """Describes the stages: "embeddings ... blocks.3 | blocks.4 ... head"."""
     of_stages = [units[start:stop] for start, stop in itertools.pairwise([*first, len(units)])]
     return " | ".join(
         stage[0].name + (f" ... {stage[-1].name}" if len(stage) > 1 else "") for stage in of_stages

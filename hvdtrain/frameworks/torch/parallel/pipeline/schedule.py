@@ -1,10 +1,10 @@
-"""The order of passes on each rank of a pipeline, and its waiting times: a simulation with the time
-of each pass.
+"""The order of passes on each rank of a pipeline, and its waiting times, by a simulation with the
+time of each pass.
 
-A free rank makes the next forward pass, unless it holds the activations of as many micro-batches as
-the schedule allows it; then the next backward pass; and while it would wait for one of these, a
-gradient of weights that was left for later. An order that a simulation came to its end with does
-not deadlock, for any number of micro-batches.
+A free rank makes the next forward pass, unless it already holds the activations of as many
+micro-batches as the schedule allows. Otherwise it makes the next backward pass, or, if it would
+wait, a postponed gradient of weights. An order with which the simulation ends does not deadlock,
+for any number of micro-batches.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Timed(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """Seconds of one micro-batch in one stage; the gradients of the inputs and of the weights take
-    half of `backward` each."""
+    """Seconds of one micro-batch in one stage; gradients of inputs and gradients of weights each
+    take half of `backward`."""
 
     forward: float
     backward: float
@@ -50,7 +50,8 @@ UNIT = Seconds(1.0, 2.0)  # matrix products: one forward, two backward
 
 
 def of_stages(units: Sequence[Seconds], cuts: Sequence[int]) -> list[Seconds]:
-    """The seconds of each stage, from those of its units; cuts[i] is the first unit of stage i."""
+    """Returns the seconds of each stage from the seconds of its units; cuts[i] is the first unit of
+    stage i."""
     stages = [units[start:stop] for start, stop in zip(cuts, [*cuts[1:], len(units)], strict=True)]
     return [
         Seconds(sum(unit.forward for unit in stage), sum(unit.backward for unit in stage))
@@ -70,7 +71,7 @@ class PipelineTimeline(NamedTuple):
 
     @property
     def bubble(self) -> float:
-        """The share of that time in which a rank waits, 0 to 1: the mean over ranks."""
+        """The share of that time that a rank waits, 0 to 1: the mean over ranks."""
         busy = sum(timed.stop - timed.start for timeline in self.ranks for timed in timeline)
         return 1 - busy / (self.seconds * len(self.ranks)) if self.seconds else 0.0
 
@@ -79,8 +80,8 @@ class PipelineTimeline(NamedTuple):
 
 
 def formula(schedule: Schedule, ranks: int, micro: int, virtual: int = 1) -> float:
-    """The share of the time in which a rank waits with equal stages, 0 to 1, of the papers that
-    timeline() names; `micro` a multiple of `ranks` for interleaved.
+    """Returns the share of the time that a rank waits with equal stages, 0 to 1, by the papers in
+    timeline(). `micro` must be a multiple of `ranks` for interleaved.
     """
     parts = 3 if schedule == "zero_bubble" else virtual
     return (ranks - 1) / (parts * micro + ranks - 1)
@@ -99,11 +100,11 @@ def timeline(
     """Simulates the ranks, with `virtual` stages each (more than one if interleaved); without
     `backward` only forward passes.
 
-    transfers: the seconds of a message into each stage, or of its gradient back; one link carries
-    one at a time in each direction.
+    transfers: the seconds of a message into each stage, or of its gradient back; a link carries one
+    message at a time in each direction.
 
-    The order is that of stages that take UNIT, so that all ranks come to the same one; the times
-    are of `seconds` for each stage, or UNIT. gpipe: Huang et al. 2019, arXiv:1811.06965. 1f1b:
+    The order is computed for stages that take UNIT, so that it is the same on all ranks; the times
+    use `seconds` for each stage, or UNIT. gpipe: Huang et al. 2019, arXiv:1811.06965. 1f1b:
     Narayanan et al. 2019, arXiv:1806.03377 (PipeDream), flushed at each step. interleaved:
     Narayanan et al. 2021, arXiv:2104.04473, 2.2; here for any number of micro-batches. zero_bubble:
     Qi et al. 2023, arXiv:2401.10241, ZB-H1.
@@ -136,11 +137,11 @@ def _timed(
     seconds: Sequence[Seconds],
     transfers: Sequence[float],
 ) -> PipelineTimeline:
-    """Each pass begins when the one before it on its rank has ended, and all that it needs is
-    there."""
+    """Computes the times: each pass begins when the previous one on its rank has ended and its
+    inputs have arrived."""
     done: dict[Action, float] = {}
-    arrived: dict[Action, float] = {}  # what it gave is at the stage that takes it
-    free_at: dict[tuple[bool, int], float] = {}  # of the links, by direction and stage
+    arrived: dict[Action, float] = {}  # when its result is at the next stage
+    free_at: dict[tuple[bool, int], float] = {}  # when a link is free, by direction and stage
     found: list[list[Timed]] = [[] for _ in orders]
     while len(done) < sum(map(len, orders)):
         for order, timed in zip(orders, found, strict=True):
@@ -182,16 +183,15 @@ def _backward_kind(schedule: Schedule, stage: int) -> Kind:
 
 
 class _Queues:
-    """The passes that a rank has still to make, in three queues. Only the first pass of a queue may
-    come next."""
+    """The remaining passes of a rank, in three queues. Only the first pass of a queue can be
+    next."""
 
     def __init__(
         self, schedule: Schedule, rank: int, ranks: int, micro: int, virtual: int, backward: bool
     ) -> None:
         self._schedule = schedule
         self._stages = ranks * virtual
-        # As many micro-batches as there are ranks go through all of a rank's stages before the next
-        # ones do.
+        # Groups of `ranks` micro-batches pass through all stages of a rank before the next group.
         turns = [
             (group, stage, number)
             for number in range(micro)
@@ -209,7 +209,7 @@ class _Queues:
             for _, stage, number in turns
         ]
         self._weights: list[Action] = []
-        self._held = 0  # micro-batches of a stage whose activations wait for backward
+        self._held = 0  # micro-batches whose activations wait for backward
         self._most = micro * virtual if schedule == "gpipe" or not backward else ranks - rank
         if schedule == "interleaved" and backward:
             self._most = 2 * (ranks - rank - 1) + (virtual - 1) * ranks + 1

@@ -1,4 +1,4 @@
-"""Stages: a model as a row of units, cut into parts that ranks call one after the other."""
+"""Stages: a model as a sequence of units, cut into parts that ranks call one after the other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from hvdtrain.errors import UserError
 
-Autocast = Callable[[torch.device], AbstractContextManager[Any]]  # in which layers compute
+Autocast = Callable[[torch.device], AbstractContextManager[Any]]  # the autocast context of layers
 
 
 class Unit(NamedTuple):
@@ -19,8 +19,8 @@ class Unit(NamedTuple):
     another one (n, ...)."""
 
     name: str
-    modules: tuple[nn.Module, ...]  # whose parameters and buffers it uses
-    call: Callable[[torch.Tensor], Any]  # that of the last unit may give what the model gives
+    modules: tuple[nn.Module, ...]  # modules whose parameters and buffers it uses
+    call: Callable[[torch.Tensor], Any]  # the last unit returns the model's outputs
 
 
 @runtime_checkable
@@ -28,11 +28,12 @@ class HasUnits(Protocol):
     """A model that defines its units."""
 
     def pipeline_units(self) -> list[Unit]:
-        """The units in order; applied one after the other they compute the model's output."""
+        """Returns the units in order; applied one after the other, they compute the model's
+        output."""
 
 
 class Stage(nn.Module):
-    """Some units of a model in a row, with the model's own modules."""
+    """Consecutive units of a model, using the model's modules."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         super().__init__()
@@ -74,8 +75,8 @@ def units_of(model: nn.Module, where: str) -> list[Unit]:
 
 
 def stages_of(model: nn.Module, cuts: Sequence[int], where: str) -> list[Stage]:
-    """Stage i has the units from cuts[i] to the next cut. Raises UserError if a parameter is in
-    no unit, which would not be trained."""
+    """Returns the stages; stage i has the units from cuts[i] to the next cut. Raises UserError if a
+    parameter is in no unit, because it would not be trained."""
     units = units_of(model, where)
     inside = {
         id(tensor)
@@ -92,7 +93,7 @@ def stages_of(model: nn.Module, cuts: Sequence[int], where: str) -> list[Stage]:
 
 
 def tied_parameters(model: nn.Module, stages: Sequence[Stage]) -> list[Tied]:
-    """The parameters that two stages or more use, in the order of the model."""
+    """Returns the parameters that two or more stages use, in the order of the model."""
     users = [
         (
             name,

@@ -39,7 +39,7 @@ class TensorParts(WholeModel):
     divides = True
 
     def make(self) -> torch.nn.Module:
-        """A large model is made block by block: no rank has the memory of all its weights."""
+        """Creates the model, a large one block by block, so that no rank holds all its weights."""
         making = self.making
         self._blocks: BlockByBlock | None = None
         if making.planned is not None or making.user_model is not None:
@@ -56,7 +56,7 @@ class TensorParts(WholeModel):
 
     @torch.no_grad()
     def _run(self, model: torch.nn.Module) -> None:
-        """Forward passes as cut() makes them."""
+        """Runs the forward passes that cut() needs."""
         call(model.eval(), self.making.example())
 
     def cut(self) -> None:
@@ -85,7 +85,7 @@ class TensorParts(WholeModel):
             self._cuts = {placed[p]: cut for p, cut in self._cuts.items()}
 
     def _parameters_here(self) -> Collection[torch.nn.Parameter]:
-        """The parameters that this rank has, or has parts of."""
+        """Returns the parameters that this rank has completely or in part."""
         return set(self.model.parameters())
 
     def _cut_layers(self, plan: dict[str, str]) -> None:

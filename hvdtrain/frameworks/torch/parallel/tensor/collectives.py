@@ -1,5 +1,5 @@
 """The communication of a tensor group in a step: operators f and g of Shoeybi et al. 2019, figure
-3, and the loss of split logits."""
+3, and the loss of partitioned logits."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class TensorParallelLink(NamedTuple):
     communicator: Communicator
     layer: str  # its name in the model; the stable names of its collectives contain it
     positions: SequenceLength | None = None  # with sequence parallelism (layers.py)
-    order: SameOrder | None = None  # in which these ranks compute layers
+    order: SameOrder | None = None  # checks that these ranks compute layers in the same order
 
     def name_of(self, direction: str) -> str:
-        """The lasting name of a collective that follows, once every rank has come to it."""
+        """Returns the stable name of the next collective, after every rank has reached it."""
         if self.order:
             again = direction == "forward" and in_backward()
             doing = (
@@ -51,7 +51,7 @@ class TensorParallelLink(NamedTuple):
         return f"tensor.{self.layer}.{direction}"
 
     def sum(self, x: torch.Tensor, direction: str) -> torch.Tensor:
-        """The sum over ranks; it may overwrite x."""
+        """Returns the sum over ranks; may overwrite x."""
         with torch.inference_mode(False):
             found = self.communicator.allreduce(
                 self.ready(x.detach().to(self.sum_dtype(x))), self.name_of(direction)
@@ -59,7 +59,7 @@ class TensorParallelLink(NamedTuple):
         return found.to(x.device, x.dtype)
 
     def gather(self, x: torch.Tensor, direction: str) -> torch.Tensor:
-        """x of every rank along axis 0, in rank order; the lengths of axis 0 may differ."""
+        """Gathers x of every rank along axis 0, in rank order; the lengths of axis 0 may differ."""
         # no engine moves bfloat16 by its name
         dtype = torch.int16 if x.dtype == torch.bfloat16 else x.dtype
         with torch.inference_mode(False):
@@ -80,18 +80,17 @@ class TensorParallelLink(NamedTuple):
         return x.device if "device_memory" in self.communicator.features else torch.device("cpu")
 
     def ready(self, x: torch.Tensor) -> torch.Tensor:
-        """A tensor as engines take it: contiguous, on the host or the device, and not of inference
-        mode, to which Horovod's thread may not write."""
+        """Returns a tensor for an engine: contiguous, on the host or the device, and not an
+        inference tensor, to which Horovod's thread cannot write."""
         x = x.clone() if x.is_inference() else x
         return x.to(self.device_of(x)).contiguous()
 
 
 def copy_to_ranks(x: torch.Tensor, link: TensorParallelLink) -> torch.Tensor:
-    """Operator f: returns x, which every rank has; its gradient is the sum over ranks, since each
+    """Operator f: returns x, which is replicated; its gradient is the sum over ranks, because each
     rank has a part of the layers.
 
-    The gradient that comes back may be overwritten: only a layer that recomputes it may take the
-    result.
+    The incoming gradient may be overwritten, so only a layer that recomputes it may use the result.
     """
     copied: torch.Tensor = _CopyToRanks.apply(x, link)
     return copied
@@ -130,7 +129,7 @@ class VocabularyRange(NamedTuple):
     """The range of tokens of a rank."""
 
     first: int
-    vocabulary: int  # of all ranks
+    vocabulary: int  # size over all ranks
 
 
 class SplitLogits(NamedTuple):
@@ -144,10 +143,10 @@ class SplitLogits(NamedTuple):
         return self._replace(local=self.local.to(dtype))
 
     def cross_entropy(self, targets: torch.Tensor, smoothing: float, ignore: int) -> torch.Tensor:
-        """Computes functional.cross_entropy() with reduction="none" of the whole logits, in the
+        """Computes functional.cross_entropy() with reduction="none" for the full logits, in the
         shape of the targets; the same on all ranks.
 
-        targets: int64 (...), the same on all ranks; those that are `ignore` have the loss 0
+        targets: int64 (...), the same on all ranks; targets equal to `ignore` have the loss 0
         """
         loss: torch.Tensor = _CrossEntropy.apply(
             self.local.flatten(0, -2), targets.flatten(), smoothing, ignore, self.link, self.rows
@@ -155,10 +154,10 @@ class SplitLogits(NamedTuple):
         return loss.view(targets.shape)
 
     def whole(self) -> torch.Tensor:
-        """The logits of all ranks, (..., vocabulary). A collective.
+        """Returns the logits of all ranks, (..., vocabulary). A collective.
 
-        Every rank continues with the same logits, so it knows the gradient of its own part without
-        the others.
+        Every rank continues with the same logits, so it knows the gradient of its part without
+        communication.
         """
         gathered: torch.Tensor = _Whole.apply(self.local, self.link, self.rows)
         return gathered
@@ -218,7 +217,7 @@ class _CrossEntropy(torch.autograd.Function):
             dtype=torch.promote_types(x.dtype, torch.float32),
         )
         ranks[link.communicator.rank] = torch.stack(mine)
-        # an allgather would send the lengths first, for which the host waits
+        # an allgather would send the lengths first, and the host would wait for them
         ranks = link.sum(ranks, "loss")
         log_total = ranks[:, 0].logsumexp(0)
         loss = log_total - (1.0 - smoothing) * ranks[:, 1].sum(0)

@@ -1,14 +1,14 @@
-"""Layers that replace nn.Linear and nn.Embedding where each rank has a part. Their parameters are
-plain and have the shapes of the part.
+"""Layers that replace nn.Linear and nn.Embedding if each rank has a part. Their parameters are
+plain tensors with the shape of the part.
 
 With sequence parallelism (`link.positions`; Korthikanti et al. 2022, arXiv:2205.05198, section
-4.2.2) what is "the same on all ranks" here is a rank's part of the positions instead, axis -2.
-Tensors are (..., positions, features). Where all ranks had a sum, each has its own positions of it,
-by a reduce-scatter; where a layer reads what all of them had, positions are gathered. A rank keeps
-its own positions for backward, and gathers them again there.
+4.2.2) tensors that are "the same on all ranks" below are partitioned by positions instead, axis -2.
+Tensors are (..., positions, features). A reduce-scatter replaces the sum over ranks, and gives each
+rank the sum at its positions. A layer that reads a replicated tensor gathers positions. A rank
+keeps only its positions for backward, and gathers them again there.
 
-Ranks send rows, which are whole positions: axis -2 comes first in memory, so that a part of it is
-one piece.
+Ranks send complete positions as rows: axis -2 comes first in memory, so that a part of it is
+contiguous.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from hvdtrain.frameworks.torch.parallel.tensor.collectives import (
     sum_over_ranks,
 )
 
-Waiting = Callable[[], torch.Tensor]  # of a collective that was started: waits for its result
+Waiting = Callable[[], torch.Tensor]  # waits for the result of a started collective
 
 
 class ColumnsLinear(nn.Module):
     """x (..., inputs), the same on all ranks -> this rank's part of the outputs, (..., outputs /
     ranks).
 
-    The matrix (outputs, inputs) of nn.Linear is cut by rows, which are columns in the paper's Y =
-    XA.
+    The matrix (outputs, inputs) of nn.Linear is partitioned by rows, which are columns in the
+    paper's Y = XA.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ColumnsLinear(nn.Module):
 
 class RowsLinear(nn.Module):
     """This rank's part of x, (..., inputs / ranks) -> (..., outputs), the same on all ranks; the
-    bias is whole, and added to the sum."""
+    bias is replicated, and added to the sum."""
 
     def __init__(
         self, weight: nn.Parameter, bias: nn.Parameter | None, link: TensorParallelLink
@@ -69,7 +69,7 @@ class RowsLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._link.positions:
-            # if this is not contiguous, linear() would keep a copy of it for backward
+            # if this were not contiguous, linear() would keep a copy of it for backward
             rows = x.movedim(-2, 0)
             rows = (
                 functional.linear(rows, self.weight)
@@ -115,8 +115,8 @@ def give_whole_logits(model: nn.Module) -> None:
 
 
 class VocabularyEmbedding(nn.Module):
-    """Tokens (...), the same on all ranks -> (..., width), likewise; a rank has the rows of its
-    part of the vocabulary."""
+    """Tokens (...), the same on all ranks -> (..., width), the same on all ranks; a rank has the
+    rows of its part of the vocabulary."""
 
     def __init__(
         self, weight: nn.Parameter, link: TensorParallelLink, rows: VocabularyRange
@@ -139,8 +139,8 @@ class VocabularyEmbedding(nn.Module):
 
 
 class OwnPositionsEmbedding(nn.Module):
-    """Indices (..., m), the same on all ranks -> (..., m / ranks, width), of this rank's positions;
-    the weight is whole."""
+    """Indices (..., m), the same on all ranks -> (..., m / ranks, width), at this rank's positions;
+    the weight is replicated."""
 
     def __init__(self, weight: nn.Parameter, link: TensorParallelLink) -> None:
         super().__init__()
@@ -158,8 +158,8 @@ class OwnPositionsEmbedding(nn.Module):
 def linear_of_all_positions(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, link: TensorParallelLink
 ) -> torch.Tensor:
-    """x (..., m / ranks, inputs), a rank's positions -> (..., m, outputs) of its part of the layer;
-    the conjugate is a reduce-scatter."""
+    """Applies a rank's part of a linear layer to all positions: x (..., m / ranks, inputs), a
+    rank's positions -> (..., m, outputs). Backward is a reduce-scatter."""
     device = x.device.type
     if torch.is_autocast_enabled(device):  # before it is sent
         dtype = torch.get_autocast_dtype(device)
@@ -171,8 +171,8 @@ def linear_of_all_positions(
 
 
 def sum_of_own_positions(rows: torch.Tensor, link: TensorParallelLink) -> torch.Tensor:
-    """rows (m, ..., features) on every rank -> (..., m / ranks, features), their sum at this rank's
-    positions; the conjugate gathers.
+    """Sums over ranks at this rank's positions: rows (m, ..., features) on every rank -> (..., m /
+    ranks, features). Backward gathers.
 
     `rows` may be overwritten.
     """
@@ -201,8 +201,8 @@ class _LinearOfAllPositions(torch.autograd.Function):
     def backward(
         ctx: Any, dy: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None]:
-        """With an asynchronous engine, one matrix product overlaps the gather of x, and the other
-        the sum of its gradient."""
+        """Computes gradients. With an asynchronous engine, one matrix product overlaps the gather
+        of x, and the other overlaps the sum of its gradient."""
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
         rows = dy.movedim(-2, 0)  # (m, ..., outputs)
@@ -233,7 +233,8 @@ def _positions(link: TensorParallelLink) -> SequenceLength:
 
 
 def _start_gather(x: torch.Tensor, link: TensorParallelLink, count: int, direction: str) -> Waiting:
-    """x (..., m / ranks, features) -> rows (m, ..., features) of all ranks, m = count."""
+    """Starts to gather x (..., m / ranks, features) into rows (m, ..., features) of all ranks, m =
+    count."""
     own = x.detach().movedim(-2, 0)
     part = SequenceLength(count).part(link.communicator)
     assert len(own) == part.stop - part.start, (
@@ -255,8 +256,8 @@ def _start_gather(x: torch.Tensor, link: TensorParallelLink, count: int, directi
 
 
 def _start_sum(rows: torch.Tensor, link: TensorParallelLink, direction: str) -> Waiting:
-    """rows (m, ..., features) -> (..., m / ranks, features) of their sum over ranks, in memory of
-    its own."""
+    """Starts the reduce-scatter of rows (m, ..., features) to (..., m / ranks, features), in new
+    memory."""
     with torch.inference_mode(False):
         operand = link.ready(rows.detach().to(link.sum_dtype(rows)))
         handle = link.communicator.start_reduce_scatter(operand, link.name_of(direction))
@@ -264,7 +265,7 @@ def _start_sum(rows: torch.Tensor, link: TensorParallelLink, direction: str) -> 
     def wait() -> torch.Tensor:
         with torch.inference_mode(False):
             found: torch.Tensor = handle.wait()
-        # a copy, also of one sample: the result may be a view of all rows, which would keep them
+        # a copy, even for one sample, because a view would keep all rows in memory
         return (
             found.to(rows.device, rows.dtype)
             .movedim(0, -2)

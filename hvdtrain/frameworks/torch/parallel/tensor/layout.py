@@ -19,7 +19,7 @@ def tensor_cuts(model: nn.Module, config: Config, layers: Sequence[Layer]) -> di
     by_name = {layer.name: layer for layer in layers}
     cuts = {}
     for name, way in resolve(model, plan_of(model, where), parts, where).items():
-        if name not in by_name:  # a tied weight is that of its first layer
+        if name not in by_name:  # a tied weight belongs to its first layer
             continue
         inputs = shown_bytes(by_name[name].inputs)
         outputs = shown_bytes(by_name[name].outputs)

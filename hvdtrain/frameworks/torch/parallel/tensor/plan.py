@@ -45,8 +45,8 @@ class Way(NamedTuple):
     """How a layer is cut."""
 
     kind: str  # "sequence": not cut; with parallel.sequence it sees a part of the positions
-    groups: int  # of features; each group is cut
-    unit: int  # features that stay together, as those of a head
+    groups: int  # groups of features; each group is partitioned
+    unit: int  # features that stay together, such as the features of a head
 
     def cuts(self, layer: nn.Module, parts: int, index: int) -> dict[str, Cut]:
         """Cuts of the layer's parameters that are cut, by name."""
@@ -82,14 +82,14 @@ class Way(NamedTuple):
 
 
 def _features(layer: nn.Module) -> int:
-    """Rows of its matrix: tokens of an embedding, outputs of a linear layer."""
+    """Returns the rows of a layer's matrix: tokens of an embedding, outputs of a linear layer."""
     weight: Any = layer.weight
     return int(weight.shape[0])
 
 
 def plan_of(model: nn.Module, where: str) -> dict[str, str]:
-    """Returns the model's tensor_plan(): a way for each pattern of module names. Raises UserError
-    if it has none."""
+    """Returns the model's tensor_plan(): how to partition the modules that match each pattern.
+    Raises UserError if it has none."""
     if not hasattr(model, "tensor_plan"):
         fix = 'def tensor_plan(self): return {"blocks.*.fc1": "columns", "blocks.*.fc2": "rows"}'
         raise UserError(
@@ -159,21 +159,19 @@ class TensorParallelLayers:
         order: SameOrder | None = None,
     ) -> None:
         """The model is the same on all ranks of the communicator. sequence: parallel.sequence;
-        order: in which its ranks compute the layers. Raises UserError as resolve() does, before
-        anything is changed.
+        order: checks the order in which ranks compute layers. Raises UserError like resolve(),
+        before anything is changed.
         """
         self._ways = resolve(model, plan, communicator.size, where, sequence)
         self._model = model
         self._communicator = communicator
         self._order = order
         self._positions = SequenceLength() if sequence else None
-        self.parts: dict[nn.Parameter, nn.Parameter] = {}  # of a whole one
+        self.parts: dict[nn.Parameter, nn.Parameter] = {}  # whole parameter -> its part
         self.cuts: dict[
             nn.Parameter, Cut
-        ] = {}  # of the parameters that are parts; the others stay what they are, the same on every rank  # noqa: E501
-        self.names: dict[
-            str, Cut
-        ] = {}  # of these, of one that several layers have all of its names
+        ] = {}  # cuts of the partitioned parameters; the others remain replicated
+        self.names: dict[str, Cut] = {}  # the same by name; a shared parameter has several
 
     @torch.no_grad()
     def cut(self, unit: nn.Module) -> None:
@@ -201,7 +199,7 @@ class TensorParallelLayers:
         for key, cut in self._ways[name].cuts(layer, size, rank).items():
             whole = kept[key]
             if whole not in self.parts:
-                # without the memory of the whole
+                # a copy, to free the memory of the whole
                 part = nn.Parameter(cut.take(whole.detach()).clone(), whole.requires_grad)
                 self.parts[whole], self.cuts[part] = part, cut
             kept[key], self.names[f"{name}.{key}"] = self.parts[whole], cut
@@ -228,7 +226,7 @@ def cut_model(
 
 
 def order_of_layers(config: Config, mesh: Mesh, device: torch.device) -> SameOrder:
-    """What compares the order of layers on the ranks of a tensor group."""
+    """Returns the check that ranks of a tensor group compute layers in the same order."""
     fix = (
         "the same layers on every rank of a tensor group: chosen by its samples, or by torch.rand()"
     )
@@ -246,8 +244,8 @@ def order_of_layers(config: Config, mesh: Mesh, device: torch.device) -> SameOrd
 
 
 def not_zeros(x: torch.Tensor) -> torch.Tensor:
-    """Numbers of the shape, type and device of x, the same on all ranks; tokens stay what they
-    are."""
+    """Returns nonzero numbers with the shape, dtype and device of x, the same on all ranks; tokens
+    are returned unchanged."""
     return (
         torch.rand(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(x)
         if x.is_floating_point()
@@ -263,8 +261,8 @@ def outputs_of(model: nn.Module, x: torch.Tensor) -> Any:
 def check_cut(
     model: nn.Module, x: torch.Tensor, expected: Any, task: Task | None, where: str
 ) -> None:
-    """Raises UserError if the divided model does not return what the whole one returned for x, or
-    its task has no loss for its outputs. A collective.
+    """Raises UserError if the partitioned model does not return the same as the whole model for x,
+    or if its task has no loss for its outputs. A collective.
 
     task: None for a user-defined loss.
     """
@@ -376,8 +374,8 @@ def _check_embedding(name: str, layer: nn.Embedding, kind: str, where: str) -> N
 
 
 def _check_sequence(model: nn.Module, ways: Mapping[str, Way], where: str) -> None:
-    """Every parameter belongs to a layer with a way: whether its gradient is a sum over the group
-    depends on the positions that it sees."""
+    """Checks that every parameter belongs to a layer in the plan. Whether its gradient is a sum
+    over the group depends on the positions that the layer sees."""
     kind = type(model).__name__
     if not any(way.kind == "sequence" for way in ways.values()):
         what = (
@@ -404,8 +402,8 @@ def _check_sequence(model: nn.Module, ways: Mapping[str, Way], where: str) -> No
 
 
 def _check_shared(model: nn.Module, ways: Mapping[str, Way], where: str) -> None:
-    """A parameter of several layers, as tied ones have, is cut for all of them in the same way or
-    for none."""
+    """Checks that a parameter shared by several layers is partitioned in the same way for all of
+    them, or for none."""
     seen: dict[nn.Parameter, tuple[str, Cut | None]] = {}
     for name, key, p in _parameters(model):
         cut = ways[name].cuts(model.get_submodule(name), 1, 0).get(key) if name in ways else None
