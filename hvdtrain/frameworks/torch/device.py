@@ -263,7 +263,7 @@ def return_large_memory() -> bool:
     it does. Settings in the environment win, too.
 
     12 layers of width 256 and 256 tokens, adamw, stage 3 on 2 ranks: 156 MB of resident memory
-    instead of 270, of which 151 are tensors and libraries. The step time is the same
+    instead of 270; tensors and libraries take 151 of them. The step time is the same
     (benchmarks/memory.md).
     """
     mallopt = _mallopt()

@@ -117,7 +117,7 @@ def check_first_samples(model: torch.nn.Module, config: Config) -> None:
 
 class MasksWithGaps(TorchDispatchMode):
     """Answers libraries that check whether a mask without values is true everywhere, to omit it.
-    The answer is no, which takes the most memory."""
+    It answers False, which takes the most memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_asked = (
