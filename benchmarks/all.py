@@ -98,7 +98,7 @@ ALL_CORES = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
 KERAS = "mpirun -np 2 {keras} benchmarks/horovod_keras.py 11 --json {json}"
 PARTS = {
     "engines": Part(
-        "{python} benchmarks/engines.py --root {root} --json {json}",
+        "{python} benchmarks/engines.py --root {root} --only mpi horovod --json {json}",
         by("ratio", "ranks", "precision", "network", "setting"),
         "time of a step to comm.engine=mpi",
         1500,
