@@ -46,9 +46,9 @@ def processor() -> str:
 
 
 def append(path: Path, row: dict[str, Any]) -> None:
-    """Adds the row and its provenance to a file of JSON lines."""
+    """Adds the row to a file of JSON lines, with its provenance unless the row has its own."""
     with path.open("a") as file:
-        file.write(json.dumps(row | provenance()) + "\n")
+        file.write(json.dumps(provenance() | row) + "\n")
 
 
 def _git(*words: str) -> str:
