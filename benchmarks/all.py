@@ -4,7 +4,7 @@ python benchmarks/all.py --root DIR [--part NAME ...] [--limit-m 90] [--keep]
 
 DIR holds FashionMNIST/raw; the part "data" also needs images in train/CLASS. Nothing else should run on the machine. Each part is a
 command that can be run alone. Its rows are appended to benchmarks/NAME.jsonl, with the commit, the date and the machine, if --keep is
-given. A part that fails or exceeds its limit is reported, and the others run. The exit code is 1 if a part failed.
+given; rows of a part that fails or exceeds its limit say why it is incomplete. The others run. The exit code is 1 if a part failed.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -258,9 +258,9 @@ def main() -> int:
         if why:
             failures[name] = why
         print("\n".join(table(part, before, part.values(rows))), flush=True)
-        if options.keep and not why:
+        if options.keep:
             for row in rows:
-                append(path, row | {"run": run_id})
+                append(path, row | {"run": run_id} | ({"incomplete": why} if why else {}))
     for name, why in failures.items():
         print(f"{name} failed: {why}")
     print(f"in all: {(time.perf_counter() - began_s) / 60:.1f} minutes")
