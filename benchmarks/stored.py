@@ -29,7 +29,7 @@ import torch
 
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.sampler import BlockShuffle, BlocksOfRanks, Shuffle, positions_of_rank
-from hvdtrain.data.stored.source import read_by, stored_in
+from hvdtrain.data.stored.stored_in import stored_in
 from hvdtrain.data.upcoming import Upcoming
 from hvdtrain.extras.science.data.datasets import hdf5
 
@@ -102,7 +102,7 @@ def by_source(
     path: Path, name: str, shuffle: BlockShuffle | None, processes: int = 0, told: bool = True
 ) -> Callable[[int], Iterator[tuple[Any, Any]]]:
     source = hdf5.build("hdf5", path, "train", fields={"x": name, "y": "y"}, cache_mb=CACHE_MB)
-    source = read_by(source, processes) if processes else source
+    source = source.read_by(processes) if processes else source
     pool = ThreadPoolExecutor(WORKERS)
 
     def samples_of(progress: Progress) -> np.ndarray:

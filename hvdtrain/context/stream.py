@@ -14,9 +14,10 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.configured.pad import padding_of
+from hvdtrain.data.declared import as_declared
 from hvdtrain.data.sampler import positions_of_rank
 from hvdtrain.data.source import Source
-from hvdtrain.data.user_data.as_source import as_declared, as_source
+from hvdtrain.data.user_data.as_source import as_source
 from hvdtrain.errors import UserError
 from hvdtrain.training.build import build_recipe
 from hvdtrain.training.input import Prefetcher

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,6 +15,15 @@ class AroundSource(Source):
     """Delegates to the wrapped source everything except reading and labels."""
 
     source: Source
+
+    def read_by(self, workers: int) -> Source:
+        return self._around(self.source.read_by(workers))
+
+    def with_bounds(self, longest: Mapping[str, int], values: Mapping[str, int]) -> Source:
+        return self._around(self.source.with_bounds(longest, values))
+
+    def _around(self, source: Source) -> Source:
+        return replace(self, source=source)  # type: ignore[type-var]  # subclasses are dataclasses
 
     @property
     def fields(self) -> Mapping[str, Field]:

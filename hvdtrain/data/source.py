@@ -174,6 +174,30 @@ class Source(ABC):
         return False
 
     @property
+    def reads_array_files(self) -> bool:
+        """Whether it is a StoredSource; stored_in() looks for one."""
+        return False
+
+    def read_by(self, workers: int) -> Source:
+        """Returns the source with `workers` processes that read its files."""
+        raise NotImplementedError(f"{type(self).__name__} has no files for data.workers")
+
+    def cropped(self, smallest_box: float) -> Source:
+        """Returns the source with random crops of at least this share of an image, if it can read
+        them; else the same source."""
+        return self
+
+    @property
+    def is_users_dataset(self) -> bool:
+        """Whether the samples come from the user's Dataset, whose integers may be of any type."""
+        return False
+
+    def with_bounds(self, longest: Mapping[str, int], values: Mapping[str, int]) -> Source:
+        """Returns the source with the longest samples and the largest values of padded fields that
+        another source has; the same source if it has no such fields."""
+        return self
+
+    @property
     def reads_in_process(self) -> bool:
         """Whether reading runs user code in this process. Then only the thread that needs the
         samples reads them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
@@ -171,6 +171,9 @@ class SubsetOfImages(LabelledImages):
 
     source: LabelledImages
     indices: np.ndarray | None
+
+    def read_by(self, workers: int) -> SubsetOfImages:
+        return replace(self, source=cast(LabelledImages, self.source.read_by(workers)))
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from hvdtrain.comm.counted import Moved
+if TYPE_CHECKING:  # of plans
+    from hvdtrain.comm.counted import Moved
 
 KINDS = (
     "weights",

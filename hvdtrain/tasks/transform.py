@@ -39,6 +39,9 @@ class WithStats(AroundSource):
         self.source = source
         self.given = given
 
+    def _around(self, source: Source) -> Source:
+        return type(self)(source, self.given)
+
     def read(self, indices: np.ndarray) -> Batch:
         return self.source.read(indices)
 

@@ -25,7 +25,6 @@ from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.tasks.around import as_task
 from hvdtrain.tasks.classification import without_statistics
 from hvdtrain.tasks.labels import classes_of
-from hvdtrain.tasks.several_inputs import restore_inputs, several_inputs
 from hvdtrain.tasks.task import MEMBERS, Task, is_users_model
 from hvdtrain.tasks.transform import Transform, Transforms, with_stats
 from hvdtrain.training.model_inputs import X, input_names
@@ -100,6 +99,8 @@ def build_task(train: Source, val: Source, config: Config) -> Task:
     if names == X:
         task = _build(config, train, val)
     else:  # the task itself leaves its x as it is
+        from hvdtrain.tasks.several_inputs import several_inputs
+
         as_it_is = config.replace(task=config.task.with_options(standardize=False))
         task = several_inputs(
             lambda *sources: _build(as_it_is, *sources), train, val, names, standardize, where
@@ -283,6 +284,8 @@ def restore_task(config: Config, facts: dict[str, Any]) -> Task:
     name = config.task.name
     where = config.where("task.name")
     if not plugins.is_dotted(name):
+        from hvdtrain.tasks.several_inputs import restore_inputs
+
         return restore_inputs(facts, plugins.load("tasks", name, where).restore)
     build = plugins.own_function(config.task)
     restore = getattr(build, "restore", None) or getattr(

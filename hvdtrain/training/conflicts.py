@@ -20,7 +20,6 @@ from hvdtrain.features.job_feature import PlannedJob
 from hvdtrain.frameworks.by_name import build_rule, is_made_with_the_model
 from hvdtrain.recipe.batch import resolve_batch_size
 from hvdtrain.training.build import engine_of
-from hvdtrain.training.telemetry.profiler import parse_profile_steps
 
 
 def refuse_conflicts(config: Config, engine: str, ranks: int) -> None:
@@ -70,6 +69,9 @@ def _check_single_options(config: Config) -> None:
             parse_duration(time, config.where(key))
     if config.comm.address is not None:
         parse_address(config.comm.address, config.where("comm.address"))
-    parse_profile_steps(config.profile.steps, config.where("profile.steps"))
+    if config.profile.steps is not None:
+        from hvdtrain.training.telemetry.profiler import parse_profile_steps
+
+        parse_profile_steps(config.profile.steps, config.where("profile.steps"))
     if not is_made_with_the_model(config):
         build_rule(config)

@@ -7,7 +7,7 @@ import numpy as np
 from hvdtrain.config.schema import Config
 from hvdtrain.data.columns.encoded_table import encoded_table_in
 from hvdtrain.data.source import Source
-from hvdtrain.data.stored.source import stored_in
+from hvdtrain.data.stored.stored_in import stored_in
 from hvdtrain.errors import short
 from hvdtrain.training.datasets import Datasets
 from hvdtrain.training.input import block_shuffle, ranks_read_own_blocks

@@ -14,15 +14,13 @@ from hvdtrain.data.configured.columns import check_columns, with_columns
 from hvdtrain.data.configured.opened import open_split, plugin_of, root_of, with_keys
 from hvdtrain.data.configured.pad import packed_rows
 from hvdtrain.data.configured.split import divided, evaluated_part
-from hvdtrain.data.configured.weights import draws_of
+from hvdtrain.data.declared import as_declared, bounded_alike
 from hvdtrain.data.images import augment
 from hvdtrain.data.images.moved_masks import with_moved_masks
 from hvdtrain.data.sampler import WeightedDraws
 from hvdtrain.data.source import Source, Split
-from hvdtrain.data.stored.source import stored_in
-from hvdtrain.data.stored.statistics import ReadingRanks
+from hvdtrain.data.stored.stored_in import stored_in
 from hvdtrain.data.subset import Division, without_fields
-from hvdtrain.data.user_data.as_source import as_declared, bounded_alike
 from hvdtrain.errors import UserError
 from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.tasks.task import Task, is_users_model, tokens_of_sample
@@ -53,6 +51,8 @@ def open_datasets(config: Config, communicator: Communicator | None = None) -> D
     val = packed_rows(config, sources.val, "validation")
     ranks = communicator or SingleProcessCommunicator()
     if (files := stored_in(train)) is not None:
+        from hvdtrain.data.stored.statistics import ReadingRanks
+
         files.read_together(ReadingRanks(ranks.rank, ranks.size, ranks.allreduce))
     _check_reading(config, train, val)
     check_augmentation(config, train)
@@ -61,7 +61,11 @@ def open_datasets(config: Config, communicator: Communicator | None = None) -> D
     _check_lengths(config, train, task)
     build_recipe(config, len(train), tokens_of_sample(task))
     evaluated_part(config, val)
-    draws = draws_of(config, train)
+    draws: WeightedDraws | None = None
+    if config.data.sample_weights is not None:
+        from hvdtrain.data.configured.weights import draws_of
+
+        draws = draws_of(config, train)
     train, val = (
         as_declared(_with_free_names(config, source, task), task.fields) for source in (train, val)
     )

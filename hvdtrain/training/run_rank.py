@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.cores.bind import bound, lines_of_seats
 from hvdtrain.comm.driver_files import HERE
 from hvdtrain.comm.launcher_variables import Placement, placement
 from hvdtrain.comm.mesh import place_of
@@ -29,7 +28,6 @@ from hvdtrain.training.build import connect
 from hvdtrain.training.conflicts import refuse_before_connecting, refuse_conflicts
 from hvdtrain.training.datasets import open_datasets, with_blocks
 from hvdtrain.training.failure import RankFailed, end_every_rank, is_only_process, report_crashes
-from hvdtrain.training.given import with_given
 from hvdtrain.training.health.heartbeat import Heartbeat, noted, place_and_pass
 from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.health.watchdog import Watchdog
@@ -201,6 +199,11 @@ def connected_rank(
 def bound_cores(config: Config, communicator: Communicator) -> Iterator[list[str]]:
     """Binds this rank's threads inside, as comm.bind asks. Gives lines for the header. Every rank
     enters it."""
+    if config.comm.bind == "none":
+        yield []
+        return
+    from hvdtrain.comm.cores.bind import bound, lines_of_seats
+
     with bound(config.comm.bind, communicator, lambda: gpu_address(config, communicator)) as seats:
         yield lines_of_seats(config.comm.bind, seats)
 
@@ -263,6 +266,10 @@ def _configure(
 ) -> Config:
     """Parses the configuration, with the keys of a former run. Raises UserError, also if a plugin's
     file does not exist."""
-    config = with_given(configure(config_file, arguments, former), given)
+    config = configure(config_file, arguments, former)
+    if given:
+        from hvdtrain.training.given import with_given
+
+        config = with_given(config, given)
     check_names(config)
     return config

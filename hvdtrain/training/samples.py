@@ -17,22 +17,18 @@ import numpy as np
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import expand
 from hvdtrain.config.schema import Config
-from hvdtrain.data.datasets.text import decode
 from hvdtrain.data.sampler import evaluation_batches
 from hvdtrain.data.source import Source
 from hvdtrain.data.subset import Subset
-from hvdtrain.data.tokenizer import read_tokenizer
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import Log
 from hvdtrain.events.terminal import warn
 from hvdtrain.frameworks.learner import Learner, Sampler
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.checkpoint.files import OpenFolder
-from hvdtrain.training.evaluate import predict
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.monitor import HealthMonitor
 from hvdtrain.training.progress.train_state import TrainState
-from hvdtrain.training.shown_masks import Masks, picture
 
 
 def draw_on_all_ranks(
@@ -180,6 +176,9 @@ class SampleSeries:
 
         label: the field of masks.
         """
+        from hvdtrain.training.evaluate import predict
+        from hvdtrain.training.shown_masks import Masks, picture
+
         field = self.task.fields[label]
         self.heartbeat.beat("masks for the report", now.progress.epoch, now.progress.step)
         numbers = np.unique(np.linspace(0, len(self.val) - 1, samples).astype(np.int64))
@@ -207,6 +206,9 @@ class SampleSeries:
         return before_each
 
     def _texts(self, drawn: np.ndarray) -> str:
+        from hvdtrain.data.datasets.text import decode
+        from hvdtrain.data.tokenizer import read_tokenizer
+
         path: Any = self.config.data.options.get("tokenizer")
         tokenizer = read_tokenizer(expand(path, "data.tokenizer")) if path else None
         return (

@@ -32,7 +32,6 @@ from hvdtrain.training.checkpoint.room import needed_bytes
 from hvdtrain.training.data_facts import identity
 from hvdtrain.training.datasets import Datasets
 from hvdtrain.training.health.heartbeat import Heartbeat
-from hvdtrain.training.pretrained import load_pretrained
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.progress.triggers import stop_reason
 from hvdtrain.training.replicas.broadcast import broadcast_state
@@ -159,6 +158,8 @@ def _first_weights(
     digest = broadcast_state(communicator, learner, None, on_array=heartbeat.go_on)
     if config.model.weights is None:
         return digest, []
+    from hvdtrain.training.pretrained import load_pretrained
+
     heartbeat.beat("reading the pretrained weights", 0, 0)
     return load_pretrained(config, communicator, learner, heartbeat.go_on)
 

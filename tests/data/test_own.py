@@ -33,10 +33,11 @@ from waiting import wait_until
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
 from hvdtrain.data.around_source import inner_source
+from hvdtrain.data.declared import as_declared
 from hvdtrain.data.field import Field
 from hvdtrain.data.source import ArraySource, LabelledImages, NamedArrays, Source
 from hvdtrain.data.subset import divide
-from hvdtrain.data.user_data.as_source import as_declared, as_source
+from hvdtrain.data.user_data.as_source import as_source
 from hvdtrain.data.user_data.dataset import DatasetSource
 from hvdtrain.data.user_data.user_source import user_source
 from hvdtrain.errors import UserError
@@ -429,7 +430,7 @@ import numpy as np
 import own_datasets
 import hvdtrain
 from hvdtrain.data.user_data.as_source import as_source
-from hvdtrain.data.user_data.as_source import as_declared
+from hvdtrain.data.declared import as_declared
 from hvdtrain.data.worker_pool import end_script_of_worker
 
 class Mine(own_datasets.Flawed):

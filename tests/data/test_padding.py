@@ -18,11 +18,12 @@ from sequence_jobs import JOB, PAD_ROWS, PAD_TOKENS, Sequences, made, tokens
 
 import hvdtrain
 from hvdtrain.config.read import configure
+from hvdtrain.data.declared import bounded_alike
 from hvdtrain.data.field import Field, Padding, field_of_facts
 from hvdtrain.data.ragged import ragged
 from hvdtrain.data.sampler import parts_by_length, parts_of_rank, positions_of_rank
 from hvdtrain.data.source import NamedArrays
-from hvdtrain.data.user_data.as_source import as_source, bounded_alike
+from hvdtrain.data.user_data.as_source import as_source
 from hvdtrain.errors import UserError
 from hvdtrain.tasks import language
 

@@ -22,7 +22,8 @@ from hvdtrain.config.read import configure
 from hvdtrain.data.datasets import csv, npz, parquet
 from hvdtrain.data.source import Source
 from hvdtrain.data.stored.selection import select
-from hvdtrain.data.stored.source import StoredSource, stored_in
+from hvdtrain.data.stored.source import StoredSource
+from hvdtrain.data.stored.stored_in import stored_in
 from hvdtrain.data.stored.text_tables import lines as table_lines
 from hvdtrain.errors import UserError
 from hvdtrain.training.datasets import build_source

@@ -14,8 +14,9 @@ from rank_threads import in_threads
 from hvdtrain.data.datasets import npz
 from hvdtrain.data.source import Source
 from hvdtrain.data.stored import statistics
-from hvdtrain.data.stored.source import StoredSource, stored_in
+from hvdtrain.data.stored.source import StoredSource
 from hvdtrain.data.stored.statistics import ReadingRanks
+from hvdtrain.data.stored.stored_in import stored_in
 from hvdtrain.data.subset import divide
 from hvdtrain.errors import UserError
 from hvdtrain.tasks import transform

@@ -10,7 +10,7 @@ import stored_data
 from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
-from hvdtrain.data.stored.source import stored_in
+from hvdtrain.data.stored.stored_in import stored_in
 from hvdtrain.data.stored.text_tables import lines as table_lines
 from hvdtrain.extras.bench import data as bench_data
 from hvdtrain.extras.bench.trainer import Trainer

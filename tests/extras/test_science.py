@@ -23,7 +23,8 @@ from hvdtrain.config.read import configure
 from hvdtrain.config.words_of_other_tools import data_of_path
 from hvdtrain.data.source import Source
 from hvdtrain.data.stored.cache import BlockCache
-from hvdtrain.data.stored.source import StoredSource, read_by, stored_in
+from hvdtrain.data.stored.source import StoredSource
+from hvdtrain.data.stored.stored_in import stored_in
 from hvdtrain.errors import UserError
 from hvdtrain.extras.science.data.datasets import hdf5, zarr
 from hvdtrain.training.datasets import build_source
@@ -156,7 +157,7 @@ def test_processes_read_the_same(tmp_path: Path) -> None:
     source = hdf5.build(
         "hdf5", of_hdf5(tmp_path / "a.h5"), "train", fields={"x": "/lzf", "y": "/labels"}
     )
-    found = read_by(source, 2).read(DRAWN)
+    found = source.read_by(2).read(DRAWN)
     assert (
         found["x"].tobytes() == U[DRAWN].tobytes() and found["y"].tolist() == LABELS[DRAWN].tolist()
     )
@@ -175,7 +176,7 @@ def test_arrays_of_zarr_and_what_is_damaged(version: int, tmp_path: Path) -> Non
 
     def read(x: str = "fields/u[:, ::2, 1]", of: Path = path) -> Any:
         source = zarr.build("zarr", of, "train", fields={"x": x, "y": "labels"})
-        return read_by(source, 1).read(DRAWN) if x == "fields/u" else source.read(DRAWN)
+        return source.read_by(1).read(DRAWN) if x == "fields/u" else source.read(DRAWN)
 
     assert (
         read()["x"].tobytes() == U[:, ::2, 1][DRAWN].tobytes()
@@ -210,7 +211,7 @@ def test_zarr_in_a_zip_file(version: int, tmp_path: Path) -> None:
         group.create_array("labels", shape=(101,), chunks=(101,), dtype="i2")[:] = LABELS
     for root in (path, tmp_path):
         source = zarr.build("zarr", root, "train", fields={"x": "fields/u", "y": "labels"})
-        batch = read_by(source, 1).read(DRAWN)
+        batch = source.read_by(1).read(DRAWN)
         assert (
             batch["x"].tobytes() == U[DRAWN].tobytes()
             and batch["y"].tolist() == LABELS[DRAWN].tolist()

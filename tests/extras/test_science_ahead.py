@@ -20,7 +20,8 @@ from hvdtrain.data.sampler import BlocksOfRanks, Positions, parts_of_rank, posit
 from hvdtrain.data.source import (
     Foresight,
 )
-from hvdtrain.data.stored.source import StoredSource, read_by, stored_in
+from hvdtrain.data.stored.source import StoredSource
+from hvdtrain.data.stored.stored_in import stored_in
 from hvdtrain.data.subset import subset
 from hvdtrain.data.upcoming import Upcoming
 from hvdtrain.errors import UserError
@@ -150,7 +151,7 @@ def test_a_damaged_block_is_an_error_of_its_own_samples(tmp_path: Path) -> None:
 
 
 def test_processes_read_what_is_known_in_advance(tmp_path: Path) -> None:
-    source = read_by(of(tmp_path), 2)
+    source = of(tmp_path).read_by(2)
     upcoming = Upcoming(source, samples_of, steps)
     for progress in list(steps(Progress(SAMPLES, SAMPLES)))[:30]:
         upcoming.reads(progress)

@@ -37,7 +37,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import whole
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.progress import Progress
-from hvdtrain.frameworks.torch.communicators import PlannedCommunicator
+from hvdtrain.frameworks.torch.planned import PlannedCommunicator
 from hvdtrain.recipe.batch import resolve_batch_size
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.shards import (

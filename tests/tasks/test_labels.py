@@ -21,8 +21,9 @@ from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Hyper
+from hvdtrain.data.declared import as_declared
 from hvdtrain.data.source import ArraySource, Source
-from hvdtrain.data.user_data.as_source import as_declared, as_source
+from hvdtrain.data.user_data.as_source import as_source
 from hvdtrain.errors import UserError
 from hvdtrain.tasks import classification, segmentation
 from hvdtrain.tasks.classification import Classification, PartlyLabelled

@@ -19,8 +19,9 @@ from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.config.read import configure
 from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.core.metrics import Concatenated, add_sums, zero_sums
+from hvdtrain.data.declared import as_declared
 from hvdtrain.data.source import Source
-from hvdtrain.data.user_data.as_source import as_declared, as_source
+from hvdtrain.data.user_data.as_source import as_source
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.task import Task
 from hvdtrain.tasks.user_functions import read_metrics, refuse_parts

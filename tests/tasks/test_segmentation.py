@@ -24,11 +24,12 @@ from hvdtrain.config.read import configure
 from hvdtrain.config.sections.augment import AugmentConfig
 from hvdtrain.core.metrics import add_sums, zero_sums
 from hvdtrain.core.progress import Hyper
+from hvdtrain.data.declared import as_declared
 from hvdtrain.data.images import augment
 from hvdtrain.data.images.moved_masks import MovedMasks, move, with_moved_masks
 from hvdtrain.data.sampler import Positions
 from hvdtrain.data.source import Source
-from hvdtrain.data.user_data.as_source import as_declared, as_source
+from hvdtrain.data.user_data.as_source import as_source
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.models import unet
 from hvdtrain.tasks import segmentation

@@ -455,7 +455,7 @@ def test_profile_steps_that_are_no_range(text: str) -> None:
         r"traces the five steps",
     ):
         parse_profile_steps(text, "profile.steps, x")
-    assert parse_profile_steps("10:15", "") == (10, 15) and parse_profile_steps(None, "") is None
+    assert parse_profile_steps("10:15", "") == (10, 15)
 
 
 def test_a_range_of_steps_in_a_file_is_no_number_of_seconds(tmp_path: Path) -> None:

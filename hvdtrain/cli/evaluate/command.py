@@ -16,10 +16,10 @@ from hvdtrain.cli.saved_weights import read_checkpoint
 from hvdtrain.config.schema import Config
 from hvdtrain.core.process import command_line, path_argument
 from hvdtrain.data.configured.unwritten import unstaged
+from hvdtrain.data.declared import as_declared
 from hvdtrain.data.source import LabelledImages, Source
-from hvdtrain.data.stored.source import stored_in
+from hvdtrain.data.stored.stored_in import stored_in
 from hvdtrain.data.subset import relabelled, relabelled_rows
-from hvdtrain.data.user_data.as_source import as_declared
 from hvdtrain.errors import DONE, UserError, short
 from hvdtrain.events.log import Event
 from hvdtrain.events.writers import append_event, finite

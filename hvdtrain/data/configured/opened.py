@@ -12,12 +12,9 @@ from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.data.configured.pad import padding_of, refuse_lengths
 from hvdtrain.data.files.staging import Staging, stage_data
-from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import Source, Split
-from hvdtrain.data.stored.source import read_by
 from hvdtrain.data.unfinished import Unfinished
-from hvdtrain.data.user_data.as_source import as_source
 from hvdtrain.errors import UserError
 
 Finish = Callable[[Unfinished, Callable[[], Unfinished]], Source]
@@ -68,10 +65,8 @@ def open_split(
                     else make(config.data.name, root, "train", **options)
                 ),
             )
-    if isinstance(found, ImageSource):
-        found = found.cropped(config.augment.resized_crop)
-        return found.read_by(config.data.workers) if config.data.workers else found
-    return read_by(found, config.data.workers) if config.data.workers else found
+    found = found.cropped(config.augment.resized_crop)
+    return found.read_by(config.data.workers) if config.data.workers else found
 
 
 def _check_workers(
@@ -110,6 +105,8 @@ def _open_own(config: Config, split: Split, kept: Callable[[], tuple[str, ...]])
 
     Raises UserError if as_source() does not support the result.
     """
+    from hvdtrain.data.user_data.as_source import as_source
+
     where = config.where("data.name")
     if config.data.stage is not None:
         raise UserError(

@@ -12,7 +12,7 @@ from hvdtrain.data.around_source import inner_source
 from hvdtrain.data.ragged import PaddedArrays
 from hvdtrain.data.sampler import WeightedDraws
 from hvdtrain.data.source import Source, arrays_in_memory
-from hvdtrain.data.stored.source import stored_in
+from hvdtrain.data.stored.stored_in import stored_in
 from hvdtrain.data.subset import Subset
 from hvdtrain.errors import UserError
 
@@ -20,13 +20,12 @@ BALANCED = "balanced"
 _GIVE = "hvdtrain.train(sample_weights=array), a number for each training sample"
 
 
-def draws_of(config: Config, train: Source) -> WeightedDraws | None:
-    """Returns the weighted draws of data.sample_weights; None if it is not set. Raises UserError if
-    these weights do not exist."""
+def draws_of(config: Config, train: Source) -> WeightedDraws:
+    """Returns the weighted draws of data.sample_weights, which is set. Raises UserError if these
+    weights do not exist."""
     asked = config.data.sample_weights
     where = config.where("data.sample_weights")
-    if asked is None:
-        return None
+    assert asked is not None, where
     if not is_object(asked):
         return WeightedDraws(read_weights(train, asked, _ignored_label(config), where))
     given = None if config.data.given is None else config.data.given.objects.get("sample_weights")

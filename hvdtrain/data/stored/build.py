@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.data.columns.encoded_table import EncodedTable
+from hvdtrain.data.declared import CheckedSource
 from hvdtrain.data.field import Field
 from hvdtrain.data.option_error import OptionError, expanded
 from hvdtrain.data.source import Source, Split
@@ -28,7 +29,6 @@ from hvdtrain.data.stored.stored_array import (
     StoredFile,
 )
 from hvdtrain.data.subset import subset
-from hvdtrain.data.user_data.as_source import CheckedSource
 from hvdtrain.errors import UserError, short
 
 Open = Callable[[Path], StoredFile]

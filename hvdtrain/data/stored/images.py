@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,6 +38,9 @@ class StoredImages(LabelledImages):
 
     def __len__(self) -> int:
         return len(self.source)
+
+    def read_by(self, workers: int) -> StoredImages:
+        return replace(self, source=self.source.read_by(workers))
 
     def labels(self) -> np.ndarray:
         labels = self.source.known_labels()

@@ -15,7 +15,6 @@ import numpy as np
 
 from hvdtrain.core.arrays import digest
 from hvdtrain.core.progress import fold
-from hvdtrain.data.around_source import inner_source
 from hvdtrain.data.field import Field, check_numbers
 from hvdtrain.data.labels import smallest
 from hvdtrain.data.source import Foresight, Source, check_indices
@@ -226,6 +225,10 @@ class StoredSource(Source):
     def where(self) -> str:
         return self.samples.name
 
+    @property
+    def reads_array_files(self) -> bool:
+        return True
+
     def __len__(self) -> int:
         return int(self.samples.ends[-1])
 
@@ -393,23 +396,6 @@ class StoredSource(Source):
             default=1,
         )
         return most if most > 1 else None
-
-
-def stored_in(source: Source) -> StoredSource | None:
-    """Returns the StoredSource that a source wraps or is a part of; else None."""
-    while not isinstance(source, StoredSource):
-        inner = inner_source(source)
-        if inner is None:
-            return None
-        source = inner
-    return source
-
-
-def read_by(source: Source, workers: int) -> Source:
-    """Returns the source with `workers` processes that read its files."""
-    if isinstance(source, StoredSource):
-        return source.read_by(workers)
-    return replace(source, source=read_by(source.source, workers))  # type: ignore[type-var, attr-defined]
 
 
 def _unsorted(rows: np.ndarray, order: np.ndarray) -> np.ndarray:

@@ -84,6 +84,10 @@ class DatasetSource(Source):
         return bounded
 
     @property
+    def is_users_dataset(self) -> bool:
+        return True
+
+    @property
     def notes(self) -> tuple[str, ...]:
         return self._notes
 

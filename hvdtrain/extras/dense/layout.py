@@ -10,8 +10,8 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import shown_bytes
 from hvdtrain.extras.dense.hybrid import HybridModel
 from hvdtrain.extras.dense.keys import DenseKeys
-from hvdtrain.frameworks.torch.communicators import PlannedCommunicator
 from hvdtrain.frameworks.torch.layer import Layer, LayerCut
+from hvdtrain.frameworks.torch.planned import PlannedCommunicator
 
 
 def dense_cuts(

@@ -40,7 +40,6 @@ from hvdtrain.frameworks.torch.model import (
     check_outputs,
     checked_model,
 )
-from hvdtrain.frameworks.torch.not_used import lines_of_not_used
 from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise
 from hvdtrain.frameworks.torch.precision import pick_precision, refuse_tiny_images
 from hvdtrain.frameworks.torch.step_costs import stopwatch_for
@@ -75,7 +74,11 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     refuse_tiny_images(
         arrangement.model, making.example(), precision, config.where("speed.precision")
     )
-    not_used = lines_of_not_used(arrangement.model, config, task, making.like)
+    not_used: list[str] = []
+    if plugins.is_dotted(config.model.name):
+        from hvdtrain.frameworks.torch.not_used import lines_of_not_used
+
+        not_used = lines_of_not_used(arrangement.model, config, task, making.like)
     arrangement.cut()
     learner = assemble(arrangement)
     learner.notes += not_used

@@ -18,7 +18,6 @@ from hvdtrain.core.ties import Ties
 from hvdtrain.errors import UserError, nearest, short
 from hvdtrain.frameworks.by_name import thaw_entries
 from hvdtrain.frameworks.torch.buffers import RUNNING
-from hvdtrain.frameworks.torch.lora import LoraLinear
 from hvdtrain.frameworks.torch.private_api import storage_of
 from hvdtrain.optim.thawing import number_of_entry
 
@@ -36,7 +35,7 @@ def freeze(model: nn.Module, config: ModelConfig) -> None:
     of them. Raises UserError if a pattern matches nothing or has no effect.
     """
     ties = ties_of(model)
-    adapted = _adapted_names(model)
+    adapted = _adapted_names(model) if config.lora else set()
     names = [name for name in all_names(model) if not (config.lora and is_adapter(name))]
     _check_fits(
         "model.freeze", config.freeze, names, "no weight of the model", config.where("freeze")
@@ -73,6 +72,8 @@ def freeze(model: nn.Module, config: ModelConfig) -> None:
 
 def _adapted_names(model: nn.Module) -> set[str]:
     """Returns the names of the weights and biases of layers with an adapter."""
+    from hvdtrain.frameworks.torch.lora import LoraLinear
+
     layers = [
         (name, module)
         for name, module in model.named_modules(remove_duplicate=False)
@@ -181,6 +182,8 @@ def lines(model: nn.Module, config: ModelConfig) -> list[str]:
     ]
     if not config.lora:
         return texts
+    from hvdtrain.frameworks.torch.lora import LoraLinear
+
     trained = [
         name for name, p in model.named_parameters() if p.requires_grad and not is_adapter(name)
     ]

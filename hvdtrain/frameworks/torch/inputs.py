@@ -15,7 +15,6 @@ from hvdtrain.comm.staging import KINDS
 from hvdtrain.core.arrays import Batch
 from hvdtrain.data.source import Source, arrays_in_memory
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch import augment
 from hvdtrain.tasks.task import Task
 
 _AUGMENTATION = ("augmentation", "partner_augmentation", "mixup_weight", "cutmix_box")
@@ -153,6 +152,8 @@ class Inputs:
         samples = len(next(iter(arrays.values())))
         augmentation: Batch = {name: batch[name] for name in _AUGMENTATION if name in batch}
         if augmentation:
+            from hvdtrain.frameworks.torch import augment
+
             arrays |= {"x": augment.augment_batch(augmentation | arrays)["x"]}
             arrays.pop("partner_x", None)
         arrays = self._contiguous(arrays)

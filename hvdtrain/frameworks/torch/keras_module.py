@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.features.every_feature import FEATURES
@@ -30,10 +29,7 @@ from hvdtrain.tasks.task import Task
 def set_number_type(config: Config) -> None:
     """Called before a user's function creates a Keras model, so that its layers have the job's
     dtype."""
-    if plugins.is_dotted(config.model.name) and config.model.given is None:
-        plugins.own_function(config.model)  # imports Keras if needed
-        if "keras" in sys.modules:
-            load_keras(config.where("model.name"), _number_type(config))
+    load_keras(config.where("model.name"), _number_type(config))
 
 
 def _number_type(config: Config) -> np.dtype[Any]:
@@ -43,8 +39,8 @@ def _number_type(config: Config) -> np.dtype[Any]:
 def as_module(model: Any, config: Config, task: Task) -> Any:
     """Returns a Keras model as a torch module; anything else unchanged. Raises UserError for a
     model of another backend."""
-    keras = sys.modules.get("keras")
-    if keras is None or not isinstance(model, keras.Model):
+    keras = sys.modules["keras"]
+    if not isinstance(model, keras.Model):
         return model
     where = config.where("model.name")
     if keras.backend.backend() != "torch":

@@ -32,7 +32,6 @@ from hvdtrain.frameworks.torch.buffers import Buffers
 from hvdtrain.frameworks.torch.device import gpu, no_such_kernel, seed_layers
 from hvdtrain.frameworks.torch.forward import Forward, on_host
 from hvdtrain.frameworks.torch.inputs import DeviceBatch
-from hvdtrain.frameworks.torch.libraries.transformers import in_names_of
 from hvdtrain.frameworks.torch.model import first_samples_of
 from hvdtrain.frameworks.torch.optim import rule_optimizer
 from hvdtrain.frameworks.torch.optim.user_optimizer import set_mode
@@ -217,6 +216,8 @@ class TorchLearner(RankModel, DrawsTokens, Learner):
         return Predictions(on_host(outputs), self._counted(sums))
 
     def own_names(self, found: Arrays) -> Arrays | None:
+        from hvdtrain.frameworks.torch.libraries.transformers import in_names_of
+
         return in_names_of(self.model, found)
 
     def load(self, state: Arrays | ArrayStream) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
@@ -23,15 +24,12 @@ from hvdtrain.core.own_line import own_line
 from hvdtrain.data.field import Field
 from hvdtrain.errors import UserError, short
 from hvdtrain.frameworks import by_name
-from hvdtrain.frameworks.torch import lora
 from hvdtrain.frameworks.torch.buffers import copied_buffers
 from hvdtrain.frameworks.torch.call import Called, call, shapes_of, takes_by_name
 from hvdtrain.frameworks.torch.foreign.counted import TooLarge, counted, most_bytes
 from hvdtrain.frameworks.torch.foreign.downloads import watched
 from hvdtrain.frameworks.torch.forward import first_of, whole_outputs
 from hvdtrain.frameworks.torch.frozen import check_overlaps, freeze
-from hvdtrain.frameworks.torch.keras_module import as_module, set_number_type
-from hvdtrain.frameworks.torch.libraries.transformers import without_past
 from hvdtrain.frameworks.torch.norm import CPU, use_norm
 from hvdtrain.frameworks.torch.private_api import FakeTensor, TorchDispatchMode
 from hvdtrain.tasks.task import DeviceAndDtype, Task, TaskPart, part_of, wrong_shapes
@@ -54,8 +52,7 @@ def normed_model(
     recompute_blocks(model, config.model.recompute, config.where("model.recompute"))
     check_overlaps(model, config.where("model.name"))
     if config.model.lora:
-        lora.adapt(model, config.model)
-        _check_adapters(model, config, task)
+        _adapt(model, config, task)
     freeze(model, config.model)
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError(
@@ -66,9 +63,12 @@ def normed_model(
     return model
 
 
-def _check_adapters(model: nn.Module, config: Config, task: Task) -> None:
-    """Raises UserError if an adapter would have no effect. Other errors of the model are reported
-    where it is checked."""
+def _adapt(model: nn.Module, config: Config, task: Task) -> None:
+    """Adds adapters. Raises UserError if an adapter would have no effect. Other errors of the model
+    are reported where it is checked."""
+    from hvdtrain.frameworks.torch import lora
+
+    lora.adapt(model, config.model)
     try:
         lora.check_calls(
             model,
@@ -304,10 +304,7 @@ def build_model(config: Config, task: Task) -> torch.nn.Module:
     where = config.where("model.name")
     try:
         with watched(config), counted(most_bytes()):
-            set_number_type(config)
-            model: torch.nn.Module = as_module(
-                by_name.build_model(config, task, "frameworks/torch/models"), config, task
-            )
+            model: torch.nn.Module = _called(config, task)
     except TooLarge as error:
         raise UserError(
             f"{name} has {error}",
@@ -327,13 +324,33 @@ def build_model(config: Config, task: Task) -> torch.nn.Module:
         )
         raise UserError(what, where, "pass the wrapped model: model.module")
     _refuse_hooks_on_parts(model, config)
-    without_past(model)
+    if "transformers" in sys.modules:
+        from hvdtrain.frameworks.torch.libraries.transformers import without_past
+
+        without_past(model)
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError(
             f"{name} has no parameter to train",
             where,
             "give a model with parameters that require a gradient",
         )
+    return model
+
+
+def _called(config: Config, task: Task) -> Any:
+    """Calls the plugin or the user's function; returns a Keras model as a torch module."""
+    is_users_function = plugins.is_dotted(config.model.name) and config.model.given is None
+    if is_users_function:
+        plugins.own_function(config.model)  # imports Keras if needed
+        if "keras" in sys.modules:
+            from hvdtrain.frameworks.torch.keras_module import set_number_type
+
+            set_number_type(config)
+    model = by_name.build_model(config, task, "frameworks/torch/models")
+    if sys.modules.get("keras") is not None:
+        from hvdtrain.frameworks.torch.keras_module import as_module
+
+        model = as_module(model, config, task)
     return model
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.frameworks.by_name import Activation, twice_activated
 from hvdtrain.frameworks.torch.buffers import copied_buffers
@@ -34,8 +33,6 @@ def lines_of_not_used(
 
     like: a tensor with the device of the inputs and the dtype of the weights.
     """
-    if not plugins.is_dotted(config.model.name):
-        return []
     lines = _methods(model) + _without_decay(model, config)
     is_whole = config.shard.stage < 3 and not config.parallel.cuts
     if is_whole and not task.has_user_loss:  # which may use anything

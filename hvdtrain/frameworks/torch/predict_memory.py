@@ -23,8 +23,9 @@ from hvdtrain.frameworks.stopwatch import PhaseTimes, ReplaceableStopwatch
 from hvdtrain.frameworks.torch.arrangement import Making
 from hvdtrain.frameworks.torch.arrangements import arrangement_of
 from hvdtrain.frameworks.torch.assemble import assemble
-from hvdtrain.frameworks.torch.communicators import planned_mesh, timed_mesh
+from hvdtrain.frameworks.torch.communicators import timed_mesh
 from hvdtrain.frameworks.torch.learner import TorchLearner
+from hvdtrain.frameworks.torch.planned import planned_mesh
 from hvdtrain.frameworks.torch.precision import pick_precision
 from hvdtrain.frameworks.torch.private_api import FakeTensorMode, TorchDispatchMode, tree_leaves
 from hvdtrain.frameworks.torch.step_costs import FlopCounter, stopwatch_for

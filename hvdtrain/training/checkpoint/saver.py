@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,10 +19,12 @@ from hvdtrain.errors import Diverged, UserError
 from hvdtrain.events.log import Log
 from hvdtrain.frameworks.learner import plain_names
 from hvdtrain.training.checkpoint import files, prune, room
-from hvdtrain.training.checkpoint.auto_interval import AutoInterval
 from hvdtrain.training.checkpoint.files import Identity, OpenFolder
 from hvdtrain.training.checkpoint.shards import WrittenByAll
 from hvdtrain.training.progress.train_state import TrainState
+
+if TYPE_CHECKING:
+    from hvdtrain.training.checkpoint.auto_interval import AutoInterval
 
 
 class CheckpointSource(Protocol):
@@ -124,11 +126,11 @@ class Saver:
         self.longest_s = limit_bytes / 8 / SLOW_DISK  # pause and write together
         self.measured_s = 0.0  # of the slowest write of this process
         longest_s = None if config.every_minutes is None else 60 * config.every_minutes
-        self._auto = (
-            AutoInterval(run, mtbf_hours, longest_s, self.longest_s)
-            if config.every == "auto"
-            else None
-        )
+        self._auto: AutoInterval | None = None
+        if config.every == "auto":
+            from hvdtrain.training.checkpoint.auto_interval import AutoInterval
+
+            self._auto = AutoInterval(run, mtbf_hours, longest_s, self.longest_s)
         self._fixed_s = longest_s
 
     def resume_from(self, now: TrainState) -> None:

@@ -13,14 +13,11 @@ from hvdtrain.events.log import Log
 from hvdtrain.frameworks.learner import Learner
 
 
-def parse_profile_steps(steps: str | None, where: str) -> tuple[int, int] | None:
-    """Parses profile.steps=10:15 to (10, 15): the steps done when the trace begins and ends. None
-    for None.
+def parse_profile_steps(steps: str, where: str) -> tuple[int, int]:
+    """Parses profile.steps=10:15 to (10, 15): the steps done when the trace begins and ends.
 
     Raises UserError for anything else; where: the place where the key was set.
     """
-    if steps is None:
-        return None
     match = re.fullmatch(r"(\d{1,15}):(\d{1,15})", steps)
     if not match or int(match[1]) >= int(match[2]):
         raise UserError(

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,9 +31,11 @@ from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.telemetry.energy import EnergyMeter, find_counters
 from hvdtrain.training.telemetry.gauge import Gauge
 from hvdtrain.training.telemetry.mesh import MeshGauge, slowest, stages_of_ranks
-from hvdtrain.training.telemetry.profiler import StepProfiler, parse_profile_steps
 from hvdtrain.training.telemetry.startup import FirstStep
 from hvdtrain.training.telemetry.utilization import Utilization
+
+if TYPE_CHECKING:
+    from hvdtrain.training.telemetry.profiler import StepProfiler
 
 
 def make_telemetry(
@@ -53,9 +55,13 @@ def make_telemetry(
     energy = EnergyMeter(counters, communicator.rank, time.monotonic)
     # on all ranks or none: they sum the same names
     utilization = Utilization(gpu) if "gpu" in energy.reasons else None
-    steps = parse_profile_steps(config.profile.steps, config.where("profile.steps"))
-    folder = run / "profile" / f"rank-{communicator.rank:05d}"
-    profiler = StepProfiler(learner, log, folder, *steps) if steps else None
+    profiler: StepProfiler | None = None
+    if config.profile.steps is not None:
+        from hvdtrain.training.telemetry.profiler import StepProfiler, parse_profile_steps
+
+        steps = parse_profile_steps(config.profile.steps, config.where("profile.steps"))
+        folder = run / "profile" / f"rank-{communicator.rank:05d}"
+        profiler = StepProfiler(learner, log, folder, *steps)
     first_step = FirstStep(config, log)
     return Telemetry(
         communicator,
