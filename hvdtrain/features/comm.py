@@ -27,7 +27,6 @@ def _batch_size(job: PlannedJob) -> Iterator[UserError]:
 RANKS = JobFeature(
     key="comm.engine",
     on=lambda config: True,
-    no_examples="every job has an engine",
     rules=(
         needs_engine(
             "several_ranks",
@@ -99,20 +98,27 @@ MEMORY_KEY = "comm.device_memory"  # whether tensors on GPUs are passed to MPI d
 DEVICE_MEMORY = JobFeature(
     key=MEMORY_KEY,
     on=lambda config: config.comm.device_memory != "auto",
-    no_examples="it has no effect if no rank has a GPU",
+    examples=(f"{MEMORY_KEY}=host",),  # no effect in a job without GPUs
     off="comm.device_memory=auto",
-    rules=(
-        needs_engine(
-            "plain_mpi",
-            what="{set} is an mpi setting, but the engine is {engine}",
-            fix="leave {key} out, or comm.engine=mpi",
-        ),
+    why="only the mpi engine reads it",
+    excludes=(
+        *not_on_horovod(),
+        Exclusion("comm.reduce", among("ddp", "distributed_optimizer")),
+        Exclusion("comm.op", among("adasum")),
         Exclusion(
             "speed.device",
             among("cpu"),
             what="{chosen} is for tensors on GPUs, but the job has {set}",
             fix=f"leave {MEMORY_KEY} out",
             where=MEMORY_KEY,
+            why="it is about the memory of GPUs",
+        ),
+    ),
+    rules=(
+        needs_engine(
+            "plain_mpi",
+            what="{set} is an mpi setting, but the engine is {engine}",
+            fix="leave {key} out, or comm.engine=mpi",
         ),
     ),
 )

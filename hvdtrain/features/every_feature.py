@@ -42,19 +42,7 @@ def _plain(
     def on(config: Config) -> bool:
         return bool(value_of(config, key) != usual)
 
-    no_examples = (
-        ""
-        if examples
-        else "it excludes nothing, and keys that need it are rejected while it is off"
-    )
-    return JobFeature(
-        key=key,
-        on=on,
-        examples=examples,
-        no_examples=no_examples,
-        without=without,
-        other_keys=other_keys,
-    )
+    return JobFeature(key=key, on=on, examples=examples, without=without, other_keys=other_keys)
 
 
 PLAIN = (  # these exclude nothing themselves: other features list what they exclude
@@ -104,6 +92,7 @@ PLAIN = (  # these exclude nothing themselves: other features list what they exc
     _plain(
         "checkpoint.every",
         None,
+        "checkpoint.every=auto",
         without=options("checkpoint.every=auto", {"guard.mtbf_hours": 24.0}),
     ),
     _plain(

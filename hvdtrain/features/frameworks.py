@@ -80,9 +80,9 @@ def _exclusion(key: str, row: Supported) -> Exclusion:
 DEVICES = JobFeature(
     key="speed.devices",
     on=lambda config: config.speed.devices > 1,
-    no_examples="a rank of the pair test has one device; tests/frameworks/test_jax_devices.py "
-    "starts ranks with several",
-    rules=(  # callbacks of a synchronized norm and the units of stage 3 use one device
+    examples=("speed.devices=2 framework=jax",),
+    off="speed.devices=1",
+    first=(
         Exclusion(
             "framework",
             Values(lambda framework: framework != "jax", "torch"),
@@ -90,12 +90,15 @@ DEVICES = JobFeature(
             fix="as many ranks as there are devices; or framework=jax",
             where="speed.devices",
         ),
+    ),
+    excludes=(  # callbacks of a synchronized norm and the units of stage 3 use one device
         Exclusion(
             "shard.stage",
             among(3),
             what="{chosen} does not support {set}: a unit is gathered on one device",
             fix="shard.stage=2",
             where="speed.devices",
+            why="a unit is gathered on one device",
         ),
         Exclusion(
             "norm.kind",
@@ -103,6 +106,7 @@ DEVICES = JobFeature(
             what="{chosen} does not support {set}: ranks exchange the statistics of one device",
             fix="norm.kind=batch, which computes statistics over all devices of a rank",
             where="speed.devices",
+            why="ranks exchange the statistics of one device",
         ),
     ),
 )

@@ -70,9 +70,9 @@ class JobFeature:
     is_value: bool = False  # its key also belongs to another feature, or is a core key
     other_keys: tuple[str, ...] = ()  # its other keys, besides `key` and those of `without`
     on: When
-    # words that turn it on in a large enough classification job; mine:NAME is a user's object
+    # words that turn it on in a large enough classification job, for the pair test; mine:NAME is a
+    # user's object
     examples: tuple[str, ...] = ()
-    no_examples: str = ""  # why the pair test cannot turn it on; every other feature has examples
     chosen: Callable[[Config], str] | None = None  # how a message names it instead
     off: str | Callable[[Config], str] = ""  # the words that turn it off
     why: str = ""  # why it excludes these, in a few words

@@ -153,6 +153,7 @@ ON_RANKS = (
     "servers.",
     "guard.lost",
     "log.noise_scale",
+    "speed.devices",
 )
 SAME_NUMBERS = (  # keys that change no number, beside what has no twin
     *(
@@ -160,6 +161,7 @@ SAME_NUMBERS = (  # keys that change no number, beside what has no twin
         "comm.cycle_ms",
         "comm.fusion_mb",
         "comm.hierarchical",
+        "comm.device_memory",
         "comm.reduce",
         "data.readers",
         "log.",
@@ -174,6 +176,7 @@ SAME_NUMBERS = (  # keys that change no number, beside what has no twin
         "hooks",
         "stop.",
         "data.bucket_by",
+        "speed.devices",
     ),
 )
 HAS_NO_TWIN = {  # keys that make other numbers than one process, by definition
@@ -369,7 +372,7 @@ def run_with_ulfm(part: Part) -> Verdict | None:
         part.place.ranks,
         argv,
         timeout_s=limit_of(part.words),
-        env=ENV,
+        env=ENV | part.env,
         options=options,
         is_warm=True,
     ) as job:

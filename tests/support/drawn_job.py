@@ -310,7 +310,7 @@ class _Options:
                 found.append("augment.cutmix=1.0")
             if "augment.crop" not in words and dice.random() < 0.1:
                 found.append("augment.resized_crop=0.5")
-        return found
+        return found + ["checkpoint.every=auto"] * (dice.random() < 0.1)
 
 
 def _place(

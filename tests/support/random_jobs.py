@@ -101,6 +101,12 @@ class Part(NamedTuple):
     def words(self) -> list[str]:
         return f"{self.job.words} {self.place.words} comm.engine={self.place.engine}".split()
 
+    @property
+    def env(self) -> dict[str, str]:
+        """With several devices of a rank, on a CPU."""
+        has_several = any(word.startswith("speed.devices=") for word in self.words)
+        return {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"} if has_several else {}
+
     def command(self) -> str:
         """For a shell."""
         launcher = f"mpirun -np {self.place.ranks} " * (self.place.ranks > 1)
@@ -156,6 +162,7 @@ def run_part(part: Part, limit_s: float) -> Verdict | None:
             "random_jobs:train",
             str(part.run),
             part.words,
+            env=part.env,
             limit_s=limit_s,
         )
     except AssertionError as error:
@@ -194,9 +201,9 @@ def by_command(part: Part, limit_s: float) -> Result:
     argv = ["-m", "hvdtrain", *part.words, f"run={part.run}"]
     ranks = part.place.ranks
     return (
-        mpirun(ranks, argv, timeout_s=limit_s, env=ENV)
+        mpirun(ranks, argv, timeout_s=limit_s, env=ENV | part.env)
         if ranks > 1
-        else python(argv, timeout_s=limit_s, env=ENV)
+        else python(argv, timeout_s=limit_s, env=ENV | part.env)
     )
 
 
