@@ -28,7 +28,6 @@ COMMANDS = {  # each is the function of its name in that module; hvdtrain/extras
     "export": "hvdtrain.cli.evaluate.export",
     "evaluate": "hvdtrain.cli.evaluate.command",
     "predict": "hvdtrain.cli.evaluate.predict",
-    "sample": "hvdtrain.cli.evaluate.sample",
     "schema": "hvdtrain.cli.schema",
 }
 # commands that --num-nodes and so on start on ranks; extras have more
@@ -37,7 +36,6 @@ _ON_RANKS = (
     "check",
     "evaluate",
     "predict",
-    "sample",
 )
 _LISTS = ("list", "extras")  # what they print needs no arguments
 _BY_HAND = ("--num-nodes", "--node-id", "--num-gpus")

@@ -24,7 +24,6 @@ hvdtrain trains deep networks on many workers.
   mpirun ... hvdtrain check [key=value ...]                finds what would fail on these ranks, and how to fix it
   hvdtrain evaluate RUN [--split val] [data.root=DIR]      loss and accuracy of a checkpoint, overall and by class
   hvdtrain predict RUN --data FILE --to FILE.csv           the outputs of a run's model for tables, arrays, tokens; --images DIR
-  hvdtrain sample RUN --png FILE.png                       images or text drawn from a model with task.name=language
   hvdtrain export RUN --to FILE                            weights for inference elsewhere: model.safetensors, or model.pt
   hvdtrain report RUN [RUN ...] [--to FOLDER]              a page with figures of one or several jobs: running, done or killed
   hvdtrain --num-nodes 2 --node-id 0 --num-gpus 4 comm.address=n1:29500 [key=value ...]    by hand on each node, without MPI

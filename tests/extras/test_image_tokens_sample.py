@@ -1,5 +1,5 @@
 """`sample` of image tokens: pictures in the colours of the codebook, completions of validation
-images; the same on any number of ranks."""
+images; the same on any number of ranks. A copy without hvdtrain.extras.sample lacks these tests."""
 
 from __future__ import annotations
 

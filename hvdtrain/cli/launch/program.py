@@ -23,7 +23,6 @@ NOT_ON_RANKS = (  # the other commands, in addition to the commands of extras
     "export",
     "evaluate",
     "predict",
-    "sample",
     "schema",
     "list",
     "extras",

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from hvdtrain.__main__ import main
-from hvdtrain.cli.evaluate.sample import USAGE, sample
 from hvdtrain.core.extras import token_images
 from hvdtrain.errors import UserError
+from hvdtrain.extras.sample.command import USAGE, sample
 from hvdtrain.training.samples import grid
 
 MODEL = [

@@ -1,0 +1,1 @@
+"""hvdtrain sample: draws images or text with the model of a run."""

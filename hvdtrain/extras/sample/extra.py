@@ -1,0 +1,17 @@
+"""The registration of sample as an extra."""
+
+from hvdtrain.core.extras import Command, Extra
+
+EXTRA = Extra(
+    status="stable",
+    says="Draws images or text with a trained language model.",
+    commands={
+        "sample": Command(
+            "hvdtrain.extras.sample.command",
+            "hvdtrain sample RUN --png FILE.png                       "
+            "images or text drawn from a model with task.name=language",
+            listed_after="  hvdtrain predict",
+            on_ranks=True,
+        ),
+    },
+)
