@@ -36,9 +36,10 @@ import PIL.Image
 import torch
 
 from hvdtrain.core.import_torchvision import import_torchvision
-from hvdtrain.data.datasets import folder, webdataset
+from hvdtrain.data.datasets import folder
 from hvdtrain.data.images.decoded_files import pack
 from hvdtrain.data.images.image_source import ImageSource
+from hvdtrain.extras.webdataset.data.datasets import webdataset
 
 BATCH = 128
 SHARDS = 8

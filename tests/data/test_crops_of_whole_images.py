@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_folder import save
+from small_images import save
 
 from hvdtrain.config.read import configure
 from hvdtrain.core.import_torchvision import import_torchvision

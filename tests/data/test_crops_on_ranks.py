@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ranks import mpirun, needs_mpirun
 from safetensors.numpy import load_file
-from test_folder import save
+from small_images import save
 
 from hvdtrain.__main__ import main
 from hvdtrain.report.run import read_run

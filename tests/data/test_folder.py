@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 from ranks import HANG_S
+from small_images import colour, save
 
 from hvdtrain.__main__ import main
 from hvdtrain.config.read import configure
@@ -24,17 +25,6 @@ from hvdtrain.training.data_notes import notes
 from hvdtrain.training.datasets import open_datasets
 
 PROJECT = Path(__file__).parents[2]
-
-
-def colour(value: int, height: int = 6, width: int = 5) -> np.ndarray:
-    """uint8 (H, W, 3), each pixel unlike its neighbours."""
-    rows, columns, channels = np.ogrid[:height, :width, :3]
-    return ((value + 20 * rows + 3 * columns + 50 * channels) % 256).astype(np.uint8)
-
-
-def save(path: Path, pixels: np.ndarray) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(pixels).save(path)
 
 
 def fill(root: Path, val: str = "val") -> None:

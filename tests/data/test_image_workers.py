@@ -9,19 +9,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 from images_in_memory import EndsItsReader, InMemory, InThisProcess, pixels_of
 from ranks import ROOT, environment
-from test_folder import colour, save
-from test_webdataset import encoded, write
+from small_images import check_workers, colour, save, save_jpegs
 from waiting import wait_until
 
 from hvdtrain.config.read import configure
-from hvdtrain.data.datasets import folder, webdataset
+from hvdtrain.data.datasets import folder
 from hvdtrain.data.images.decoded_files import pack
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.errors import UserError
@@ -41,58 +39,12 @@ def error_of(call: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def of_files(root: Path, kind: str) -> ImageSource:
-    """JPEGs of many sizes, larger ones too, one of them grey."""
-    for place in range(IMAGES):
-        pixels = colour(place, 20 + place, 90 - 5 * place)
-        save(
-            root / "folder" / "train" / str(place % 2) / f"{place:02}.jpg",
-            pixels[..., 0] if place == 3 else pixels,
-        )
-    files = sorted((root / "folder" / "train").rglob("*.jpg"))
-    write(
-        root / "train-0.tar",
-        [
-            member
-            for path in files
-            for member in (
-                (f"{path.stem}.cls", path.parent.name.encode()),
-                (f"{path.stem}.jpg", path.read_bytes()),
-            )
-        ],
-    )
-    if kind == "folder":
-        found = folder.build("folder", root / "folder", "train", size=16, packed=False)
-    else:
-        found = webdataset.build("webdataset", root, "train", size=16, cache=root / "cache")
-    assert isinstance(found, ImageSource)
-    return found
-
-
 @pytest.mark.in_turn
-@pytest.mark.parametrize("kind", ["folder", "webdataset"])
-def test_worker_processes_decode_the_same_bytes(tmp_path: Path, kind: str) -> None:
-    threads = of_files(tmp_path, kind)
-    processes = threads.read_by(2)
-    orders = [
-        np.array(order, np.int64) for order in ([5], [11, 0, 0, 3, 7], [], range(IMAGES), [2] * 40)
-    ]
-    with ThreadPoolExecutor(3) as pool:
-        for order, batch in zip(orders * 3, pool.map(processes.read, orders * 3), strict=True):
-            expected = threads.read(order)
-            np.testing.assert_array_equal(batch["x"], expected["x"])
-            np.testing.assert_array_equal(batch["y"], expected["y"])
-            assert batch["x"].dtype == np.uint8 and batch["x"].shape == (len(order), 16, 16, 3)
-    for wrong in ([12], [-1, 2]):
-        with pytest.raises(IndexError, match="samples .* of 12"):
-            processes.read(np.array(wrong))
-    assert [part.tolist() for part in processes.stats()] == [
-        part.tolist() for part in threads.stats()
-    ]
-    assert processes.digests(1) == threads.digests(1) and processes.identity() == threads.identity()
-    assert processes.workers is not None
-    pids = [worker.process.pid for worker in processes.workers.workers]
-    assert len(set(pids)) == 2 and all(pid != os.getpid() for pid in pids)
+def test_worker_processes_decode_the_same_bytes(tmp_path: Path) -> None:
+    save_jpegs(tmp_path / "train", IMAGES)
+    threads = folder.build("folder", tmp_path, "train", size=16, packed=False)
+    assert isinstance(threads, ImageSource)
+    check_workers(threads, IMAGES)
 
 
 @pytest.mark.in_turn
@@ -228,14 +180,10 @@ def started(tasks: Path) -> set[int]:
 def test_the_key_data_workers(tmp_path: Path) -> None:
     for split, place in (("train", 0), ("train", 1), ("val", 1)):
         save(tmp_path / split / "ant" / f"{place}.png", colour(place))
-        write(
-            tmp_path / f"{split}-{place}.tar",
-            [(f"{place}.cls", b"0"), (f"{place}.png", encoded(place))],
-        )
     words = [
+        "data.name=folder",
         f"data.root={tmp_path}",
         f"data.cache={tmp_path / 'cache'}",
-        "data.classes=2",
         "batch.size=1",
     ]
     with pytest.raises(
@@ -243,14 +191,10 @@ def test_the_key_data_workers(tmp_path: Path) -> None:
         match=r"data\.name=folder has its pixels in array files.*\n.*\n  fix: data\.packed=false, "
         r"or leave",
     ):
-        open_datasets(configure(None, [*words[:2], "data.name=folder", "data.workers=1"]))
-    for chosen in (
-        ["data.name=webdataset", *words],
-        ["data.name=folder", "data.packed=false", *words[:2], *words[3:]],
-    ):
-        for workers in (1, 0):
-            datasets = open_datasets(configure(None, [*chosen, f"data.workers={workers}"]))
-            for source in datasets[:2]:
-                assert isinstance(source, ImageSource) and (source.workers is not None) == (
-                    workers == 1
-                )
+        open_datasets(configure(None, [*words[:3], "data.workers=1"]))
+    for workers in (1, 0):
+        chosen = [*words, "data.packed=false", f"data.workers={workers}"]
+        for source in open_datasets(configure(None, chosen))[:2]:
+            assert isinstance(source, ImageSource) and (source.workers is not None) == (
+                workers == 1
+            )

@@ -17,7 +17,8 @@ from threading import Barrier, BrokenBarrierError
 import numpy as np
 import pytest
 from PIL import Image
-from test_folder import PROJECT, colour, fill, save
+from small_images import colour, save
+from test_folder import PROJECT, fill
 from xxhash import xxh3_64_intdigest
 
 from hvdtrain.data.datasets import folder

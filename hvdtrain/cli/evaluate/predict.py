@@ -22,6 +22,7 @@ from hvdtrain.cli.evaluate.table import NO_TABLE, TableFormat, read_encoded, rea
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.section import Given
+from hvdtrain.core.extras import image_files
 from hvdtrain.core.folder import Folder
 from hvdtrain.data.columns.encoding import Encoding
 from hvdtrain.data.columns.record import encoding_of_run
@@ -236,7 +237,7 @@ def _source(
     """
     sized = config.data.options.get("size") is not None
     crop = sized or (
-        config.data.name not in ("folder", "webdataset", "image_masks") and shape[0] == shape[1]
+        config.data.name not in ("folder", "image_masks", *image_files()) and shape[0] == shape[1]
     )
     return ImageSource(
         encoded=files,

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from hvdtrain.config.sections.extra_keys import with_keys_of_extras
 from hvdtrain.config.sections.section import OpenSection
-from hvdtrain.core.extras import data_files, token_images
+from hvdtrain.core.extras import data_files, image_files, token_images
 
 
 @with_keys_of_extras
@@ -19,9 +19,8 @@ class DataConfig(OpenSection):
     name: str = Field(
         default="digits",
         description="data set: digits (embedded), mnist, fashion_mnist, kmnist, cifar10, "
-        "cifar100, folder, webdataset, synthetic, "
-        f"{', '.join([*token_images(), 'text'])}; scientific formats: "
-        f"{', '.join(dict.fromkeys([*data_files().values(), 'parquet', 'csv', 'npz']))}; or "
+        f"cifar100, {', '.join(['folder', *image_files(), 'synthetic', *token_images(), 'text'])}; "
+        f"scientific formats: {', '.join(dict.fromkeys([*data_files().values(), 'parquet', 'csv', 'npz']))}; or "
         "your own as package.module:function",
     )
     root: str | None = Field(

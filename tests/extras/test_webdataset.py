@@ -12,13 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from test_folder import colour, save
+from small_images import check_workers, colour, save, save_jpegs
 
-from hvdtrain.data.datasets import folder, webdataset
+from hvdtrain.config.read import configure
+from hvdtrain.data.datasets import folder
 from hvdtrain.data.files.staging import stage_data
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.source import ArraySource, Source, Split
 from hvdtrain.errors import UserError
+from hvdtrain.extras.webdataset.data.datasets import webdataset
+from hvdtrain.training.datasets import open_datasets
 
 
 def encoded(value: int, form: str = "png", height: int = 6) -> bytes:
@@ -388,3 +391,32 @@ def test_staging_copies_only_the_archives(tmp_path: Path, layout: str) -> None:
     check(webdataset.build("webdataset", there, "train", **options), [1, 2, 3], [0, 2, 1])
     check(webdataset.build("webdataset", there, "val", **options), [4, 5], [0, 2])
     assert list((there.parent / "decoded").glob("*/places.npy"))
+
+
+@pytest.mark.in_turn
+def test_worker_processes_decode_the_same_bytes(tmp_path: Path) -> None:
+    members = [
+        member
+        for path in save_jpegs(tmp_path / "folder", 12)
+        for member in (
+            (f"{path.stem}.cls", path.parent.name.encode()),
+            (f"{path.stem}.jpg", path.read_bytes()),
+        )
+    ]
+    write(tmp_path / "train-0.tar", members)
+    threads = webdataset.build("webdataset", tmp_path, "train", size=16, cache=tmp_path / "cache")
+    assert isinstance(threads, ImageSource)
+    check_workers(threads, 12)
+
+
+@pytest.mark.in_turn
+def test_the_key_data_workers(tmp_path: Path) -> None:
+    for split, value in (("train", 0), ("train", 1), ("val", 1)):
+        write(tmp_path / f"{split}-{value}.tar", sample(value, 0))
+    words = ["data.name=webdataset", f"data.root={tmp_path}", f"data.cache={tmp_path / 'cache'}"]
+    for workers in (1, 0):
+        chosen = [*words, "data.classes=2", "batch.size=1", f"data.workers={workers}"]
+        for source in open_datasets(configure(None, chosen))[:2]:
+            assert isinstance(source, ImageSource) and (source.workers is not None) == (
+                workers == 1
+            )

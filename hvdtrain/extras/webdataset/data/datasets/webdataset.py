@@ -20,11 +20,11 @@ from hvdtrain.data.files.staging import Staging, splits_of_images
 from hvdtrain.data.images.decode import check_image_options, height_and_width
 from hvdtrain.data.images.decoded_files import pack
 from hvdtrain.data.images.image_source import ImageSource
-from hvdtrain.data.images.tar_index import index_samples, name_at
 from hvdtrain.data.labels import first_outside, smallest
 from hvdtrain.data.option_error import OptionError, expanded
 from hvdtrain.data.source import LabelledImages, Split
 from hvdtrain.errors import UserError, short
+from hvdtrain.extras.webdataset.tar_index import index_samples, name_at
 
 _SPLITS: dict[Split, tuple[str, ...]] = {"train": ("train",), "val": ("val", "validation", "test")}
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
