@@ -21,9 +21,10 @@ from hvdtrain.config.schema import (
     SHORTHANDS,
     Config,
     known_keys,
+    of_sections,
     takes_text,
 )
-from hvdtrain.config.sections.extra_keys import key_classes, unused_keys
+from hvdtrain.config.sections.extra_keys import unused_keys
 from hvdtrain.config.sections.section import COMMAND_LINE, DEFAULT, Provenance, go_on, is_object
 from hvdtrain.config.words_of_other_tools import right_key
 from hvdtrain.config.yaml_reader import (
@@ -134,19 +135,8 @@ def read_resumed(assigned: Sequence[Assignment]) -> list[Assignment]:
 # a key that older runs lack -> the key it belongs to, and the value for the older behaviour
 _SINCE = {"model.lora_train": ("model.lora", ["*"])}
 
-_OWNERS = {  # key -> the key it belongs to, and the value without which it has no effect
-    "parallel.sequence": ("parallel.tensor", 1),
-    **{
-        f"parallel.{name}": ("parallel.pipeline", 1)
-        for name in ("schedule", "virtual", "micro_batches", "balance")
-    },
-    **{f"data.{name}": ("data.shuffle", "full") for name in ("shuffle_block", "shuffle_window")},
-    **{
-        f"model.{name}": ("model.lora", [])
-        for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_train")
-    },
-    **{key: owner for kind in key_classes() for key, owner in kind.owners.items()},
-}
+# key -> the key it belongs to, and the value without which it has no effect
+_OWNERS = {key: owner for owners in of_sections("owners") for key, owner in owners.items()}
 
 
 def _without_owner(

@@ -179,6 +179,12 @@ SECTIONS: dict[str, type[Section]] = {
 }
 
 
+def of_sections(name: str) -> list[Any]:
+    """Returns a class variable of every section, also of the classes with which extras add keys."""
+    kinds = dict.fromkeys(kind for section in SECTIONS.values() for kind in section.__mro__)
+    return [vars(kind)[name] for kind in kinds if name in vars(kind)]
+
+
 @functools.cache
 def known_keys() -> dict[str, FieldInfo]:
     """Returns every key of the schema: {"epochs": ..., "batch.size": ...}."""

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from hvdtrain.config.sections.extra_keys import defaults, dividing_keys
+from hvdtrain.config.schema import of_sections
+from hvdtrain.config.sections.extra_keys import defaults
 from hvdtrain.report import summary
 from hvdtrain.report.run import Fields, RunRecord, number
 
@@ -26,7 +27,7 @@ _LOCATION_KEYS = (
     "comm.address",
     "comm.timeout_s",
 )
-_MODEL_KEYS = ("parallel.pipeline", "parallel.tensor", *dividing_keys())
+_MODEL_KEYS = tuple(key for keys in of_sections("dividing") for key in keys)
 _OBSERVATION_PREFIXES = ("log.", "guard.", "checkpoint.", "profile.")
 # keys that affect what ranks send each other, not the training result
 _COMMUNICATION_PREFIXES = (

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from hvdtrain.config.sections.extra_keys import with_keys_of_extras
-from hvdtrain.config.sections.section import OpenSection
+from hvdtrain.config.sections.section import OpenSection, Owners
 from hvdtrain.core.extras import data_files, image_files, token_images
+
+_SCIENTIFIC = dict.fromkeys(data_files().values())
 
 
 @with_keys_of_extras
@@ -16,11 +18,14 @@ class DataConfig(OpenSection):
     """The data set, and how samples reach the ranks."""
 
     section = "data"
+    owners: ClassVar[Owners] = {
+        f"data.{name}": ("data.shuffle", "full") for name in ("shuffle_block", "shuffle_window")
+    }
     name: str = Field(
         default="digits",
         description="data set: digits (embedded), mnist, fashion_mnist, kmnist, cifar10, "
         f"cifar100, {', '.join(['folder', *image_files(), 'synthetic', *token_images(), 'text'])}; "
-        f"scientific formats: {', '.join(dict.fromkeys([*data_files().values(), 'parquet', 'csv', 'npz']))}; or "
+        f"scientific formats: {', '.join([*_SCIENTIFIC, 'parquet', 'csv', 'npz'])}; or "
         "your own as package.module:function",
     )
     root: str | None = Field(

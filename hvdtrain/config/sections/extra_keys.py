@@ -27,7 +27,7 @@ def key_classes() -> list[type[Section]]:
 
 def dividing_keys() -> list[str]:
     """Returns keys of extras that divide a model among ranks."""
-    return [kind.full_key(name) for kind in key_classes() for name in kind.dividing]
+    return [key for kind in key_classes() for key in kind.dividing]
 
 
 def defaults() -> dict[str, Any]:

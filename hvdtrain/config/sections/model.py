@@ -3,12 +3,12 @@ adapted."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from hvdtrain.config.sections.extra_keys import with_keys_of_extras
-from hvdtrain.config.sections.section import OpenSection, Section
+from hvdtrain.config.sections.section import OpenSection, Owners, Section
 from hvdtrain.core.extras import plugins_of_extras
 from hvdtrain.core.lengths import PositiveLength
 
@@ -29,6 +29,10 @@ class ModelConfig(OpenSection):
     """The model and its loss."""
 
     section = "model"
+    owners: ClassVar[Owners] = {
+        f"model.{name}": ("model.lora", [])
+        for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_train")
+    }
     name: str = Field(
         default="wide_resnet",
         description="model: wide_resnet, convnet, "

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, PositiveInt, field_validator
 
 from hvdtrain.config.sections.extra_keys import with_keys_of_extras
-from hvdtrain.config.sections.section import Section
+from hvdtrain.config.sections.section import Owners, Section
 
 
 @with_keys_of_extras
@@ -16,7 +16,14 @@ class ParallelConfig(Section):
     parallel."""
 
     section = "parallel"
-    dividing: ClassVar[tuple[str, ...]] = ("pipeline", "tensor")
+    dividing: ClassVar[tuple[str, ...]] = ("parallel.pipeline", "parallel.tensor")
+    owners: ClassVar[Owners] = {
+        "parallel.sequence": ("parallel.tensor", 1),
+        **{
+            f"parallel.{name}": ("parallel.pipeline", 1)
+            for name in ("schedule", "virtual", "micro_batches", "balance")
+        },
+    }
     tensor: int = Field(
         default=1,
         ge=1,

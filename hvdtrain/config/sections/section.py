@@ -14,6 +14,10 @@ DEFAULT = "default"  # the origin of a key that nothing set
 _OBJECT = "<object of "
 
 
+# a key -> the key that it belongs to, and the value without which it has no effect
+Owners = Mapping[str, tuple[str, Any]]
+
+
 class Provenance(dict[str, str]):
     """key -> where it was set: "configs/x.yaml:14" or "command line". A missing key has its
     default."""
@@ -42,8 +46,7 @@ class Section(BaseModel):
     # for keys of an extra: the section, or the key of this section, that they follow
     behind: ClassVar[str] = ""
     dividing: ClassVar[tuple[str, ...]] = ()  # keys that divide a model among ranks
-    # a key -> the key that it belongs to, and the value without which it has no effect
-    owners: ClassVar[Mapping[str, tuple[str, Any]]] = {}
+    owners: ClassVar[Owners] = {}
     _provenance: Provenance = PrivateAttr(default_factory=Provenance)
     _given: Given | None = PrivateAttr(default=None)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from hvdtrain.config.sections.section import Section
+from hvdtrain.config.sections.section import Owners, Section
 
 if TYPE_CHECKING:  # the section that has these keys: super() is its class
     from hvdtrain.config.sections.parallel import ParallelConfig as Parallel
@@ -20,10 +19,8 @@ class DenseKeys(Parallel):
 
     section = "parallel"
     behind = "sequence"
-    dividing = ("dense",)
-    owners: ClassVar[Mapping[str, tuple[str, Any]]] = {
-        "parallel.dense_updates": ("parallel.dense", "none")
-    }
+    dividing = ("parallel.dense",)
+    owners: ClassVar[Owners] = {"parallel.dense_updates": ("parallel.dense", "none")}
     dense: Literal["none", "a", "b", "c"] = Field(
         default="none",
         description="model parallelism for the dense layers at the end of a model, data "
