@@ -126,13 +126,10 @@ def lengths_to_sort_by(config: DataConfig, source: Source) -> np.ndarray | None:
 
 
 def passes_of_step(config: Config, largest_share: int, batch: int, first_batch: int) -> int:
-    """The number of passes of a step: micro_batches_per_step(), but more for a pipeline, so that
-    its ranks wait less."""
+    """The number of passes of a step: micro_batches_per_step(), and without batch.micro more for
+    ranks that wait for each other."""
     passes = micro_batches_per_step(config.batch, largest_share, batch, first_batch)
-    parallel = config.parallel
-    if parallel.pipeline == 1 or isinstance(config.batch.micro, int):
-        return passes
-    return passes * (parallel.micro_batches or 2 * parallel.pipeline)
+    return passes * (1 if isinstance(config.batch.micro, int) else config.parallel.more_passes)
 
 
 def micro_batches_per_step(

@@ -110,7 +110,7 @@ class SampleSeries:
         if (
             self.config.log.samples is None
             and self.task.mask_label is not None
-            and self.config.parallel.pipeline == 1
+            and not self.config.parallel.has_stages
         ):
             self._draw(SHOWN_MASKS, now)
 

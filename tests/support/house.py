@@ -31,7 +31,8 @@ FEATURES = {  # a word of each, and the files that are its own
     r"parallel\.dense|dense_part|dense_updates": ("extras/dense",),
     "views": ("views",),
 }
-DATA = ("features/", "config/sections/", "config/schema.py")  # what excludes what, and the keys
+# what excludes what, and the keys, here and in extras
+DATA = ("features/", "config/sections/", "config/schema.py", "/features.py", "/keys.py")
 SHORT = 40  # lines
 PROBE = """
 import sys, traceback

@@ -114,12 +114,23 @@ class ParallelConfig(Section):
     def stages_of_rank(self) -> int:
         return self.virtual or (2 if self.schedule == "interleaved" else 1)
 
+    @property
+    def has_stages(self) -> bool:
+        """Whether each rank has only some of the layers."""
+        return self.pipeline > 1
+
+    @property
+    def more_passes(self) -> int:
+        """By how much a step is divided into more passes, so that the ranks of a pipeline wait
+        less."""
+        return (self.micro_batches or 2 * self.pipeline) if self.has_stages else 1
+
     def readers_of(self, ranks: int) -> int:
         return ranks // self.ranks
 
     @property
     def needed_of_engine(self) -> frozenset[str]:
-        return frozenset({"p2p"} if self.pipeline > 1 else ())
+        return frozenset({"p2p"} if self.has_stages else ())
 
     def summary(self) -> str:
         """Returns the settings, for people: parallel.tensor=2, or parallel.pipeline=2 x
@@ -140,7 +151,7 @@ class ParallelConfig(Section):
     @property
     def highest_stage(self) -> int:
         """The highest shard.stage that these settings support."""
-        return 2 if self.pipeline > 1 else 3
+        return 2 if self.has_stages else 3
 
     @property
     def may_recompute(self) -> bool:

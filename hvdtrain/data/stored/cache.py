@@ -25,7 +25,7 @@ class BlockCache:
     def __reduce__(self) -> tuple[object, ...]:
         return BlockCache, (self.most_bytes,)
 
-    def shrink(self, share: float) -> None:
+    def leave_room(self, share: float) -> None:
         """Limits blocks to this share of the memory from now on; the rest is for samples kept for
         later."""
         self._room = int(self.most_bytes * share)

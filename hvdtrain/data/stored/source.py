@@ -280,7 +280,7 @@ class StoredSource(Source):
         self._once("ahead", self._begin_ahead).expect(indices, anew)
 
     def _begin_ahead(self) -> SamplesAhead:
-        self.samples.cache.shrink(1 - _KEPT)
+        self.samples.cache.leave_room(1 - _KEPT)
         return SamplesAhead(self._need.kept, self.samples.blocks_of, self._read)
 
     def _read(self, indices: np.ndarray) -> Batch:

@@ -12,7 +12,6 @@ from hvdtrain.comm.engines import Feature
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.comm.order import SameOrder
 from hvdtrain.config.schema import Config
-from hvdtrain.config.sections.section import DEFAULT
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch.call import Called, any_of, each_of
@@ -41,14 +40,8 @@ class UserModel(NamedTuple):
         """Returns `count` rows of the inputs, repeated if necessary; None: all rows. Raises
         UserError if the script has passed no inputs."""
         if self.inputs is None:
-            key = next(
-                (
-                    key
-                    for key in ("parallel.tensor", "parallel.pipeline")
-                    if config.origin(key) != DEFAULT
-                ),
-                "shard.stage",
-            )
+            by = config.parallel.cut_by
+            key = f"parallel.{by}" if by else "shard.stage"
             fix = (
                 "model, optimizer = ctx.prepare(model, optimizer, example=x), x: the model's "
                 "inputs for some samples"

@@ -3,9 +3,8 @@ job imports only the class that it uses."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hvdtrain.config.plugins import named
 from hvdtrain.config.schema import Config
@@ -46,8 +45,3 @@ def arrangement_of(config: Config) -> type[Arrangement]:
     asked += [each.arrangement for each in FEATURES if each.arrangement and each.on(config)]
     arrangement: type[Arrangement] = named(next(iter(asked), WHOLE))
     return arrangement
-
-
-def module_of(name: str) -> Any:
-    """Imports a module of parallel/ by its name, only when it is needed."""
-    return importlib.import_module(f"{__package__}.parallel.{name}")

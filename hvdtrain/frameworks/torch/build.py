@@ -21,7 +21,7 @@ from hvdtrain.frameworks.footprint import Footprint, PlannedStep, PlannedWork
 from hvdtrain.frameworks.learner import Learner, fair_threads
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch.arrangement import Making
-from hvdtrain.frameworks.torch.arrangements import arrangement_of, module_of
+from hvdtrain.frameworks.torch.arrangements import arrangement_of
 from hvdtrain.frameworks.torch.assemble import assemble, make_optimizer
 from hvdtrain.frameworks.torch.communicators import timed_mesh
 from hvdtrain.frameworks.torch.device import (
@@ -124,16 +124,6 @@ def check_optimizer(config: Config) -> None:
     optimizer = make_optimizer(config, [("weight", torch.nn.Parameter(torch.zeros(2, 2)))])
     if config.shard.stage or config.parallel.cuts:
         check_elementwise(optimizer, config.optim.name, config.where("optim.name"))
-
-
-def unit_costs(config: Config, task: Task, samples: int) -> list[Any]:
-    """Returns name, operations and measured seconds of each unit at which parallel.pipeline may cut
-    the model, for this number of samples.
-
-    Raises UserError if the model does not define where it may be cut.
-    """
-    costs: list[Any] = module_of("pipeline.costs").unit_costs(config, task, samples)
-    return costs
 
 
 def footprint(

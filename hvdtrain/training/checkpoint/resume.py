@@ -166,7 +166,7 @@ def _misfit(config: Config, job: Shapes, checkpoint: Shapes) -> str:
     compared = ("p.", "b.") if is_dotted(config.optim.name) else ("p.", "b.", "s.")
     ours = {name: shape for name, shape in job.items() if name.startswith(compared)}
     theirs = {name: shape for name, shape in checkpoint.items() if name.startswith(compared)}
-    if config.parallel.pipeline > 1:  # rank 0 has only its stage's arrays
+    if config.parallel.has_stages:  # rank 0 has only its stage's arrays
         theirs = {name: shape for name, shape in theirs.items() if name in ours}
     try:
         check_fit(ours, theirs)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
 
 from hvdtrain.cli.output import align
-from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import (
     Schedule,
@@ -56,17 +55,18 @@ class PipelinePlan(NamedTuple):
 def pipeline_plan(config: Config, task: Task, ranks: int) -> PipelinePlan:
     """Measures the units of the model in this process. `ranks`: of the pipeline, if
     parallel.pipeline=1. Raises UserError."""
+    from hvdtrain.frameworks.torch.parallel.pipeline.costs import unit_costs
+
     if config.parallel.pipeline == 1:
         config = config.replace(parallel=config.parallel.replace(pipeline=ranks))
     # no rank has the whole model to draw with
     config = config.replace(log=config.log.replace(samples=0))
     config = resolve_batch_size(config, config.parallel.ranks)
     refuse_on_every_engine(config, config.parallel.ranks)
-    framework: Any = plugins.load("frameworks", config.framework, config.where("framework"))
     batch = config.batch.size
     micro = passes_of_step(config, batch, batch, batch)
     samples = -(-batch // micro)
-    units: list[UnitCost] = framework.unit_costs(config, task, samples)
+    units = unit_costs(config, task, samples)
     stages = config.parallel.pipeline * config.parallel.stages_of_rank
     cuts = sorted(_cuts(config, units, stages), key=lambda cut: cut.by != _label(config))
     numbers = sorted({micro, *(factor * config.parallel.pipeline for factor in (1, 2, 4, 8))})

@@ -61,21 +61,21 @@ class Divided(Around):
         mesh: Mesh,
         parameters: Sequence[torch.nn.Parameter],
         cuts: Mapping[torch.nn.Parameter, Cut],
-        pipelined: Stages | None = None,
+        stages: Stages | None = None,
         sequence: bool = False,
     ) -> None:
         """cuts: of parameters that are partitioned over a tensor group; others are replicated on
-        its ranks. pipelined: for parallel.pipeline; parameters of other stages lose their memory.
+        its ranks. stages: for parallel.pipeline; parameters of other stages lose their memory.
         sequence: a rank's gradients of replicated parameters come only from its positions.
         """
         super().__init__(within)
         self._mesh = mesh
         self._cuts = cuts
-        self._pipelined = pipelined
-        self._of_stage = {p for p in parameters if pipelined is None or pipelined.updates(p)}
-        self._absent = pipelined.free_absent(cuts) if pipelined else {}
+        self._stages = stages
+        self._of_stage = {p for p in parameters if stages is None or stages.updates(p)}
+        self._absent = stages.free_absent(cuts) if stages else {}
         self._shards = {p: self._owned(p) for p in parameters}
-        self.calls_model = within.calls_model and pipelined is None
+        self.calls_model = within.calls_model and stages is None
         self.gathers_in_passes = within.gathers_in_passes
         self._copied = [
             p for p in parameters if p in self._of_stage and p not in cuts and mesh.tensor.size > 1
@@ -87,10 +87,10 @@ class Divided(Around):
         self.waits_in_passes = within.waits_in_passes or (
             mesh.tensor.size > 1 and any(p.device.type in KINDS for p in parameters)
         )
-        stages = f"{pipelined.summary}, " if pipelined else ""
+        of_stages = f"{stages.summary}, " if stages else ""
         self.summary = (
             f"{mesh.summary()} ranks, "
-            f"{'with parts of the positions, ' * bool(self._summed)}{stages}{within.summary}"
+            f"{'with parts of the positions, ' * bool(self._summed)}{of_stages}{within.summary}"
         )
 
     @property
@@ -127,8 +127,8 @@ class Divided(Around):
         is_first = p in self._cuts or self._mesh.tensor.rank == 0
         if found.is_whole:  # on all ranks of mesh.data
             is_first = is_first and self._mesh.data.rank == 0
-        if self._pipelined:
-            is_first = is_first and self._pipelined.updates(p)
+        if self._stages:
+            is_first = is_first and self._stages.updates(p)
             found = found._replace(is_everywhere=False)
         return found._replace(cut=self._cuts.get(p, found.cut), is_mine=found.is_mine and is_first)
 
@@ -136,16 +136,16 @@ class Divided(Around):
         return total_over(self._mesh.parts, x)
 
     def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
-        if self._pipelined is None:  # with a pipeline, its passes call stages
+        if self._stages is None:  # with a pipeline, its passes call stages
             forward = self._within.wrap(forward, optimizer).forward
         return Wrapped(forward, of_shards(optimizer, self._shards, self.total))
 
     def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
-        if self._pipelined is None:
+        if self._stages is None:
             return self._within.run(micro, divisor, one_pass)
         # all passes at once, because gradients of weights may come late and without torch's hooks
         sums = one_pass(micro, divisor, True)
-        self._pipelined.add_tied()
+        self._stages.add_tied()
         self._within.run([()], divisor, lambda *_: {})  # without a pass: only reduces p.grad
         return sums
 
@@ -188,8 +188,8 @@ class Divided(Around):
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._within.optimizer_step(optimizer)
         self._send_copied()
-        if self._pipelined:
-            self._pipelined.send_tied()
+        if self._stages:
+            self._stages.send_tied()
 
     @torch.no_grad()
     def _send_copied(self) -> None:
