@@ -88,6 +88,8 @@ class JobFeature:
     own_loop: str = ""  # what a custom loop uses instead of its key
     is_of_own_loops: bool = False  # a custom loop uses its key
     arrangement: str = ""  # "module:class" of framework=torch: how the model is distributed
+    # "module:function" of framework=torch that creates its StepAddition, as assemble.py calls it
+    step_addition: str = ""
     gauge: str = ""  # "module:function" that creates its measurement, as telemetry.py calls it
     lines_of_ranks: Callable[[Config, Sequence[str]], Sequence[str]] = lambda config, hosts: ()
     words_of_counts: Callable[[Config], str] = lambda config: ""

@@ -13,6 +13,7 @@ NOISE_SCALE = JobFeature(
     on=lambda config: config.log.noise_scale,
     examples=("log.noise_scale=true",),
     off="log.noise_scale=false",
+    step_addition="hvdtrain.frameworks.torch.noise_meter:addition",
     first=(
         Conflict(
             lambda job: job.ranks == 1,

@@ -135,6 +135,7 @@ THAW = JobFeature(
     examples=('model.thaw=[{"at":"2steps","names":["*bias"]}] model.freeze=["*bias"]',),
     fix="leave {key} or model.thaw out",
     why="not implemented yet",
+    step_addition="hvdtrain.frameworks.torch.thaw:addition",
     excludes=(
         Exclusion(
             "optim.name",

@@ -9,12 +9,12 @@ from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.ties import Ties
 from hvdtrain.data.images.views import make_views
+from hvdtrain.features.every_feature import FEATURES
 from hvdtrain.frameworks.by_name import (
     build_rule,
     check_patterns,
     is_made_with_the_model,
     makes_groups,
-    thaw_entries,
 )
 from hvdtrain.frameworks.torch.arrangement import Arrangement
 from hvdtrain.frameworks.torch.forward import AddsLoss, Forward, TrainingModel
@@ -93,22 +93,14 @@ def assemble(arrangement: Arrangement) -> TorchLearner:
 
 
 def additions_of(
-    config: Config,
-    mesh: Mesh,
-    model: torch.nn.Module,
-    parameters: list[torch.nn.Parameter],
+    config: Config, mesh: Mesh, model: torch.nn.Module, parameters: list[torch.nn.Parameter]
 ) -> list[StepAddition]:
     """Returns what the configured features add to a step; imports only these."""
-    additions: list[StepAddition] = []
-    if config.log.noise_scale:
-        from hvdtrain.frameworks.torch.noise_meter import NoiseMeter
-
-        additions.append(NoiseMeter(parameters, mesh.world))
-    if config.model.thaw:
-        from hvdtrain.frameworks.torch.thaw import Thaw
-
-        additions.append(Thaw(model, thaw_entries(config.model, ties_of(model))))
-    return additions
+    return [
+        plugins.named(feature.step_addition)(config, mesh, model, parameters)
+        for feature in FEATURES
+        if feature.step_addition and feature.on(config)
+    ]
 
 
 def make_optimizer(

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.mesh import Mesh
+from hvdtrain.config.schema import Config
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Hyper
 from hvdtrain.frameworks.torch.step import StepAddition, Total
@@ -49,6 +51,13 @@ class NoiseMeter(StepAddition):
     def _add(self, p: torch.Tensor) -> None:
         if self._is_last_pass:
             self._local_square += _square(p)
+
+
+def addition(
+    config: Config, mesh: Mesh, model: torch.nn.Module, parameters: list[torch.nn.Parameter]
+) -> NoiseMeter:
+    """Creates it for the trained parameters."""
+    return NoiseMeter(parameters, mesh.world)
 
 
 def _square(p: torch.Tensor) -> torch.Tensor:

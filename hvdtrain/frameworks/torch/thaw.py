@@ -8,9 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from hvdtrain.comm.mesh import Mesh
+from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Hyper
+from hvdtrain.frameworks.by_name import thaw_entries
 from hvdtrain.frameworks.torch.buffers import RUNNING
-from hvdtrain.frameworks.torch.frozen import stay
+from hvdtrain.frameworks.torch.frozen import stay, ties_of
 from hvdtrain.frameworks.torch.step import StepAddition
 from hvdtrain.optim.thawing import ThawEntries
 
@@ -61,6 +64,11 @@ class Thaw(StepAddition):
             for p in parameters if is_frozen else ():
                 if p.grad is not None:
                     p.grad.zero_()
+
+
+def addition(config: Config, mesh: Mesh, model: nn.Module, parameters: list[nn.Parameter]) -> Thaw:
+    """Creates it for the model."""
+    return Thaw(model, thaw_entries(config.model, ties_of(model)))
 
 
 def _train(norm: nn.Module) -> None:
