@@ -87,7 +87,8 @@ class JobFeature:
     reader: str = ""  # what the header calls a rank that reads samples; empty: a rank
     own_loop: str = ""  # what a custom loop uses instead of its key
     is_of_own_loops: bool = False  # a custom loop uses its key
-    arrangement: str = ""  # "module:class" of framework=torch: how the model is distributed
+    # "module:class" of framework=torch: how the model is distributed
+    arrangement: str | Callable[[Config], str] = ""
     # "module:function" of framework=torch that creates its StepAddition, as assemble.py calls it
     step_addition: str = ""
     gauge: str = ""  # "module:function" that creates its measurement, as telemetry.py calls it
@@ -109,6 +110,12 @@ class JobFeature:
     def ranks_lines(self, config: Config, hosts: Sequence[str]) -> Sequence[str]:
         """Returns lines of the header below the line of the ranks; hosts: the host of each rank."""
         return self.lines_of_ranks(config, hosts) if self.on(config) else ()
+
+    def arrangement_in(self, config: Config) -> str:
+        """Returns the "module:class" of how it distributes the model; empty if it does not."""
+        if not self.on(config):
+            return ""
+        return self.arrangement if isinstance(self.arrangement, str) else self.arrangement(config)
 
     def count_words(self, config: Config) -> str:
         """Returns what the header shows after the numbers of samples."""

@@ -97,9 +97,12 @@ def _column(parallel: ParallelConfig, stage: int, part: int) -> str:
     return ", ".join(names)
 
 
+STAGES = "hvdtrain.frameworks.torch.parallel.pipeline.arrangement:PipelineStages"
+PARTS = "hvdtrain.frameworks.torch.parallel.tensor.arrangement:TensorParts"
 MESH = JobFeature(
     key="parallel.tensor",
     on=lambda config: config.parallel.ranks > 1,
+    arrangement=lambda config: STAGES if config.parallel.has_stages else PARTS,
     examples=("parallel.tensor=2",),
     chosen=lambda config: config.parallel.summary(),
     off=_whole,

@@ -50,9 +50,11 @@ def _keeps_own_gradients(job: PlannedJob) -> Iterator[UserError]:
         )
 
 
+SHARDED_ROWS = "hvdtrain.frameworks.torch.parallel.zero_3.arrangement:ShardedRows"
 SHARDS = JobFeature(
     key="shard.stage",
     on=lambda config: config.shard.stage > 0,
+    arrangement=lambda config: SHARDED_ROWS if config.shard.stage == 3 else "",
     updates_whole_weights=False,
     examples=(
         *("shard.stage=1", "shard.stage=2", "shard.stage=3", "shard.stage=1 shard.group=node"),
