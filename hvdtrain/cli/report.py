@@ -14,8 +14,8 @@ from hvdtrain.config.read import expand
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.process import command_line, print_stderr
 from hvdtrain.errors import DONE, UserError, nearest, short
-from hvdtrain.report import summary
 from hvdtrain.report.figures import canvas, draw
+from hvdtrain.report.groups import run_labels
 from hvdtrain.report.page import PageImage, render_page
 from hvdtrain.report.run import read_run
 
@@ -42,7 +42,7 @@ def report(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
     runs = [read_run(folder) for folder in options.runs]
     _make_folder(options.to)  # before seconds are spent on drawing
-    labels = summary.labels(runs)
+    labels = run_labels(runs)
     progress = ProgressPrinter()
     images: list[PageImage] = []
     pictures: dict[str, bytes] = {}  # file name -> PNG

@@ -74,6 +74,12 @@ class ScalingComparison(NamedTuple):
     runs: list[RunRecord]
 
 
+def is_about_training(key: str) -> bool:
+    """Whether a key may change what is trained: it is not a place, and not about logs, guards or
+    checkpoints."""
+    return key not in _LOCATION_KEYS and not key.startswith(_OBSERVATION_PREFIXES)
+
+
 def spread(values: list[float]) -> Spread:
     known = summary.finite(values)
     return Spread(
@@ -177,12 +183,13 @@ def _groups(runs: Sequence[RunRecord], key: Callable[[RunRecord], Any]) -> list[
 def _training_key(run: RunRecord) -> str:
     """Returns a key that is equal for runs that train the same, regardless of seed, ranks and
     communication."""
-    ignored_keys = (*_LOCATION_KEYS, *_BATCH_KEYS, "seed")
-    ignored_prefixes = (*_COMMUNICATION_PREFIXES, *_OBSERVATION_PREFIXES)
+    ignored_keys = (*_BATCH_KEYS, "seed")
     config = {
         key: value
         for key, value in (defaults() | run.config).items()
-        if key not in ignored_keys and not key.startswith(ignored_prefixes)
+        if is_about_training(key)
+        and key not in ignored_keys
+        and not key.startswith(_COMMUNICATION_PREFIXES)
     }
     energy = run.start_event.get("energy")
     # speed.device=auto depends on the machine

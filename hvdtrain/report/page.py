@@ -93,10 +93,12 @@ def render_page(
 
 def _tables(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[tuple[str, Table]]:
     """Returns (title, table) for the tables that have rows."""
-    tables = [("Summary", page_tables.summary_table(runs, labels))]
-    tables.append(
-        (f"Time to {page_tables.objective_name(runs)}", page_tables.targets(runs, labels))
-    )
+    objective = page_tables.objective_name(runs)
+    tables = [
+        (f"Runs by {objective}, the best first", page_tables.ranking(runs, labels)),
+        ("Summary", page_tables.summary_table(runs, labels)),
+    ]
+    tables.append((f"Time to {objective}", page_tables.targets(runs, labels)))
     tables.append(("Logged by the script", page_tables.logged(runs, labels)))
     tables.append(("Evaluations", page_tables.evaluations_table(runs, labels)))
     if len(runs) == 1:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hvdtrain.events import redaction
 from hvdtrain.report import mesh, summary
-from hvdtrain.report.compare import ScalingComparison, Spread, global_batch
+from hvdtrain.report.compare import ScalingComparison, Spread, global_batch, spread
+from hvdtrain.report.groups import RunGroup, group_runs
 from hvdtrain.report.run import (
     RunRecord,
     class_results,
@@ -28,6 +30,7 @@ _MOST_COLUMNS = 16  # of the mesh
 _MOST_EVALUATIONS = 10  # rows of a run
 _MOST_CLASSES = 100  # rows
 _MOST_CHANGES = 50  # rows
+_ENERGY = "energy per sample"  # a row of the summary
 
 
 class Table(NamedTuple):
@@ -36,6 +39,17 @@ class Table(NamedTuple):
     header: list[str]
     rows: list[list[str]]
     note: str = ""
+
+    def filled(self) -> Table:
+        """Returns the table without columns that are empty in all rows."""
+        kept = [
+            column for column in range(len(self.header)) if any(row[column] for row in self.rows)
+        ]
+        return Table(
+            [self.header[column] for column in kept],
+            [[row[column] for column in kept] for row in self.rows],
+            self.note,
+        )
 
 
 def shown(value: float, form: str = "") -> str:
@@ -46,22 +60,85 @@ def shown(value: float, form: str = "") -> str:
     return format(value, form or (",.0f" if abs(value) >= 1000 else ".4g"))
 
 
+def aligned(values: Sequence[float]) -> list[str]:
+    """Formats finite numbers with equally many decimals, four digits for the largest; each with
+    four digits of its own if they differ by more than that shows."""
+    sizes = [abs(value) for value in values if value]
+    if not sizes or all(value == round(value) for value in values):
+        return [f"{value:,.0f}" for value in values]
+    decimals = 3 - math.floor(math.log10(max(sizes)))
+    if not 0 <= decimals <= 6 or max(sizes) > 100 * min(sizes):
+        return [shown(value) for value in values]
+    return [f"{value:.{decimals}f}" for value in values]
+
+
 def percent(value: float) -> str:
     """Formats as a percentage; empty for NaN."""
     return f"{100 * value:.2f}%" if math.isfinite(value) else ""
 
 
 def summary_table(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table:
-    """Returns a column for each run; a row that is empty in all of them is dropped."""
+    """Returns a column for each run; a row that is empty in all of them is dropped. What none of
+    several runs measured is a note instead of a row."""
     columns = [_summary_column(run, objective_name(runs)) for run in runs]
+    note = ""
+    energy = list(dict.fromkeys(column[_ENERGY] for column in columns))
+    if len(runs) > 1 and len(energy) == 1 and energy[0].startswith(summary.NOT_MEASURED):
+        note = f"{_ENERGY.capitalize()}: {energy[0]}."
+        columns = [{**column, _ENERGY: ""} for column in columns]
     rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
-    return Table(["", *labels], [row for row in rows if any(row[1:])])
+    return Table(["", *labels], [row for row in rows if any(row[1:])], note)
 
 
 def objective_name(runs: Sequence[RunRecord]) -> str:
     """Returns the name of the objective; "objective" if it differs between runs."""
     names = {objective_of(run).name for run in runs}
     return names.pop() if len(names) == 1 else "objective"
+
+
+def ranking(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table:
+    """Returns a row for each run, or group of runs that differ only in the seed; the best at the
+    last evaluation first. Empty for a single run, and for runs with different objectives."""
+    objectives = {objective_of(run) for run in runs}
+    if len(runs) < 2 or len(objectives) > 1:
+        return Table([], [])
+    objective = objectives.pop()
+    groups = [(group, _last_values(group)) for group in group_runs(runs, labels)]
+    sign = 1 if objective.lower_is_better else -1
+    groups.sort(key=lambda pair: sign * pair[1].mean if pair[1].n else math.inf)
+    rows = [
+        [
+            group.name,
+            objective.shown(last.mean) or "not evaluated",
+            objective.shown(last.sd),
+            f"{last.n}" if len(group.runs) > 1 else "",
+            objective.shown(_mean_of(group, summary.best_value)),
+            shown(_mean_of(group, summary.epochs_done), ".2f"),
+            summary.duration(_mean_of(group, summary.job_seconds)),
+            _endings(group),
+        ]
+        for group, last in groups
+    ]
+    several = any(len(group.runs) > 1 for group, _ in groups)
+    note = "Means over the seeds; sd: the standard deviation, n: the evaluated runs."
+    header = ["run", f"last {objective.name}", "sd", "n", f"best {objective.name}"]
+    return Table([*header, "epochs", "time", "ending"], rows, note if several else "").filled()
+
+
+def _last_values(group: RunGroup) -> Spread:
+    return spread([summary.last_value(run) for run in group.runs])
+
+
+def _mean_of(group: RunGroup, value_of: Callable[[RunRecord], float]) -> float:
+    return spread([value_of(run) for run in group.runs]).mean
+
+
+def _endings(group: RunGroup) -> str:
+    """ "done", or of several runs "2 done, 1 failed" """
+    counts = Counter(run.ending.partition(":")[0] for run in group.runs)
+    if len(group.runs) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{count} {ending}" for ending, count in counts.items())
 
 
 def _summary_column(run: RunRecord, objective: str) -> dict[str, str]:
@@ -93,8 +170,9 @@ def _summary_column(run: RunRecord, objective: str) -> dict[str, str]:
             else {}
         ),
         **summary.of_each_device(run),
-        "memory of a rank": summary.memory_summary(run),
-        "energy per sample": summary.energy_summary(run),
+        "memory of a rank": summary.memory_of_largest_rank(run),
+        "without libraries and data": summary.memory_summary(run),
+        _ENERGY: summary.energy_summary(run),
         "hvdtrain": cell(start.get("version")),
     }
 
@@ -113,14 +191,14 @@ def targets(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table:
             label,
             objective_of(run).shown(target.value),
             summary.duration(target.seconds),
-            shown(target.epochs),
+            shown(target.epochs, ".2f"),
             shown(target.samples, ",.0f"),
-            shown(target.joules) or "not measured",
+            shown(target.joules),
         ]
         for run, label in zip(runs, labels, strict=True)
         for target in summary.targets(run)
     ]
-    return Table(["run", "target", "time", "epochs", "samples", "energy (J)"], rows)
+    return Table(["run", "target", "time", "epochs", "samples", "energy (J)"], rows).filled()
 
 
 def logged(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table:
@@ -129,11 +207,8 @@ def logged(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table:
     for run, label in zip(runs, labels, strict=True):
         for name in logged_names(run):
             values = finite_values(run, name)
-            rows.append(
-                [label, name, *(shown(value) for value in (values[-1], min(values), max(values)))]
-                if values
-                else [label, name, *[""] * 3]
-            )
+            known = [values[-1], min(values), max(values)] if values else []
+            rows.append([label, name, *(aligned(known) or [""] * 3)])
     return Table(
         ["run", "name", "last", "least", "most"],
         rows,
@@ -204,12 +279,12 @@ def scaling(comparison: ScalingComparison) -> Table:
             f"{row.ranks:,}",
             row.seeds,
             _spread(row.samples_per_s),
-            shown(row.speed_up, ",.3g"),
+            shown(row.speed_up, ",.2f"),
             f"{100 * row.efficiency:.1f}%" if math.isfinite(row.efficiency) else "",
             _spread(row.seconds),
             _spread(Spread(scale * row.last.mean, scale * row.last.sd, row.last.n)),
             _spread(row.joules_per_sample),
-            shown(row.energy_ratio, ".3g"),
+            shown(row.energy_ratio, ".2f"),
         ]
         for row in comparison.rows
     ]
@@ -218,20 +293,17 @@ def scaling(comparison: ScalingComparison) -> Table:
         f"Relative to {fewest} rank{'s' if fewest > 1 else ''}. Mean ± standard deviation over "
         "the runs; n: how many runs."
     )
-    kept = [column for column in range(len(header)) if any(row[column] for row in rows)]
-    return Table(
-        [header[column] for column in kept],
-        [[row[column] for column in kept] for row in rows],
-        note,
-    )
+    return Table(header, rows, note).filled()
 
 
-def _spread(spread: Spread) -> str:
-    """1,234 ± 12 (n 3)"""
-    if not spread.n:
+def _spread(values: Spread) -> str:
+    """1,234 ± 12 (n 3): the deviation with two digits, and the mean with as many decimals."""
+    if not values.n:
         return ""
-    deviation = f" ± {shown(float(f'{spread.sd:.2g}'))}" if spread.n > 1 else ""
-    return f"{shown(spread.mean)}{deviation} (n {spread.n})"
+    if values.n == 1 or not values.sd > 0:
+        return f"{shown(values.mean)} (n {values.n})"
+    decimals = max(0, 1 - math.floor(math.log10(float(f"{values.sd:.1e}"))))
+    return f"{values.mean:,.{decimals}f} ± {values.sd:,.{decimals}f} (n {values.n})"
 
 
 def ranks(run: RunRecord) -> Table:

@@ -12,6 +12,7 @@ from hvdtrain.report.run import Fields, RunRecord, number, numbers, objective_of
 
 LONGEST_LABEL = 40  # characters of a run's name in a legend
 SLOW = 1.1  # times the median of the ranks' own work; a rank above it delays the others
+NOT_MEASURED = "not measured: "  # and why
 _ENERGY_NAMES = {"gpu": "GPUs", "cpu": "processors"}
 
 
@@ -33,6 +34,11 @@ class Straggler(NamedTuple):
     work_ms: float
     median_ms: float  # over all ranks, or with a pipeline over its stage
     place: str = ""  # its place in the mesh
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it delays the others; otherwise the ranks are even."""
+        return self.work_ms > SLOW * self.median_ms
 
 
 class _WeightedRate(NamedTuple):
@@ -182,18 +188,32 @@ def energy_summary(run: RunRecord) -> str:
             measured.append(name)
     joules = joules_per_sample(run)
     if not math.isfinite(joules):
-        return f"not measured: {'; '.join(missing) or 'no epoch has ended'}"
+        return f"{NOT_MEASURED}{'; '.join(missing) or 'no epoch has ended'}"
     of = " and ".join(measured) or "of what was measured"
-    return f"{joules:.3g} J ({of})" + (f"; not measured: {'; '.join(missing)}" if missing else "")
+    return f"{joules:.3g} J ({of})" + (f"; {NOT_MEASURED}{'; '.join(missing)}" if missing else "")
+
+
+def memory_of_largest_rank(run: RunRecord) -> str:
+    """Returns the peak memory of the rank that uses the most: 612 MB, on a GPU 800 MB; empty if no
+    step event has it."""
+    parts = []
+    for field, place in (("memory_mb", ""), ("gpu_memory_mb", "on a GPU ")):
+        known = finite(number(event, field) for event in run.step_events())
+        if known:
+            parts.append(f"{place}{max(known):,.0f} MB")
+    return ", ".join(parts)
 
 
 def memory_summary(run: RunRecord) -> str:
-    """Returns the memory of a rank, and the prediction for rank 0: 480 MB, 421 predicted (+14.0%);
-    empty if the end event does not have it."""
+    """Returns the memory of a rank without libraries and data, and the prediction for rank 0: 480
+    MB, 421 predicted (+14.0%); empty if the end event does not have it. Less than 1 MB is not
+    compared: it is mostly pages of the system."""
     ranks = numbers(run.end_event, "rank_memory_mb")
     predicted = number(run.end_event, "memory_predicted_mb")
     if not finite(ranks):
         return ""
+    if max(finite(ranks)) < 1.0:
+        return "less than 1 MB"
     most = f"{max(finite(ranks)):,.0f} MB"
     if not (predicted > 0 and math.isfinite(ranks[0])):
         return most
@@ -230,6 +250,11 @@ def targets(run: RunRecord) -> list[ReachedTarget]:
         if math.isfinite(value):
             reached.setdefault(value, target)
     return [reached[value] for value in sorted(reached, reverse=objective_of(run).lower_is_better)]
+
+
+def resumes(run: RunRecord) -> list[Fields]:
+    """Returns the start events after the first: the job was stopped or killed before each."""
+    return run.events_of("start")[1:]
 
 
 def rank_work_ms(run: RunRecord) -> list[float]:
@@ -278,8 +303,8 @@ def host_of(start: Fields, rank: int) -> str:
 
 
 def straggler_summary(run: RunRecord) -> str:
-    """Returns a sentence about the slowest rank; empty for one rank, and if nothing was
-    measured."""
+    """Returns a sentence about the slowest rank, or that the ranks are even; empty for one rank,
+    and if nothing was measured."""
     slowest = straggler(run)
     if not slowest:
         return ""
@@ -287,19 +312,21 @@ def straggler_summary(run: RunRecord) -> str:
         f" ({slowest.place})" if slowest.place else ""
     )
     among = " of its stage" if len(set(median_of_stage(run, rank_work_ms(run)))) > 1 else ""
-    line = (
-        f"rank {slowest.rank}{host} is slowest{among}: {slowest.work_ms:.3g} ms of own work a "
-        f"step, median {slowest.median_ms:.3g}"
-    )
-    return line if slowest.work_ms > SLOW * slowest.median_ms else f"{line}: the ranks are even"
+    work = f"{slowest.work_ms:.3g} ms of own work a step, median"
+    if not slowest.is_slow:
+        return (
+            f"the ranks are even: rank {slowest.rank}{host} has {work}{among} "
+            f"{slowest.median_ms:.3g}"
+        )
+    return f"rank {slowest.rank}{host} is slowest{among}: {work} {slowest.median_ms:.3g}"
 
 
 def duration(seconds: float) -> str:
-    """1.42 s, 3 min 20 s, 2 h 05 min; empty for NaN."""
+    """1.42 s, 2.00 s, 3 min 20 s, 2 h 05 min; empty for NaN."""
     if not math.isfinite(seconds):
         return ""
     if seconds < 59.95:  # above, .3g rounds to 60
-        return f"{seconds:.3g} s"
+        return f"{seconds:#.3g} s"
     if seconds < 60:
         return "1 min 00 s"
     minutes, rest = divmod(round(seconds), 60)
@@ -315,14 +342,14 @@ def labels(runs: Sequence[RunRecord]) -> list[str]:
     others."""
     paths = [run.folder.absolute().parts for run in runs]
     if len(paths) == 1:
-        return [_shortened(paths[0][-1])]
-    head = _common_prefix(paths)
-    tail = _common_prefix([path[:head:-1] for path in paths])
+        return [shortened(paths[0][-1])]
+    head = common_prefix(paths)
+    tail = common_prefix([path[:head:-1] for path in paths])
     names = ["/".join(path[head : len(path) - tail]) for path in paths]
-    same_letters = names[0][: _common_prefix(names)]
+    same_letters = names[0][: common_prefix(names)]
     cut = max(same_letters.rfind(separator) for separator in "-_/ ") + 1  # whole words only
     names = [
-        _shortened(name[cut:] or name or "/".join(path))
+        shortened(name[cut:] or name or "/".join(path))
         for name, path in zip(names, paths, strict=True)
     ]
     if len(set(names)) == len(names):
@@ -330,7 +357,7 @@ def labels(runs: Sequence[RunRecord]) -> list[str]:
     return [f"{index}: {name}" for index, name in enumerate(names, start=1)]
 
 
-def _common_prefix(sequences: Sequence[Sequence[str]]) -> int:
+def common_prefix(sequences: Sequence[Sequence[str]]) -> int:
     """Returns the number of leading elements that are equal."""
     length = 0
     for elements in zip(*sequences, strict=False):
@@ -340,7 +367,7 @@ def _common_prefix(sequences: Sequence[Sequence[str]]) -> int:
     return length
 
 
-def _shortened(name: str) -> str:
+def shortened(name: str) -> str:
     """Returns at most LONGEST_LABEL printable characters."""
     name = "".join(letter if letter.isprintable() else "?" for letter in name)
     return (

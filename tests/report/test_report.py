@@ -190,10 +190,11 @@ def test_the_numbers_on_the_page(made: Path) -> None:
     expected = {"ranks": "2", "hosts": "n1, n2", "model": SCRIPT, "parameters": "9,610", "best accuracy": "70.00%",  # noqa: E501
             "last accuracy": "60.00%",
             "time": "4.25 s", "samples/s": "12,346", "epochs": "2", "ending": "done: epochs=2", "sum": "1.750", "batch.size": "64",  # noqa: E501
-            "memory of a rank": "480 MB, 420 predicted (+10.0% on rank 0)",
+            "memory of a rank": "300 MB, on a GPU 800 MB",
+            "without libraries and data": "480 MB, 420 predicted (+10.0% on rank 0)",
             "energy per sample": "0.6 J (GPUs); not measured: processors: no counter"}  # fmt: skip
     assert {name: facts.get(name) for name in expected} == expected
-    assert [made.name, "60.00%", "3 min 20 s", "1", "64,000", "32,000"] in seen.rows
+    assert [made.name, "60.00%", "3 min 20 s", "1.00", "64,000", "32,000"] in seen.rows
     assert [
         "1",
         "n2",
@@ -249,10 +250,10 @@ def test_a_report_of_several_runs(
     seen = PageParser((tmp_path / "report/report.html").read_text())
     assert (
         ["ranks", "1", "2"] in seen.rows
-        and ["key", "1", "2"] in seen.rows
+        and ["key", "ranks=1, seed=1", "ranks=2, seed=2"] in seen.rows
         and ["seed", "1", "2"] in seen.rows
     )
-    assert ["2", "2", "600 (n 1)", "1.5", "75.0%"] in [row[:5] for row in seen.rows]
+    assert ["2", "2", "600 (n 1)", "1.50", "75.0%"] in [row[:5] for row in seen.rows]
     assert (
         "2 runs" in seen.text
         and "More ranks: batch 64 over all ranks (strong scaling)" in seen.text
@@ -306,7 +307,7 @@ def test_runs_of_an_older_version() -> None:
     left out."""
     text = page_of(RunRecord(Path("run"), {}, OLD))
     assert (
-        "1 rank, 2.5 s, not evaluated" in text
+        "1 rank, 2.50 s, not evaluated" in text
         and "not recorded" in text
         and "config.yaml is missing or cannot be read" in text
     )
@@ -565,9 +566,9 @@ def test_progress_is_printed_every_two_seconds(capsys: pytest.CaptureFixture[str
 def test_a_table_of_scaling() -> None:
     (found,) = scaling_comparisons([run_on(1, 90.0), run_on(1, 110.0, seed=2), run_on(2, 1500.0)])
     table = page_tables.scaling(found)
-    assert table.rows[0][:5] == ["1", "1, 2", "100 ± 14 (n 2)", "1", "100.0%"] and table.rows[1][
+    assert table.rows[0][:5] == ["1", "1, 2", "100 ± 14 (n 2)", "1.00", "100.0%"] and table.rows[1][
         2:4
-    ] == ["1,500 (n 1)", "15"]
+    ] == ["1,500 (n 1)", "15.00"]
     assert table.header == [
         "ranks",
         "seeds",

@@ -8,12 +8,14 @@ import io
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvdtrain.errors import UserError
+from hvdtrain.report.groups import RunGroup
+from hvdtrain.report.run import RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,6 +37,8 @@ LineStyle = dict[str, Any]  # keyword arguments of matplotlib's Axes.plot
 LegendEntry = tuple[str, LineStyle]
 Point = tuple[float, float]
 DPI = 150  # of a PNG
+MEAN_OF_SEEDS = "mean of {} seeds, sd shaded"  # what a figure draws of a group of runs
+EACH_SEED = "{} seeds"
 LARGEST_SVG_BYTES = 400_000  # in a page, a larger figure becomes a PNG
 
 
@@ -87,7 +91,7 @@ def draw_line(axes: Axes, x: Sequence[float], y: Sequence[float], **style: Any) 
         else:
             pale = style | {"alpha": 0.35, "linewidth": 0.7, "linestyle": "-", "marker": ""}
             axes.plot(*zip(*extremes, strict=True), **pale)
-            points = _means(points)
+            points = section_means(points)
             style |= {"alpha": 1.0, "linewidth": 1.4}
     axes.plot(*zip(*points, strict=True), **style)
     return True
@@ -99,7 +103,7 @@ def _sections(points: Sequence[Point], count: int) -> list[range]:
     return [range(start, end) for start, end in itertools.pairwise(cuts)]
 
 
-def _means(points: Sequence[Point]) -> list[Point]:
+def section_means(points: Sequence[Point]) -> list[Point]:
     """Returns the mean point of each of _MEANS sections."""
     return [
         (fmean(points[i][0] for i in section), fmean(points[i][1] for i in section))
@@ -139,12 +143,67 @@ def legend(figure: Figure, entries: Sequence[LegendEntry]) -> None:
     )
 
 
-def run_entries(labels: Sequence[str], **style: Any) -> list[LegendEntry]:
-    """Returns the legend's entries for several runs; none for a single run, which the title
-    names."""
-    if len(labels) == 1:
-        return []
-    return [(label, run_style(index) | style) for index, label in enumerate(labels)]
+def styled(groups: Sequence[RunGroup]) -> Iterator[tuple[RunRecord, LineStyle]]:
+    """Yields each run with the style of its group."""
+    for index, group in enumerate(groups):
+        for run in group.runs:
+            yield run, run_style(index)
+
+
+def group_entries(
+    groups: Sequence[RunGroup], note: str, drawn: Sequence[int] = (), **style: Any
+) -> list[LegendEntry]:
+    """Returns the legend's entries for groups of runs; none for a single run, which the title
+    names.
+
+    note: what is drawn of a group of several runs, with {} for their number. drawn: how many runs
+    of each group have something to draw, if not all have.
+    """
+    entries: list[LegendEntry] = []
+    for index, group in enumerate(groups):
+        count = drawn[index] if drawn else len(group.runs)
+        shown = f"{count}" if count == len(group.runs) else f"{count} of {len(group.runs)}"
+        of_seeds = note.format(shown) if len(group.runs) > 1 else ""
+        if len(groups) > 1:
+            name = f"{group.name} ({of_seeds})" if of_seeds else group.name
+            entries.append((name, run_style(index) | style))
+        elif of_seeds:
+            entries.append((of_seeds, run_style(index) | style))
+    return entries
+
+
+# at the axis, where a job was resumed
+RESUMED: LineStyle = {
+    "marker": "^",
+    "markersize": 7,
+    "markeredgecolor": "#FFFFFF",
+    "markeredgewidth": 0.5,
+    "linestyle": "none",
+}
+_MOST_RESUMES = 200  # marks of a run
+
+
+def mark_resumes(axes: Axes, x: Sequence[float], colour: str) -> bool:
+    """Marks at the bottom of the axes where a job was resumed; returns whether there are any.
+    Call it after the axes are scaled: the marks have no y value."""
+    first, last = axes.get_xlim()
+    known = sorted({value for value in x if first <= value <= last})[-_MOST_RESUMES:]
+    if known:
+        transform = axes.get_xaxis_transform()
+        axes.plot(
+            known,
+            [0.0] * len(known),
+            **RESUMED | {"color": colour},
+            transform=transform,
+            clip_on=False,
+            zorder=5,
+        )
+    return bool(known)
+
+
+def resumed_entry(marked: bool) -> list[LegendEntry]:
+    """Returns the legend's entry for these marks, if there are any."""
+    return [("stopped or killed, then resumed", RESUMED | {"color": GREY})] if marked else []
 
 
 def literal(label: str) -> str:
@@ -182,8 +241,9 @@ def log_scale(axes: Axes) -> None:
 
 
 def scale_from_zero(axes: Axes) -> None:
-    """A y axis that starts at 0 and ends above the lines."""
-    axes.set_ylim(0, 1.08 * max(drawn_values(axes), default=1.0) or 1.0)
+    """A y axis that starts at 0 and ends above the lines and bands."""
+    top = [value for value in (*drawn_values(axes), axes.dataLim.y1) if math.isfinite(value)]
+    axes.set_ylim(0, 1.08 * max(top, default=1.0) or 1.0)
 
 
 def time_unit(seconds: float) -> TimeUnit:

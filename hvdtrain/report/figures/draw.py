@@ -3,35 +3,40 @@ learning rate and batch, noise scale."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from hvdtrain.errors import UserError
 from hvdtrain.report.figures import ranks, speed
-from hvdtrain.report.figures.canvas import new_figure
-from hvdtrain.report.run import RunRecord
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-from typing import TYPE_CHECKING, Any
-
 from hvdtrain.report.figures.canvas import (
+    EACH_SEED,
     GREY,
     HEIGHT,
+    MEAN_OF_SEEDS,
     LegendEntry,
     LineStyle,
+    Point,
     draw_line,
     drawn_values,
+    group_entries,
     integer_ticks,
     legend,
     literal,
     log_scale,
-    run_entries,
+    mark_resumes,
+    new_figure,
+    resumed_entry,
     run_style,
     scale_from_zero,
+    styled,
 )
+from hvdtrain.report.figures.seeds import draw_mean, finite_points
+from hvdtrain.report.groups import RunGroup, group_runs
 from hvdtrain.report.run import (
     Fields,
+    RunMetric,
+    RunRecord,
     class_names,
     confusion_shares,
     evaluated_data,
@@ -43,7 +48,7 @@ from hvdtrain.report.run import (
     number,
     objective_of,
 )
-from hvdtrain.report.summary import finite, first_finite, targets
+from hvdtrain.report.summary import finite, first_finite, resumes, targets
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,7 +58,13 @@ _LOG_SCALE_FROM = (
     50  # the axis is logarithmic if the largest value is this many times the tenth percentile
 )
 _MOST_METRICS = 6  # in a figure
+_NAME_HEIGHT = 0.05  # of a target, as a fraction of the axes
 _TRAIN: LineStyle = {"linewidth": 1.0}
+# training below validation, by whether it has a colour of its own
+_BELOW: dict[bool, LineStyle] = {
+    True: {"alpha": 0.65},
+    False: {"alpha": 0.45, "linewidth": 0.8, "linestyle": "-"},
+}
 _VAL: LineStyle = {"marker": "o", "markersize": 3.5}
 _MOST_NAMES = 30  # classes up to which their names are written on the axes
 _MOST_NUMBERS = 12  # classes up to which shares are written into the cells
@@ -63,27 +74,31 @@ _DARK = 0.5  # shares above this are written in white
 def loss(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
     """Training loss of every step event, validation loss of every evaluation; None if no run has
     any."""
+    groups = group_runs(runs, labels)
     figure, (axes,) = new_figure()
-    legend_entries = _draw_train_and_val(axes, runs, "loss")
-    if not legend_entries:
+    curves = _draw_train_and_val(axes, groups, "loss")
+    if not curves.entries:
         return None
     axes.set_ylabel("loss")
     _scale_loss(axes)
     _draw_targets(axes, runs, "loss")
-    legend(figure, [*run_entries(labels), *legend_entries])
+    legend(figure, _curve_entries(groups, curves, _mark_starts(axes, groups)))
     return figure
 
 
 def accuracy(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
     """Draws the objective over time, like the loss, with a line for each target."""
+    from matplotlib.ticker import PercentFormatter
+
+    groups = group_runs(runs, labels)
     figure, (axes,) = new_figure()
-    legend_entries = _draw_train_and_val(axes, runs, "accuracy")
-    if not legend_entries:
+    curves = _draw_train_and_val(axes, groups, "accuracy")
+    if not curves.entries:
         return None
     axes.set_ylabel("accuracy")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     _draw_targets(axes, runs, "accuracy")
-    legend(figure, [*run_entries(labels), *legend_entries])
+    legend(figure, _curve_entries(groups, curves, _mark_starts(axes, groups)))
     return figure
 
 
@@ -95,15 +110,16 @@ def metrics(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
     ]
     if not known:
         return None
+    groups = group_runs(runs, labels)
     figure, all_axes = new_figure(len(known), sharex=True, height=HEIGHT * (1 + len(known)) / 2)
-    legend_entries: list[LegendEntry] = []
+    curves = _Curves([], [])
     for name, axes in zip(known, all_axes, strict=True):
-        legend_entries = _draw_train_and_val(axes, runs, name)
+        curves = _draw_train_and_val(axes, groups, name)
         axes.set_ylabel(literal(name))
         _draw_targets(axes, runs, name)
     for axes in all_axes[:-1]:
         axes.set_xlabel("")
-    legend(figure, [*run_entries(labels), *legend_entries])
+    legend(figure, _curve_entries(groups, curves, _mark_starts(all_axes[-1], groups)))
     return figure
 
 
@@ -118,15 +134,17 @@ def logged(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
     ]
     if not known:
         return None
+    groups = group_runs(runs, labels)
     figure, all_axes = new_figure(len(known), sharex=True, height=HEIGHT * (1 + len(known)) / 2)
     for name, axes in zip(known, all_axes, strict=True):
-        for index, run in enumerate(runs):
-            events, values = logged_steps(run, name)
-            draw_line(axes, _epochs(run, events), values, **run_style(index) | _VAL)
+        for index, group in enumerate(groups):
+            curves = [_curve(run, *logged_steps(run, name)) for run in group.runs]
+            draw_mean(axes, curves, **run_style(index) | _VAL)
         axes.set_ylabel(literal(name))
     all_axes[-1].set_xlabel("epochs done")
     all_axes[-1].set_xlim(left=0)
-    legend(figure, run_entries(labels))
+    marked = _mark_starts(all_axes[-1], groups)
+    legend(figure, [*group_entries(groups, MEAN_OF_SEEDS), *resumed_entry(marked)])
     return figure
 
 
@@ -137,35 +155,75 @@ def _has(run: RunRecord, metric: str) -> bool:
     )
 
 
-def _draw_train_and_val(axes: Axes, runs: Sequence[RunRecord], metric: str) -> list[LegendEntry]:
-    """Draws a metric over the epochs; returns legend entries for training and validation, if
-    present.
+class _Curves(NamedTuple):
+    """What a figure of training and validation shows."""
 
-    A colour for each run; with a single run one for training and one for validation.
-    """
-    single = len(runs) == 1
-    has_train = has_val = False
-    for index, run in enumerate(runs):
-        train_events, train = _train_values(run, metric)
-        val_events = run.epoch_events()
-        val = [number(event, f"val_{metric}") for event in val_events]
-        has_train |= draw_line(
-            axes, _epochs(run, train_events), train, **run_style(index) | _TRAIN | {"alpha": 0.8}
-        )
-        has_val |= draw_line(
-            axes,
-            _epochs(run, val_events),
-            val,
-            **run_style(1 if single else index) | _VAL | {"linewidth": 1.6},
-        )
+    entries: list[LegendEntry]  # training, validation, or both
+    runs: list[int]  # how many runs of each group
+
+
+def _draw_train_and_val(axes: Axes, groups: Sequence[RunGroup], metric: str) -> _Curves:
+    """Draws a metric over the epochs. A colour for each group; with a single one a colour for
+    training and one for validation, which is drawn over it."""
+    single = len(groups) == 1
+    trained: list[int] = []
+    validated: list[int] = []
+    for index, group in enumerate(groups):
+        train = [_curve(run, *_train_values(run, metric)) for run in group.runs]
+        val = [
+            _curve(run, events, [number(event, f"val_{metric}") for event in events])
+            for run in group.runs
+            for events in [run.epoch_events()]
+        ]
+        below = _BELOW[single] if any(val) else {"alpha": 0.8}
+        trained.append(draw_mean(axes, train, **run_style(index) | _TRAIN | below))
+        style = run_style(1 if single else index) | _VAL | {"linewidth": 1.6, "zorder": 3}
+        validated.append(draw_mean(axes, val, **style))
     axes.set_xlabel("epochs done")
     axes.set_xlim(left=0)
     entries: list[LegendEntry] = []
-    if has_train:
+    if any(trained):
         entries.append(("training", _TRAIN | {"color": run_style(0)["color"] if single else GREY}))
-    if has_val:
+    if any(validated):
         entries.append(("validation", _VAL | (run_style(1) if single else {"color": GREY})))
-    return entries
+    return _Curves(entries, validated if any(validated) else trained)
+
+
+def _curve_entries(groups: Sequence[RunGroup], curves: _Curves, marked: bool) -> list[LegendEntry]:
+    of_groups = group_entries(groups, MEAN_OF_SEEDS, curves.runs)
+    if len(groups) == 1 and of_groups:  # the line of training or validation shows its colour
+        name = f"{curves.entries[-1][0]}, {of_groups[0][0]}"
+        return [*curves.entries[:-1], (name, curves.entries[-1][1]), *resumed_entry(marked)]
+    return [*of_groups, *curves.entries, *resumed_entry(marked)]
+
+
+def _curve(run: RunRecord, events: Sequence[Fields], values: Sequence[float]) -> list[Point]:
+    """Returns points over the epochs."""
+    return finite_points(_epochs(run, events), values)
+
+
+def _mark_starts(axes: Axes, groups: Sequence[RunGroup]) -> bool:
+    """Marks where jobs were resumed, on an axis of epochs; returns whether there are any."""
+    marked = [
+        mark_resumes(
+            axes, _epochs_at(run, [start["step"] for start in resumes(run)]), style["color"]
+        )
+        for run, style in styled(groups)
+    ]
+    return any(marked)
+
+
+def _epochs_at(run: RunRecord, steps: Sequence[float]) -> list[float]:
+    """Returns the epochs done at steps, between those of the events; empty if no event has
+    epochs."""
+    import numpy as np
+
+    events = [*run.step_events(), *run.epoch_events()]
+    known = finite_points([event["step"] for event in events], _epochs(run, events))
+    if not steps or not known:
+        return []
+    of_events, epochs = zip(*[(0.0, 0.0), *known], strict=True)
+    return [float(value) for value in np.interp(steps, of_events, epochs)]
 
 
 def _train_values(run: RunRecord, metric: str) -> tuple[list[Fields], list[float]]:
@@ -203,24 +261,35 @@ def _draw_targets(axes: Axes, runs: Sequence[RunRecord], metric: str) -> None:
     runs = [run for run in runs if objective_of(run).name == metric]
     values = {target.value for run in runs for target in targets(run)}
     values |= {number({"target": run.config.get("stop.target")}, "target") for run in runs}
-    position: dict[str, Any] = {
-        "textcoords": "offset points",
-        "xycoords": ("axes fraction", "data"),
-        "va": "bottom",
-        "ha": "left",
-    }
-    background = {"facecolor": "#FFFFFF", "edgecolor": "none", "alpha": 0.75, "pad": 0.5}
-    for value in sorted(finite(values)):
-        shown = f"{100 * value:.4g}%" if objective_of(runs[0]).percent else f"{value:.4g}"
-        axes.axhline(value, color=GREY, linewidth=1.0, linestyle=(0, (4, 3)))
+    known = sorted(finite(values))
+    for value in known:
+        axes.axhline(value, color=GREY, linewidth=1.0, linestyle=(0, (4, 3)), zorder=1.5)
+    if known:
+        _name_targets(axes, known, objective_of(runs[0]))
+
+
+def _name_targets(axes: Axes, values: Sequence[float], objective: RunMetric) -> None:
+    """Writes the values of targets, ascending, at the right of the axes, where they cover no line;
+    those of close targets above each other."""
+    axes.autoscale_view()
+    bottom, top = axes.transAxes.transform([(0, 0), (0, 1)])[:, 1]
+    position = -math.inf
+    for value in values:
+        line = (axes.transData.transform((0, value))[1] - bottom) / (top - bottom)
+        if not 0 <= line <= 1:
+            continue
+        position = max(line, position + _NAME_HEIGHT)
+        text = f"{100 * value:.4g}%" if objective.percent else f"{value:.4g}"
         axes.annotate(
-            f"target {shown}",
-            (0, value),
-            (4, 2),
+            f"target {text}",
+            (1.0, position),
+            (4, 0),
+            xycoords="axes fraction",
+            textcoords="offset points",
             color="#444444",
             fontsize=8,
-            bbox=background,
-            **position,
+            va="center",
+            ha="left",
         )
 
 
@@ -229,11 +298,12 @@ def rates(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
     figure, (lr_axes, batch_axes) = new_figure(
         2, sharex=True, height=HEIGHT + 0.5, height_ratios=(3, 2)
     )
+    groups = group_runs(runs, labels)
     drawn = False
-    for index, run in enumerate(runs):
+    for run, group_style in styled(groups):
         events = run.step_events() or run.epoch_events()
         x = _epochs(run, events)
-        style = run_style(index) | {"linewidth": 1.6, "drawstyle": "steps-pre"}
+        style = group_style | {"linewidth": 1.6, "drawstyle": "steps-pre"}
         drawn |= draw_line(lr_axes, x, [number(event, "lr") for event in events], **style)
         drawn |= draw_line(batch_axes, x, [number(event, "batch") for event in events], **style)
     if not drawn:
@@ -246,15 +316,17 @@ def rates(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
     scale_from_zero(batch_axes)
     batch_axes.yaxis.set_major_formatter("{x:,.0f}")
     figure.align_ylabels()
-    legend(figure, run_entries(labels))
+    marked = _mark_starts(batch_axes, groups)
+    legend(figure, [*group_entries(groups, EACH_SEED), *resumed_entry(marked)])
     return figure
 
 
 def noise_scale(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
     """Draws the gradient noise scale, with the global batch to compare it with."""
     figure, (axes,) = new_figure()
+    groups = group_runs(runs, labels)
     drawn = False
-    for index, run in enumerate(runs):
+    for run, group_style in styled(groups):
         has_steps = finite(number(event, "noise_scale") for event in run.step_events())
         events = run.step_events() if has_steps else run.epoch_events()
         x = _epochs(run, events)
@@ -262,22 +334,22 @@ def noise_scale(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | No
             axes,
             x,
             [number(event, "noise_scale") for event in events],
-            **run_style(index) | {"linewidth": 1.4},
+            **group_style | {"linewidth": 1.4},
         ):
             drawn = True
             batch = [number(event, "batch") for event in events]
-            draw_line(axes, x, batch, color=run_style(index)["color"], linewidth=1.0, linestyle=":")
+            draw_line(axes, x, batch, color=group_style["color"], linewidth=1.0, linestyle=":")
     if not drawn:
         return None
     log_scale(axes)
     axes.set_xlabel("epochs done")
     axes.set_xlim(left=0)
     axes.set_ylabel("samples")
-    style = {"color": GREY if len(labels) > 1 else run_style(0)["color"], "linewidth": 1.4}
+    style = {"color": GREY if len(groups) > 1 else run_style(0)["color"], "linewidth": 1.4}
     legend(
         figure,
         [
-            *run_entries(labels),
+            *group_entries(groups, EACH_SEED),
             ("noise scale", style),
             ("global batch", style | {"linestyle": ":"}),
         ],
@@ -385,7 +457,7 @@ KINDS = (
     FigureKind(
         "ranks",
         "Ranks",
-        "Each rank's own work in a step, without communication, and the slowest rank.",
+        "Each rank's own work in a step; a rank 10% above the median is marked.",
         ranks.own_work,
     ),
     FigureKind(

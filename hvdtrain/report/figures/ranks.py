@@ -12,6 +12,7 @@ from hvdtrain.report.figures.canvas import (
     COLOURS,
     GREY,
     HEIGHT,
+    LegendEntry,
     LineStyle,
     integer_ticks,
     legend,
@@ -52,8 +53,8 @@ class _RunWithStraggler(NamedTuple):
 
 
 def own_work(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """Draws each rank's own work in a step in milliseconds, without communication; the slowest rank
-    is named."""
+    """Draws each rank's own work in a step in milliseconds, without communication; a rank that
+    delays the others is named."""
     measured = [
         _RunWithStraggler(label, run, found)
         for label, run in zip(labels, runs, strict=True)
@@ -100,37 +101,37 @@ def _work_points(epochs: list[list[float]], slowest: Straggler) -> Figure:
         markersize=12 if len(means) <= 24 else 4,
         markeredgewidth=1.6,
     )
-    _mark_slowest(axes, slowest.rank, slowest.work_ms, slowest)
     axes.set_xlabel("rank")
     axes.set_ylabel("own work in a step (ms)")
     axes.set_xlim(-0.7, len(means) - 0.3)
     axes.set_ylim(0, 1.25 * max(value for row in epochs for value in finite(row)))
     integer_ticks(axes.xaxis)
     point: LineStyle = {"marker": "o", "linestyle": "none", "color": COLOURS[0], "markersize": 4}
-    legend(
-        figure,
-        [
-            ("an evaluation", point),
-            ("mean", {"color": _BLACK, "linewidth": 1.6}),
-            ("slowest", _RING),
-        ],
-    )
+    entries: list[LegendEntry] = [
+        ("an evaluation", point),
+        ("mean", {"color": _BLACK, "linewidth": 1.6}),
+    ]
+    if slowest.is_slow:
+        highest = max(known[slowest.rank])
+        _mark_slowest(axes, slowest.rank, slowest.work_ms, slowest, above=highest)
+        entries.append(("slowest", _RING))
+    legend(figure, entries)
     return figure
 
 
-def _mark_slowest(axes: Axes, x: float, y: float, slowest: Straggler) -> None:
+def _mark_slowest(axes: Axes, x: float, y: float, slowest: Straggler, above: float) -> None:
     """A ring around the point of the slowest rank, with its number and host on the side that has
-    more room."""
+    more room. above: the highest of the points that its name must not cover."""
     axes.plot(x, y, **_RING)
     name = literal(f"rank {slowest.rank}" + (f" on {slowest.host:.20}" if slowest.host else ""))
     in_right_half = x > sum(axes.get_xlim()) / 2
-    offset = (4 if in_right_half else -4, 7)
+    offset = (4 if in_right_half else -4, 8)
     position: dict[str, Any] = {
         "textcoords": "offset points",
         "ha": "right" if in_right_half else "left",
         "va": "bottom",
     }
-    axes.annotate(name, (x, y), offset, color=COLOURS[1], fontsize=8.5, **position)
+    axes.annotate(name, (x, above), offset, color=COLOURS[1], fontsize=8.5, **position)
 
 
 def _work_map(epochs: list[list[float]], slowest: Straggler) -> Figure:
@@ -148,10 +149,11 @@ def _work_map(epochs: list[list[float]], slowest: Straggler) -> Figure:
     bar.outline.set_visible(False)
     axes.set_xlabel("evaluation")
     axes.set_ylabel("rank")
-    name = f"rank {slowest.rank}" + (f" on {slowest.host:.30}" if slowest.host else "")
-    axes.set_title(
-        literal(f"slowest: {name}, {slowest.work_ms:.3g} ms"), fontsize=9, color=COLOURS[1]
-    )
+    if slowest.is_slow:
+        name = f"rank {slowest.rank}" + (f" on {slowest.host:.30}" if slowest.host else "")
+        axes.set_title(
+            literal(f"slowest: {name}, {slowest.work_ms:.3g} ms"), fontsize=9, color=COLOURS[1]
+        )
     integer_ticks(axes.xaxis, axes.yaxis)
     return figure
 
@@ -170,11 +172,13 @@ def _work_of_runs(measured: Sequence[_RunWithStraggler]) -> Figure:
             alpha=0.6,
             markeredgewidth=0,
         )
-        _mark_slowest(axes, one.slowest.work_ms, row, one.slowest)
+    axes.set_xlim(0, 1.15 * max(one.slowest.work_ms for one in measured))
     axes.set_yticks(range(len(measured)), [literal(one.label) for one in measured], fontsize=8.5)
     axes.set_ylim(len(measured) - 0.4, -0.7)
-    axes.set_xlim(0, 1.15 * max(one.slowest.work_ms for one in measured))
-    axes.set_xlabel("own work in a step (ms), a point for each rank")
+    axes.set_xlabel("own work in a step (ms)")
+    for row, one in enumerate(measured):
+        if one.slowest.is_slow:
+            _mark_slowest(axes, one.slowest.work_ms, row, one.slowest, above=row)
     return figure
 
 

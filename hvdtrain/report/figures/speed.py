@@ -9,21 +9,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvdtrain.report.figures.canvas import (
     COLOURS,
+    EACH_SEED,
     GREY,
     HEIGHT,
     LegendEntry,
     LineStyle,
     draw_line,
+    group_entries,
     legend,
     literal,
+    mark_resumes,
     new_figure,
-    run_entries,
-    run_style,
+    resumed_entry,
     scale_from_zero,
+    styled,
     time_unit,
 )
+from hvdtrain.report.groups import RunGroup, group_runs
 from hvdtrain.report.run import Fields, RunRecord, number
-from hvdtrain.report.summary import finite, first_finite, job_seconds
+from hvdtrain.report.summary import finite, first_finite, job_seconds, resumes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,17 +64,19 @@ def throughput(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | Non
     series = _Series("samples_per_s", RunRecord.step_events, {"linewidth": 1.0, "alpha": 0.8})
     if not series.has_values(runs):
         return None
+    groups = group_runs(runs, labels)
     figure, (axes,) = new_figure()
-    _draw_over_time(axes, runs, [series])
+    marked = _draw_over_time(axes, groups, [series])
     axes.set_ylabel("samples/s")
     axes.yaxis.set_major_formatter("{x:,g}")
-    legend(figure, run_entries(labels))
+    legend(figure, [*group_entries(groups, EACH_SEED), *resumed_entry(marked)])
     return figure
 
 
 def memory(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
     """Draws the memory of the rank that uses most."""
-    single = len(runs) == 1
+    groups = group_runs(runs, labels)
+    single = len(groups) == 1
     gpu_style: LineStyle = {"linewidth": 1.6, "linestyle": (0, (1, 1.2))} | (
         {"color": COLOURS[1]} if single else {}
     )
@@ -80,7 +86,7 @@ def memory(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
     if not drawn:
         return None
     figure, (axes,) = new_figure()
-    _draw_over_time(axes, runs, drawn)
+    marked = _draw_over_time(axes, groups, drawn)
     axes.set_ylabel("MB, largest rank")
     axes.yaxis.set_major_formatter("{x:,g}")
     entries: list[LegendEntry] = []
@@ -88,7 +94,10 @@ def memory(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
         entries.append(("host memory", {"color": COLOURS[0] if single else GREY}))
     if gpu in drawn:
         entries.append(("GPU memory, peak", {"color": GREY} | gpu_style))
-    legend(figure, [*run_entries(labels, linestyle="-"), *entries])
+    legend(
+        figure,
+        [*group_entries(groups, EACH_SEED, linestyle="-"), *entries, *resumed_entry(marked)],
+    )
     return figure
 
 
@@ -103,21 +112,25 @@ def power(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
     panels = [(unit, series) for unit, series in panels if series.has_values(runs)]
     if not panels:
         return None
+    groups = group_runs(runs, labels)
     figure, all_axes = new_figure(len(panels), sharex=True, height=HEIGHT + 0.8 * (len(panels) - 1))
+    marked = False
     for axes, (unit, series) in zip(all_axes, panels, strict=True):
-        _draw_over_time(axes, runs, [series])
+        marked |= _draw_over_time(axes, groups, [series])
         axes.set_ylabel(unit)
         axes.yaxis.set_major_formatter("{x:,g}")
         axes.label_outer()  # the time axis is labelled once, at the bottom
     figure.align_ylabels()
-    legend(figure, run_entries(labels))
+    legend(figure, [*group_entries(groups, EACH_SEED), *resumed_entry(marked)])
     return figure
 
 
-def _draw_over_time(axes: Axes, runs: Sequence[RunRecord], series: Sequence[_Series]) -> None:
-    """Lines over the time of the job; both axes start at 0."""
-    unit = time_unit(max(first_finite(job_seconds(run), 0.0) for run in runs))
-    for index, run in enumerate(runs):
+def _draw_over_time(axes: Axes, groups: Sequence[RunGroup], series: Sequence[_Series]) -> bool:
+    """Draws lines over the time of the job; both axes start at 0. Returns whether a job was
+    resumed, which is marked."""
+    runs = list(styled(groups))
+    unit = time_unit(max(first_finite(job_seconds(run), 0.0) for run, _ in runs))
+    for run, style in runs:
         for one in series:
             events = one.events_of(run)
             times = [run.seconds_at(event) / unit.seconds for event in events]
@@ -125,11 +138,16 @@ def _draw_over_time(axes: Axes, runs: Sequence[RunRecord], series: Sequence[_Ser
                 axes,
                 times,
                 [number(event, one.field) for event in events],
-                **run_style(index) | one.style,
+                **style | one.style,
             )
     axes.set_xlabel(f"time of the job ({unit.name})")
     axes.set_xlim(left=0)
     scale_from_zero(axes)
+    marked = False
+    for run, style in runs:
+        x = [run.seconds_at(start) / unit.seconds for start in resumes(run)]
+        marked |= mark_resumes(axes, x, style["color"])
+    return marked
 
 
 def phases(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
