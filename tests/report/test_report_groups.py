@@ -15,7 +15,7 @@ from test_report_run import end, epoch, record_of, start, step
 
 from hvdtrain.report import page_tables
 from hvdtrain.report.compare import Spread
-from hvdtrain.report.figures import draw, ranks, speed
+from hvdtrain.report.figures import canvas, draw, ranks, speed
 from hvdtrain.report.figures.seeds import mean_curve
 from hvdtrain.report.groups import group_runs, run_labels
 from hvdtrain.report.run import RunRecord
@@ -142,7 +142,11 @@ def test_a_group_is_drawn_as_a_mean_with_a_band() -> None:
         "training",
         "validation, mean of 2 seeds, sd shaded",
     ]
-    assert legend_of(speed.throughput(group, ["a-1", "a-2"])) == ["2 seeds"]
+    assert legend_of(speed.throughput(group, ["a-1", "a-2"])) == ["mean of 2 seeds, sd shaded"]
+    assert legend_of(speed.memory(group, ["a-1", "a-2"])) == [
+        "host memory, mean of 2 seeds, sd shaded"
+    ]
+    assert legend_of(draw.rates(group, ["a-1", "a-2"])) == ["2 seeds"]
 
 
 def test_the_legend_counts_the_runs_that_have_a_value() -> None:
@@ -171,6 +175,12 @@ def test_a_resume_is_marked_on_the_axis() -> None:
     assert figure and list(figure.axes[-1].lines[-1].get_xdata()) == [2.0]
     straight = draw.loss([record_of([start(), step(5), step(10)])], ["a"])
     assert legend_of(straight) == ["training"]
+
+
+def test_long_names_of_rows_are_broken_between_keys() -> None:
+    names = canvas.row_names(["batch.size=256, optim.base_lr=0.1, seed=1", "a$"])
+    assert names.texts == ["batch.size=256,\noptim.base_lr=0.1, seed=1", r"a\$"]
+    assert names.height == pytest.approx(0.35) and canvas.row_names(["a"]).height == 0.34
 
 
 def test_names_of_close_targets_do_not_cover_each_other() -> None:

@@ -7,6 +7,7 @@ import base64
 import io
 import itertools
 import math
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ GREY = "#777777"
 WIDTH = 5.6
 HEIGHT = 3.4
 MOST_POINTS = 2000  # points in a line
+_ROW_LETTERS = 26  # in a line of the name of a row
 _MEANS = 200  # points in the line of means that is drawn over a longer line
 
 LineStyle = dict[str, Any]  # keyword arguments of matplotlib's Axes.plot
@@ -204,6 +206,20 @@ def mark_resumes(axes: Axes, x: Sequence[float], colour: str) -> bool:
 def resumed_entry(marked: bool) -> list[LegendEntry]:
     """Returns the legend's entry for these marks, if there are any."""
     return [("stopped or killed, then resumed", RESUMED | {"color": GREY})] if marked else []
+
+
+class RowNames(NamedTuple):
+    """The names of the rows of a figure."""
+
+    texts: list[str]
+    height: float  # of a row, in inches
+
+
+def row_names(labels: Sequence[str]) -> RowNames:
+    """Breaks names of runs between keys, so that they leave room for the rows."""
+    texts = ["\n".join(textwrap.wrap(label, _ROW_LETTERS)) or label for label in labels]
+    lines = max(text.count("\n") + 1 for text in texts)
+    return RowNames([literal(text) for text in texts], max(0.34, 0.06 + 0.145 * lines))
 
 
 def literal(label: str) -> str:

@@ -18,6 +18,7 @@ from hvdtrain.report.figures.canvas import (
     legend,
     literal,
     new_figure,
+    row_names,
     run_style,
 )
 from hvdtrain.report.figures.speed import PHASES
@@ -160,7 +161,8 @@ def _work_map(epochs: list[list[float]], slowest: Straggler) -> Figure:
 
 def _work_of_runs(measured: Sequence[_RunWithStraggler]) -> Figure:
     """Draws a row of points for each run, one for each rank."""
-    figure, (axes,) = new_figure(height=1.5 + 0.34 * len(measured))
+    names = row_names([one.label for one in measured])
+    figure, (axes,) = new_figure(height=1.5 + names.height * len(measured))
     for row, one in enumerate(measured):
         work_ms = rank_work_ms(one.run)
         axes.plot(
@@ -173,7 +175,7 @@ def _work_of_runs(measured: Sequence[_RunWithStraggler]) -> Figure:
             markeredgewidth=0,
         )
     axes.set_xlim(0, 1.15 * max(one.slowest.work_ms for one in measured))
-    axes.set_yticks(range(len(measured)), [literal(one.label) for one in measured], fontsize=8.5)
+    axes.set_yticks(range(len(measured)), names.texts, fontsize=8)
     axes.set_ylim(len(measured) - 0.4, -0.7)
     axes.set_xlabel("own work in a step (ms)")
     for row, one in enumerate(measured):

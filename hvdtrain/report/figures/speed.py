@@ -9,22 +9,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvdtrain.report.figures.canvas import (
     COLOURS,
-    EACH_SEED,
     GREY,
     HEIGHT,
+    MEAN_OF_SEEDS,
     LegendEntry,
     LineStyle,
-    draw_line,
+    Point,
     group_entries,
     legend,
-    literal,
     mark_resumes,
     new_figure,
     resumed_entry,
+    row_names,
+    run_style,
     scale_from_zero,
     styled,
     time_unit,
 )
+from hvdtrain.report.figures.seeds import draw_mean, finite_points
 from hvdtrain.report.groups import RunGroup, group_runs
 from hvdtrain.report.run import Fields, RunRecord, number
 from hvdtrain.report.summary import finite, first_finite, job_seconds, resumes
@@ -53,6 +55,12 @@ class _Series(NamedTuple):
     events_of: Callable[[RunRecord], list[Fields]]
     style: LineStyle
 
+    def points(self, run: RunRecord, unit_s: float) -> list[Point]:
+        """Returns (time of the job in this unit, value) of the events with a value."""
+        events = self.events_of(run)
+        times = [run.seconds_at(event) / unit_s for event in events]
+        return finite_points(times, [number(event, self.field) for event in events])
+
     def has_values(self, runs: Sequence[RunRecord]) -> bool:
         return bool(
             finite(number(event, self.field) for run in runs for event in self.events_of(run))
@@ -69,7 +77,7 @@ def throughput(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | Non
     marked = _draw_over_time(axes, groups, [series])
     axes.set_ylabel("samples/s")
     axes.yaxis.set_major_formatter("{x:,g}")
-    legend(figure, [*group_entries(groups, EACH_SEED), *resumed_entry(marked)])
+    legend(figure, [*group_entries(groups, MEAN_OF_SEEDS), *resumed_entry(marked)])
     return figure
 
 
@@ -94,10 +102,11 @@ def memory(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
         entries.append(("host memory", {"color": COLOURS[0] if single else GREY}))
     if gpu in drawn:
         entries.append(("GPU memory, peak", {"color": GREY} | gpu_style))
-    legend(
-        figure,
-        [*group_entries(groups, EACH_SEED, linestyle="-"), *entries, *resumed_entry(marked)],
-    )
+    of_groups = group_entries(groups, MEAN_OF_SEEDS, linestyle="-")
+    if single and of_groups:  # the lines of the memory show the colours
+        entries = [(f"{name}, {of_groups[0][0]}", style) for name, style in entries]
+        of_groups = []
+    legend(figure, [*of_groups, *entries, *resumed_entry(marked)])
     return figure
 
 
@@ -121,7 +130,7 @@ def power(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
         axes.yaxis.set_major_formatter("{x:,g}")
         axes.label_outer()  # the time axis is labelled once, at the bottom
     figure.align_ylabels()
-    legend(figure, [*group_entries(groups, EACH_SEED), *resumed_entry(marked)])
+    legend(figure, [*group_entries(groups, MEAN_OF_SEEDS), *resumed_entry(marked)])
     return figure
 
 
@@ -130,16 +139,10 @@ def _draw_over_time(axes: Axes, groups: Sequence[RunGroup], series: Sequence[_Se
     resumed, which is marked."""
     runs = list(styled(groups))
     unit = time_unit(max(first_finite(job_seconds(run), 0.0) for run, _ in runs))
-    for run, style in runs:
+    for index, group in enumerate(groups):
         for one in series:
-            events = one.events_of(run)
-            times = [run.seconds_at(event) / unit.seconds for event in events]
-            draw_line(
-                axes,
-                times,
-                [number(event, one.field) for event in events],
-                **style | one.style,
-            )
+            curves = [one.points(run, unit.seconds) for run in group.runs]
+            draw_mean(axes, curves, **run_style(index) | one.style)
     axes.set_xlabel(f"time of the job ({unit.name})")
     axes.set_xlim(left=0)
     scale_from_zero(axes)
@@ -161,9 +164,10 @@ def phases(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
     if len(runs) == 1:
         return _phases_of_epochs(timed[0][1])
     bars = [phase_ms(run.step_events()) for _, run in timed]
-    figure, (axes,) = new_figure(height=1.4 + 0.34 * len(bars))
+    names = row_names([label for label, _ in timed])
+    figure, (axes,) = new_figure(height=1.4 + names.height * len(bars))
     entries = _stack_bars(bars, axes.barh, "left")
-    axes.set_yticks(range(len(bars)), [literal(label) for label, _ in timed], fontsize=8.5)
+    axes.set_yticks(range(len(bars)), names.texts, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("ms of one step, mean over ranks")
     legend(figure, entries)
@@ -224,7 +228,8 @@ def _stack_bars(
     for index, name in enumerate(names):
         colour = PHASES.get(name, COLOURS[index % len(COLOURS)])
         lengths = [bar.get(name, 0.0) for bar in bars]
-        draw(range(len(bars)), lengths, 0.8, **{start: below}, color=colour)
+        edges = {"edgecolor": "#FFFFFF", "linewidth": 0.6}  # for print in grey
+        draw(range(len(bars)), lengths, 0.8, **{start: below}, color=colour, **edges)
         below = [low + length for low, length in zip(below, lengths, strict=True)]
         entries.append((name, {"color": colour, "linewidth": 6}))
     return entries
