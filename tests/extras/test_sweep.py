@@ -17,7 +17,7 @@ from waiting import wait_until
 
 from hvdtrain.__main__ import main
 from hvdtrain.errors import BUG, DIVERGED, DONE, REQUEUE, UserError
-from hvdtrain.extras.sweep.arguments import USAGE
+from hvdtrain.extras.sweep.arguments import USAGE, read_options
 from hvdtrain.extras.sweep.command import exit_code, shares, sweep
 from hvdtrain.extras.sweep.figure import SweepPoint, draw_sweep
 from hvdtrain.extras.sweep.optuna_study import OptunaStudy
@@ -124,13 +124,22 @@ def test_draws_are_those_of_the_seed_within_their_ranges_and_more_trials_begin_w
         ),
         ("--grid optim.base_lr=0.1 epochs", "unknown argument 'epochs'"),
         ("--grid batch.size=64,1 --ranks-per-trial 2", "in the trial batch.size=1"),
+        ("--grid lr=0.1 --", "the script is missing\n.*after --\n.*-- train.py"),
+        ("--grid lr=0.1 -- epochs=1", "'epochs=1' is not a script"),
+        ("--grid lr=0.1 -- none.py", "there is no script none.py"),
+        (f"--grid lr=0.1 --config x -- {__file__}", "--config is for jobs of hvdtrain"),
+        (f"--grid run=a,b -- {__file__}", "run cannot be swept"),
+        (f"--grid lr=0.1 -- {__file__} resume=a", "a sweep sets resume itself"),
+        (f"--grid lr=0.1 -- {__file__} lr=1", "lr is both given and swept"),
+        (f"--random lr=lg:0.1:1 -- {__file__}", "unknown range: lg"),
+        (f"--grid lr=0.1,0.1 -- {__file__}", "lr=0.1 is listed twice"),
     ],
 )
 def test_bad_input_is_an_error_before_a_trial_starts(
     words: str, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=message):
-        sweep([*JOB, *words.split(), "--out", str(tmp_path / "s")])
+        sweep(["--out", str(tmp_path / "s"), *JOB, *words.split()])
     assert not (tmp_path / "s").exists()
 
 
@@ -357,6 +366,71 @@ def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
+# a script whose job ends as its key `end` says, with the loss lr; `end=silent` writes no run
+SCRIPT = """
+import json, pathlib, sys
+
+words = dict(word.split("=") for word in sys.argv[1:])
+if words["end"] == "silent":
+    sys.exit()
+how, code, script_code = words["end"].split(":")
+run = pathlib.Path(words["run"])
+run.mkdir(exist_ok=True)
+loss = {"objective": "loss", "metrics": {"loss": {"better": "min"}}}
+events = [
+    {"time": 1.0, "kind": "start", "step": 0, **loss},
+    {"time": 2.0, "kind": "epoch", "step": 1, "epochs": 1.0, "val_loss": float(words["lr"])},
+    {"time": 3.0, "kind": how, "step": 1, "exit_code": int(code), "reason": "it"},
+]
+(run / "events.jsonl").write_text("".join(json.dumps(event) + "\\n" for event in events))
+sys.exit(int(script_code))
+"""
+
+
+def test_a_sweep_of_a_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its keys are its own. A script that ends with 0 is not done if its job is not."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT)
+    own = ["--grid", "lr=0.5,0.25", "--out", "s", "--at-once", "2", "--json", "s.json"]
+    assert sweep([*own, "--", "python", "train.py", "end=end:0:0"]) == DONE
+    output, progress = capsys.readouterr()
+    found = json.loads(Path("s.json").read_text())
+    assert [(row["values"], row["mean"]) for row in found["rows"]] == [
+        ({"lr": "0.25"}, 0.25),
+        ({"lr": "0.5"}, 0.5),
+    ]
+    assert "best        python train.py end=end:0:0 lr=0.25" in output and "loss 0.25" in progress
+    with pytest.raises(UserError, match=r"contains another sweep: -- train.py end=stop:75:0, "):
+        sweep([*own, "--", "train.py", "end=stop:75:0"])
+    ends = "end:0:0,stop:75:0,failed:82:1,failed:1:1,silent,start:0:0"
+    out = ["--out", "t", "--json", "t.json", "lr=1"]
+    assert sweep(["--grid", f"end={ends}", *out, "--", "train.py"]) == REQUEUE
+    trials = json.loads(Path("t.json").read_text())["trials"].values()
+    assert [trial["state"] for trial in trials] == [
+        "done",
+        "stopped",
+        "diverged",
+        "failed",
+        "failed",
+        "failed",
+    ]
+    assert "has written no run" in (errors := [trial.get("error", "") for trial in trials])[4]
+    assert "ended before its job" in errors[5]
+
+
+def test_a_trial_of_a_script_on_several_ranks_is_started_by_launch() -> None:
+    options, planned = read_options(
+        ["--grid", "a=1", "--ranks-per-trial", "2", "b=2", "--out", "s", "--", "-m", "json", "c"]
+    )
+    assert options.trial_command(["a=1"])[1:] == [
+        "-m", "hvdtrain", "launch", "-np", "2", "--", "-m", "json", "c", "b=2", "a=1",
+    ]  # fmt: skip
+    assert options._replace(ranks=1).trial_command([])[1:] == ["-m", "json", "c", "b=2"]
+    assert planned.script == ["-m", "json", "c", "b=2"] and planned.config == []
+
+
 @pytest.mark.slow
 def test_a_sweep_of_real_jobs(tmp_path: Path) -> None:
     """Two at once; one diverges, which is a result; the same command starts nothing; further trials
@@ -433,6 +507,21 @@ def test_fewer_trials_than_optuna_has_made_already_are_kept(tmp_path: Path) -> N
     first, fewer = run([*words, "--trials", "2"]), run([*words, "--trials", "1"])
     assert first.returncode == fewer.returncode == DONE, (first, fewer)
     assert "2 trials, 2 kept from before" in fewer.stderr and "stopped" not in fewer.stdout, fewer
+
+
+@pytest.mark.slow
+def test_a_sweep_of_a_script_with_train(tmp_path: Path) -> None:
+    """Its arguments reach hvdtrain.train(); a trial is an ordinary run."""
+    script = tmp_path / "train.py"
+    script.write_text("import sys\nimport hvdtrain\nhvdtrain.train(*sys.argv[1:])\n")
+    words = ["--grid", "optim.base_lr=0.05,0.1", "--out", str(tmp_path / "s"), "--json"]
+    swept = run([*words, str(tmp_path / "s.json"), "--", str(script), *JOB, "epochs=1"])
+    assert swept.returncode == DONE, swept
+    found = json.loads((tmp_path / "s.json").read_text())
+    assert found["objective"] == "accuracy" and all(row["mean"] > 0.5 for row in found["rows"])
+    assert "optim.base_lr: 0.1" not in (tmp_path / "s" / "sweep.json").read_text()
+    config = (tmp_path / "s" / "trial-0002" / "config.yaml").read_text()
+    assert "base_lr: 0.1" in config
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from hvdtrain.core.early_signals import EarlySignals
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.process import command_line, path_argument, start_child
 from hvdtrain.errors import BUG, DIVERGED, DONE, REQUEUE, UserError
-from hvdtrain.extras.sweep.arguments import USAGE, SweepOptions, read_options
+from hvdtrain.extras.sweep.arguments import USAGE, SweepOptions, read_options, split_script
 from hvdtrain.extras.sweep.figure import SweepPoint, draw_sweep
 from hvdtrain.extras.sweep.optuna_study import OptunaStudy
 from hvdtrain.extras.sweep.space import Point
@@ -36,6 +36,7 @@ from hvdtrain.extras.sweep.trials import (
     Sweep,
     Trial,
     append_exit,
+    end_of_script,
     error_line,
     locked_sweep,
     metric_of,
@@ -48,6 +49,7 @@ from hvdtrain.extras.sweep.trials import (
     to_json,
     write_sweep,
 )
+from hvdtrain.report.run import RunMetric
 
 TABLE = "sweep.txt"
 PICTURE = "sweep.png"
@@ -55,7 +57,7 @@ PICTURE = "sweep.png"
 
 def sweep(arguments: Sequence[str]) -> int:
     """Runs `sweep`; returns the exit code, as USAGE says. Raises UserError."""
-    if not arguments or {"-h", "--help"} & set(arguments):
+    if not arguments or {"-h", "--help"} & set(split_script(arguments)[0]):
         print(USAGE)
         return DONE
     current = placement(os.environ)
@@ -121,7 +123,7 @@ class _Job:
         options = self._options
         metric = metric_of(self._results)
         rows = rows_of(self._results)
-        lines = [*table_lines(rows, metric), *self._failures()]
+        lines = [*table_lines(rows, metric), *self._failures(), *self._without_objective(metric)]
         _write(options.out, "\n".join(lines) + "\n")
         picture = self._draw(rows)
         footer = (
@@ -130,7 +132,7 @@ class _Job:
             else [f"table       {options.out / TABLE}"]
         )
         if rows and rows[0].done:
-            footer.append(f"best        {command_line(*options.arguments, *rows[0].point)}")
+            footer.append(f"best        {options.command_to_type(rows[0].point)}")
             best = [
                 path_argument(options.out / trial.name)
                 for trial in rows[0].trials
@@ -185,12 +187,7 @@ class _Job:
         self._results[trial] = self._result(trial)
 
     def _command(self, trial: Trial) -> list[str]:
-        """The trial's command as a user would type it."""
-        job = [*self._options.arguments, *trial.point, f"run={self._folder(trial)}"]
-        launch = (
-            ["launch", "-np", str(self._options.ranks), "--"] if self._options.ranks > 1 else []
-        )
-        return [sys.executable, "-m", "hvdtrain", *launch, *job]
+        return self._options.trial_command([*trial.point, f"run={self._folder(trial)}"])
 
     def _environment(self, slot: int) -> Mapping[str, str]:
         return {
@@ -200,16 +197,17 @@ class _Job:
 
     def _note(self, trial: Trial, code: int, was_hopeless: bool) -> None:
         """A trial that ended."""
+        folder = self._folder(trial)
+        error = ""
+        if self._options.script is not None:
+            code, error = end_of_script(folder, code)
         state = state_of(code, was_hopeless)
         if (
             state == "failed" and self._beside.is_stopped and code > 128
         ):  # killed by the second signal
             state = "stopped"
-        error = (
-            error_line(self._folder(trial).with_suffix(".log"))
-            if state in ("failed", "diverged")
-            else ""
-        )
+        if state in ("failed", "diverged"):
+            error = error or error_line(folder.with_suffix(".log"))
         append_exit(self._options.out, trial.name, code, state, error)
         self._exits[trial.name] = (state, error)
         self._results[trial] = result = self._result(trial)
@@ -238,6 +236,17 @@ class _Job:
             f"{self._folder(trial).with_suffix('.log')}"
             for trial, result in self._results.items()
             if result.error
+        ]
+
+    def _without_objective(self, metric: RunMetric) -> list[str]:
+        """A line if no trial that is done has a value of the objective, by which the table is
+        sorted."""
+        done = [result for result in self._results.values() if result.state == "done"]
+        if not done or any(math.isfinite(result.last) for result in done):
+            return []
+        return [
+            f"no trial has a validation {metric.name}: a custom loop logs it with "
+            f"ctx.log(val_{metric.name}=...)"
         ]
 
     def _draw(self, rows: Sequence[PointSummary]) -> str:

@@ -56,7 +56,7 @@ def _sweep_figure(title: str, metric: RunMetric, points: Sequence[SweepPoint]) -
         axes.set_visible(False)
     for axes in all_axes[::columns]:
         axes.set_ylabel(f"{metric.name}{' (%)' if metric.percent else ''}")
-    figure.suptitle(literal(title), fontsize=10)
+    figure.suptitle(f"{literal(title)}; the best has a ring", fontsize=10)
     return figure
 
 
@@ -74,7 +74,7 @@ def _panel(axes: Axes, key: str, other: str | None, points: Sequence[SweepPoint]
                 index,
                 f"{other}={name}",
             )
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(fontsize=8, facecolor="#FFFFFF", edgecolor="none", framealpha=0.85)
     elif other is None and len(points[:1]) and len(points[0].values) == 1:
         _line(axes, places, key, points, 0, None)
     else:
@@ -94,6 +94,7 @@ def _panel(axes: Axes, key: str, other: str | None, points: Sequence[SweepPoint]
             mfc="none",
             mec="#000000",
             ms=11,
+            zorder=4,
         )
     _name_axis(axes, key, places)
 

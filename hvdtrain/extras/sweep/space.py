@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hvdtrain.config.read import read_argument
 from hvdtrain.errors import UserError, nearest, short
@@ -72,9 +72,13 @@ class Space(NamedTuple):
         return [choice.key for choice in self.choices] + [one.key for one in self.ranges]
 
 
-def read_space(grids: Sequence[str], randoms: Sequence[str]) -> Space:
-    """The space that the options' texts describe. Raises UserError."""
-    space = Space(tuple(map(_read_choice, grids)), tuple(map(_read_range, randoms)))
+def read_space(grids: Sequence[str], randoms: Sequence[str], *, as_typed: bool = False) -> Space:
+    """The space that the options' texts describe. as_typed: the keys belong to a script, which may
+    have any. Raises UserError."""
+    space = Space(
+        tuple(_read_choice(text, as_typed) for text in grids),
+        tuple(_read_range(text, as_typed) for text in randoms),
+    )
     if not space.keys:
         raise UserError(
             "nothing to sweep", "command line of sweep", f"{GRID_EXAMPLE}, or {RANGE_EXAMPLE}"
@@ -89,10 +93,10 @@ def read_space(grids: Sequence[str], randoms: Sequence[str]) -> Space:
     return space
 
 
-def _read_choice(text: str) -> Choice:
+def _read_choice(text: str, as_typed: bool) -> Choice:
     key, values = _split_key(text, "--grid", GRID_EXAMPLE)
     texts = _split_values(values)
-    read = [read_argument(f"{key}={value}") for value in texts]
+    read = [_Value(key, value) if as_typed else _value(key, value) for value in texts]
     for index, one in enumerate(read):
         if not texts[index]:
             raise UserError(
@@ -105,6 +109,19 @@ def _read_choice(text: str) -> Choice:
                 f"{key}={texts[index]} is listed twice", f"--grid {short(text)}", "each value once"
             )
     return Choice(read[0].key, tuple(texts))
+
+
+class _Value(NamedTuple):
+    """A key by its full name, and one of its values."""
+
+    key: str
+    value: Any
+
+
+def _value(key: str, text: str) -> _Value:
+    """Reads a value of a key of hvdtrain. Raises UserError."""
+    assignment = read_argument(f"{key}={text}")
+    return _Value(assignment.key, assignment.value)
 
 
 def _split_values(text: str) -> list[str]:
@@ -120,7 +137,7 @@ def _split_values(text: str) -> list[str]:
     return [value.strip() for value in values]
 
 
-def _read_range(text: str) -> Range:
+def _read_range(text: str, as_typed: bool) -> Range:
     key, value = _split_key(text, "--random", RANGE_EXAMPLE)
     where = f"--random {short(text)}"
     kind, *ends = value.split(":")
@@ -136,7 +153,8 @@ def _read_range(text: str) -> Range:
             where,
             f"{nearest(kind, KINDS)}; as in {RANGE_EXAMPLE}",
         )
-    interval = Range(read_argument(f"{key}=0").key, kind, *ends) if len(ends) == 2 else None
+    key = key if as_typed else _value(key, "0").key
+    interval = Range(key, kind, *ends) if len(ends) == 2 else None
     if interval is None or not all(_is_number(end, interval.is_int) for end in ends):
         numbers = "two whole numbers" if kind in ("int", "logint") else "two numbers"
         raise UserError(

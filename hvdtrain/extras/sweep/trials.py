@@ -21,7 +21,7 @@ import yaml
 from hvdtrain.cli.output import align
 from hvdtrain.config.yaml_reader import compose, leaves, value_of
 from hvdtrain.core.folder import Folder
-from hvdtrain.errors import DIVERGED, DONE, REQUEUE, UserError, short
+from hvdtrain.errors import BUG, DIVERGED, DONE, REQUEUE, UserError, short
 from hvdtrain.extras.sweep.space import SEED, Point
 from hvdtrain.report.run import ACCURACY, RunMetric, RunRecord, number, objective_of, read_run
 
@@ -74,6 +74,28 @@ def state_of(code: int, was_hopeless: bool) -> State:
     if code == REQUEUE:
         return "pruned" if was_hopeless else "stopped"
     return "diverged" if code == DIVERGED else "failed"
+
+
+class ScriptEnd(NamedTuple):
+    """How the job of a script ended."""
+
+    code: int  # the exit code of the job
+    error: str  # what is wrong with a script that ended well; empty if its log says it
+
+
+def end_of_script(folder: Path, code: int) -> ScriptEnd:
+    """The end of a job whose script ended with this exit code: that may be 0 although the job was
+    stopped or failed, and 1 where the job diverged."""
+    run = _run(folder)
+    ended = number(run.end_event, "exit_code") if run is not None else math.nan
+    if code != DONE:
+        return ScriptEnd(DIVERGED if code == BUG and ended == DIVERGED else code, "")
+    if run is None:
+        what = "the script has written no run: it passes sys.argv[1:] to hvdtrain.train() or init()"
+        return ScriptEnd(BUG, what)
+    if not math.isfinite(ended):
+        return ScriptEnd(BUG, "the script ended before its job: a custom loop calls ctx.close()")
+    return ScriptEnd(int(ended), "")
 
 
 def read_result(folder: Path, state: State, error: str = "") -> Result:
@@ -270,6 +292,7 @@ _OPTIONS = {
     "grid": "--grid",
     "random": "--random",
     "ranks_per_trial": "--ranks-per-trial",
+    "script": "--",
 }
 
 
@@ -284,6 +307,7 @@ class Sweep:
     ranks_per_trial: int
     config: list[str]  # the lines of the configuration that all trials share, resolved
     trials: list[Point] = field(default_factory=list)
+    script: list[str] = field(default_factory=list)  # what all trials run; empty: hvdtrain
 
 
 @contextmanager
