@@ -52,6 +52,10 @@ class AroundSource(Source):
         self.source.expect(indices, anew)
 
     @property
+    def has_encoded_columns(self) -> bool:
+        return self.source.has_encoded_columns
+
+    @property
     def reads_from_memory(self) -> bool:
         return self.source.reads_from_memory
 

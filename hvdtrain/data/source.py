@@ -188,6 +188,11 @@ class Source(ABC):
         return self
 
     @property
+    def has_encoded_columns(self) -> bool:
+        """Whether it wraps an EncodedTable, or is a part of one."""
+        return False
+
+    @property
     def is_users_dataset(self) -> bool:
         """Whether the samples come from the user's Dataset, whose integers may be of any type."""
         return False

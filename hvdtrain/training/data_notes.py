@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from hvdtrain.config.schema import Config
-from hvdtrain.data.columns.encoded_table import encoded_table_in
 from hvdtrain.data.source import Source
 from hvdtrain.data.stored.stored_in import stored_in
 from hvdtrain.errors import short
@@ -66,7 +65,7 @@ def _notes_on_blocks(config: Config, train: Source) -> list[str]:
 def _class_counts(train: Source) -> list[str]:
     """A line with the samples of each class of a table with data.columns."""
     names = train.class_names
-    labels = train.known_labels() if names and encoded_table_in(train) is not None else None
+    labels = train.known_labels() if names and train.has_encoded_columns else None
     if labels is None:
         return []
     counts = np.bincount(labels, minlength=len(names)).tolist()

@@ -9,7 +9,6 @@ from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import BATCH_KEYS
-from hvdtrain.data.columns.encoded_table import UnencodedTable, encoded_table_in
 from hvdtrain.data.configured.columns import check_columns, with_columns
 from hvdtrain.data.configured.opened import open_split, plugin_of, root_of, with_keys
 from hvdtrain.data.configured.pad import packed_rows
@@ -205,8 +204,10 @@ def _open(config: Config, split: Split, array: CommonArray) -> Source:
 def _encoded(source: Source, array: CommonArray, train: Callable[[], Source]) -> Source:
     """Returns the source with the columns of its table encoded as the training rows say; other data
     are not changed."""
-    if encoded_table_in(source) is None:
+    if not source.has_encoded_columns:
         return source
+    from hvdtrain.data.columns.encoded_table import UnencodedTable
+
     return array.finish(UnencodedTable(source), lambda: UnencodedTable(train()))
 
 

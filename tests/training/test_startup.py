@@ -253,6 +253,7 @@ def test_nothing_is_imported_that_the_job_does_not_use(tmp_path: Path) -> None:
         "hvdtrain.training.memory_copy",
         "hvdtrain.comm.cores.bind",
         "hvdtrain.comm.counted",
+        "hvdtrain.data.columns.encoded_table",
         "hvdtrain.data.configured.weights",
         "hvdtrain.data.datasets.text",
         "hvdtrain.data.images.image_source",

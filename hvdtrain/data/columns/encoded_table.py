@@ -54,6 +54,10 @@ class EncodedTable(AroundSource):
         return replace(self, table=table, encoding=encoding, encoded=tuple(encoded))
 
     @property
+    def has_encoded_columns(self) -> bool:
+        return True
+
+    @property
     def class_names(self) -> tuple[str, ...]:
         return self.names_of_y or self.source.class_names
 

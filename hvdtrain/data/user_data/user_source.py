@@ -48,6 +48,10 @@ class UserSource(Source):
         return found if isinstance(found, Source) else None
 
     @property
+    def has_encoded_columns(self) -> bool:
+        return self.source is not None and self.source.has_encoded_columns
+
+    @property
     def where(self) -> str:
         return str(getattr(self.user_object, "where", "") or "")
 
