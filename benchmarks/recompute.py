@@ -31,8 +31,8 @@ from step import device_name
 from torch.nn import functional
 
 from hvdtrain.frameworks.torch.device import keep_freed_memory
-from hvdtrain.frameworks.torch.model import recompute_blocks
 from hvdtrain.frameworks.torch.models import gpt
+from hvdtrain.frameworks.torch.recompute import recompute_blocks
 
 SIZES = {"layers": 12, "heads": 8, "width": 256, "context": 1024, "vocabulary": 513, "batch": 4}
 MB = 1e6

@@ -36,7 +36,7 @@ def given_model(model: Any) -> Given:
         of_keras = GivenKerasModel(model)
         return Given(name_of_object(model), of_keras, of_keras.facts(), of_keras.take, "keras")
     if is_torch_module(model):
-        from hvdtrain.frameworks.torch.model import GivenModel
+        from hvdtrain.frameworks.torch.given_model import GivenModel
 
         given = GivenModel(model)
         return Given(name_of_object(model), given, {"model": model}, given.take)

@@ -7,7 +7,8 @@ import torch
 
 from hvdtrain.config import plugins
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.model import MasksWithGaps, init_classifier
+from hvdtrain.frameworks.torch.check_outputs import MasksWithGaps
+from hvdtrain.frameworks.torch.model import init_classifier
 from hvdtrain.frameworks.torch.models import (
     alexnet,
     convnet,

@@ -15,8 +15,8 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.model import recompute_blocks
 from hvdtrain.frameworks.torch.models import gpt, resnet, wide_resnet
+from hvdtrain.frameworks.torch.recompute import recompute_blocks
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 from hvdtrain.training.conflicts import refuse_conflicts

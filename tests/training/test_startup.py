@@ -267,6 +267,7 @@ def test_nothing_is_imported_that_the_job_does_not_use(tmp_path: Path) -> None:
         "hvdtrain.frameworks.torch.lora",
         "hvdtrain.frameworks.torch.noise_meter",
         "hvdtrain.frameworks.torch.not_used",
+        "hvdtrain.frameworks.torch.recompute",
         "hvdtrain.frameworks.torch.thaw",
         "hvdtrain.tasks.several_inputs",
         "hvdtrain.training.checkpoint.auto_interval",

@@ -15,9 +15,10 @@ from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch.call import Called, any_of, each_of
+from hvdtrain.frameworks.torch.check_outputs import example
 from hvdtrain.frameworks.torch.device import compiled
 from hvdtrain.frameworks.torch.forward import WhenEmpty
-from hvdtrain.frameworks.torch.model import example, normed_model
+from hvdtrain.frameworks.torch.model import normed_model
 from hvdtrain.frameworks.torch.norm import orders_of_norms
 from hvdtrain.frameworks.torch.precision import Precision
 from hvdtrain.frameworks.torch.step import Passes

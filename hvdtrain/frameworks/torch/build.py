@@ -23,6 +23,7 @@ from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch.arrangement import Making
 from hvdtrain.frameworks.torch.arrangements import arrangement_of
 from hvdtrain.frameworks.torch.assemble import assemble, make_optimizer
+from hvdtrain.frameworks.torch.check_outputs import check_outputs
 from hvdtrain.frameworks.torch.communicators import timed_mesh
 from hvdtrain.frameworks.torch.device import (
     all_on_gpus,
@@ -34,12 +35,7 @@ from hvdtrain.frameworks.torch.device import (
 )
 from hvdtrain.frameworks.torch.foreign.downloads import download_first
 from hvdtrain.frameworks.torch.frozen import frozen_names
-from hvdtrain.frameworks.torch.model import (
-    build_model,
-    check_first_samples,
-    check_outputs,
-    checked_model,
-)
+from hvdtrain.frameworks.torch.model import build_model, check_first_samples, checked_model
 from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise
 from hvdtrain.frameworks.torch.precision import pick_precision, refuse_tiny_images
 from hvdtrain.frameworks.torch.step_costs import stopwatch_for

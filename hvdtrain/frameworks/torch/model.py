@@ -1,39 +1,25 @@
-"""Builds the torch model of model.name or of a script, with its norms and initial weights, and
-checks its outputs against the task."""
+"""Builds the torch model of model.name, with its norms, initial weights, adapters and frozen
+weights."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import functools
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
-from torch import is_grad_enabled, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
-from hvdtrain.core.adapters import is_adapter, merged
-from hvdtrain.core.arrays import Arrays, Batch
-from hvdtrain.core.own_line import own_line
-from hvdtrain.data.field import Field
 from hvdtrain.errors import UserError, short
 from hvdtrain.frameworks import by_name
-from hvdtrain.frameworks.torch.buffers import copied_buffers
-from hvdtrain.frameworks.torch.call import Called, call, shapes_of, takes_by_name
+from hvdtrain.frameworks.torch.check_outputs import check_outputs, example
 from hvdtrain.frameworks.torch.foreign.counted import TooLarge, counted, most_bytes
 from hvdtrain.frameworks.torch.foreign.downloads import watched
-from hvdtrain.frameworks.torch.forward import first_of, whole_outputs
 from hvdtrain.frameworks.torch.frozen import check_overlaps, freeze
 from hvdtrain.frameworks.torch.norm import CPU, use_norm
-from hvdtrain.frameworks.torch.private_api import FakeTensor, TorchDispatchMode
-from hvdtrain.tasks.task import DeviceAndDtype, Task, TaskPart, part_of, wrong_shapes
-from hvdtrain.tasks.torch_functions import check_alone
+from hvdtrain.tasks.task import Task
 
 
 def normed_model(
@@ -49,7 +35,10 @@ def normed_model(
         )
     norm = config.norm
     model = use_norm(model, norm.kind, norm.ghost, norm.statistics, communicator, device)
-    recompute_blocks(model, config.model.recompute, config.where("model.recompute"))
+    if config.model.recompute != "none":
+        from hvdtrain.frameworks.torch.recompute import recompute_blocks
+
+        recompute_blocks(model, config.model.recompute, config.where("model.recompute"))
     check_overlaps(model, config.where("model.name"))
     if config.model.lora:
         _adapt(model, config, task)
@@ -113,188 +102,6 @@ def check_first_samples(model: torch.nn.Module, config: Config) -> None:
         raise UserError(
             what, config.where(key) if "." in key else key, f"leave {key} out, or shard.stage=2"
         )
-
-
-class MasksWithGaps(TorchDispatchMode):
-    """Answers libraries that check whether a mask without values is true everywhere, to omit it.
-    It answers False, which takes the most memory."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_asked = (
-            func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool
-        )
-        if is_asked and (args[0].is_meta or isinstance(args[0], FakeTensor)):
-            return False
-        return func(*args, **(kwargs or {}))
-
-
-def check_outputs(
-    model: torch.nn.Module, config: Config, task: Task, like: torch.Tensor | None = None
-) -> None:
-    """Raises UserError if a forward pass of two samples of zeros does not return what the task
-    needs; with norm.kind=sync, also of an empty batch.
-
-    like: a tensor with the device of the inputs and the dtype of the weights; None: the model's
-    first parameter.
-    """
-    first = next(model.parameters()) if like is None else like
-    where = config.where("model.name")
-    part = part_of(task, "torch", config, DeviceAndDtype(first.dtype, first.device))
-    has_numbers = not (first.is_meta or isinstance(first, FakeTensor))
-    # the first call imports torch._dynamo, which takes a second
-    masks = contextlib.nullcontext() if has_numbers else MasksWithGaps()
-    for count in (2, 0) if config.norm.kind == "sync" else (2,):
-        batch = zeros(count, task, first)
-        inputs = part.inputs(batch)
-        _check_names(model, part, where)
-        kind = "images" if isinstance(inputs, torch.Tensor) and inputs.ndim == 4 else "inputs"
-        try:
-            with torch.no_grad(), masks:
-                outputs = call(model.eval(), inputs)
-        except UserError:
-            raise
-        except Exception as error:
-            what = (
-                f"the model fails for {kind} {shapes_of(inputs)}: {type(error).__name__}: {error}"
-            )
-            fix = (
-                f"the model gets {_sizes(inputs)}"
-                if count
-                else "x.flatten(1) takes an empty batch, which norm.kind=sync may give a rank"
-            )
-            raise UserError(what, f"{where}; {own_line(error)}", fix) from error
-        found = first_of(whole_outputs(outputs))  # a user's loss may take several outputs
-        if not isinstance(found, torch.Tensor) or not task.fits(tuple(found.shape), count):
-            shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
-            what = (
-                f"for {kind} {shapes_of(inputs)} the model returns {shape}, not "
-                f"{task.outputs(count)}"
-            )
-            raise UserError(
-                what,
-                where,
-                f"end the model with outputs of that shape, for task.name={task.name}: "
-                f"{task.summary}",
-            )
-        if first.device.type != "meta":  # shapes() has no numbers
-            _check_loss(part, outputs, batch, config, task)
-    if task.examples is not None and first.device.type != "meta":
-        _check_functions(model, part, task.fields, task.examples, first)
-
-
-def _check_names(model: torch.nn.Module, part: TaskPart, where: str) -> None:
-    """Raises UserError if forward() lacks a parameter of an input that a model has to take by
-    its name."""
-    names = getattr(part, "by_name", ())
-    if not takes_by_name(model, names):
-        what = (
-            f"the job passes {' and '.join(names)} to forward() of {type(model).__name__}, which "
-            "has no such parameters"
-        )
-        raise UserError(
-            what,
-            where,
-            f"def forward(self, {', '.join(names)}), using each of them; or model.name=gpt",
-        )
-
-
-def _check_functions(
-    model: torch.nn.Module,
-    part: TaskPart,
-    fields: Mapping[str, Field],
-    examples: Batch,
-    like: torch.Tensor,
-) -> None:
-    """Raises UserError if the result of a user's function for a sample depends on other samples."""
-    batch = {}
-    for name, field in fields.items():
-        tensor = torch.from_numpy(examples[name]).to(like.device)
-        batch[name] = (
-            tensor.permute(0, 3, 1, 2)
-            if field.dtype == "uint8" and len(field.shape) == 3
-            else tensor
-        )
-    with torch.no_grad():
-        check_alone(part, call(model.eval(), part.inputs(batch)), batch)
-
-
-def _check_loss(
-    part: TaskPart, outputs: Any, batch: dict[str, torch.Tensor], config: Config, task: Task
-) -> None:
-    """Raises UserError if the task's loss fails for these outputs, or is not one of each
-    sample."""
-    where = config.where("task.name")
-    try:
-        # the outputs need no gradient: a loss that needs one depends on something else
-        with torch.enable_grad():
-            each = part.each(outputs, batch, training=True)
-    except UserError:
-        raise
-    except Exception as error:
-        what = (
-            f"the loss of task.name={task.name} fails for what the model gives: "
-            f"{type(error).__name__}: {error}"
-        )
-        raise UserError(
-            what, f"{where}; {own_line(error)}", "another model, or another task.name"
-        ) from error
-    if wrong := wrong_shapes(task, each, len(next(iter(batch.values())))):
-        raise UserError(
-            f"each() of task.name={task.name} {wrong}", where, "docs/tasks.md has an example"
-        )
-    if isinstance(each.loss, torch.Tensor) and each.loss.requires_grad:
-        what = (
-            "the loss has a gradient for other tensors than the outputs: parameters of its own, "
-            "or those of the script's model, although only a copy of that model "
-        )
-        fix = "let the loss depend on the outputs only; optim.weight_decay penalizes weights"
-        raise UserError(f"{what}is trained", where, fix)
-
-
-def _sizes(inputs: Called) -> str:
-    """Describes input shapes: (n, 1, 8, 8): n images of 1 channel and 8x8 pixels; x.flatten(1) is
-    (n, 64)."""
-    if not isinstance(inputs, torch.Tensor):
-        return ", ".join(
-            f"{name} {str(each.dtype).removeprefix('torch.')} "
-            f"(n{''.join(f', {size}' for size in each.shape[1:])})"
-            for name, each in inputs.items()
-        )
-    sizes = f"(n, {', '.join(map(str, inputs.shape[1:]))})"
-    if inputs.dtype == torch.int64:
-        return (
-            f"{sizes} of int64, as the data have them; for floats x.float() in forward(), floats "
-            "in the data, or task.standardize=true"
-        )
-    if inputs.ndim != 4:
-        return f"{sizes} of {str(inputs.dtype).removeprefix('torch.')}"
-    _, channels, height, width = inputs.shape
-    return (
-        f"{sizes}: n images of {channels} channels and {height}x{width} pixels; x.flatten(1) is "
-        f"(n, {channels * height * width})"
-    )
-
-
-def example(count: int, config: Config, task: Task, like: torch.Tensor) -> Called:
-    """Returns the model's inputs for `count` samples of zeros, with the device and dtype of
-    `like`."""
-    inputs: Called = part_of(task, "torch", config, DeviceAndDtype(like.dtype, like.device)).inputs(
-        zeros(count, task, like)
-    )
-    return inputs
-
-
-def zeros(count: int, task: Task, like: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns the fields of `count` samples of zeros without padding, images as (n, C, H, W), on
-    the device of `like`."""
-    batch = {}
-    for name, field in task.fields.items():
-        is_image = field.dtype == "uint8" and len(field.shape) == 3
-        shape = (field.shape[2], *field.shape[:2]) if is_image else field.shape
-        batch[name] = torch.full(
-            (count, *shape), field.is_mask, dtype=getattr(torch, field.dtype), device=like.device
-        )
-    return batch
 
 
 def build_model(config: Config, task: Task) -> torch.nn.Module:
@@ -390,60 +197,6 @@ def init_classifier(model: nn.Module, classes: int, std: float, where: str) -> N
         nn.init.zeros_(layers[-1].bias)
 
 
-def recompute_blocks(model: nn.Module, which: Literal["none", "all"] | int, where: str) -> None:
-    """Makes the model's `blocks` recompute activations: all of them, or the N-th, 2 N-th, ... Names
-    of parameters and buffers do not change.
-
-    Dropout uses the same mask again, and buffers are updated once (Chen et al. 2016,
-    arXiv:1604.06174). Raises UserError without `blocks`.
-    """
-    if which == "none":
-        return
-    blocks = list(getattr(model, "blocks", ()))
-    if not all(isinstance(block, nn.Module) for block in blocks) or not blocks:
-        what = (
-            f"model.recompute={which} recomputes blocks, but {type(model).__name__} has no "
-            "attribute `blocks`"
-        )
-        raise UserError(
-            what,
-            where,
-            "model.recompute=none, or a model that has blocks: gpt, wide_resnet, resnet18 ...",
-        )
-    every = 1 if which == "all" else which
-    for block in blocks[every - 1 :: every]:
-        block.forward = functools.partial(_recomputed, block, block.forward)
-
-
-def _recomputed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not (block.training and is_grad_enabled()):
-        return forward(*args, **kwargs)
-    return checkpoint(
-        forward,
-        *args,
-        use_reentrant=False,
-        context_fn=functools.partial(_contexts, block),
-        **kwargs,
-    )
-
-
-def _contexts(
-    block: nn.Module,
-) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Returns the contexts of the first and the second computation."""
-    return contextlib.nullcontext(), copied_buffers(block)
-
-
-def _copy_marks(original: nn.Parameter, p: nn.Parameter) -> None:
-    """Attributes that a script has set, and hooks of its gradient, which a copy of a parameter
-    lacks."""
-    vars(p).update({name: value for name, value in vars(original).items() if name not in vars(p)})
-    for hook in (original._backward_hooks or {}).values():
-        p.register_hook(hook)
-    for hook in (getattr(original, "_post_accumulate_grad_hooks", None) or {}).values():
-        p.register_post_accumulate_grad_hook(hook)
-
-
 def _refuse_hooks_on_parts(model: nn.Module, config: Config) -> None:
     """Raises UserError if parameters are replaced by their parts, without the hooks of their
     gradients."""
@@ -457,59 +210,3 @@ def _refuse_hooks_on_parts(model: nn.Module, config: Config) -> None:
             config.where(key) if "." in key else key,
             "shard.stage=2, or a hook on a module's backward pass",
         )
-
-
-class WeightsHolder(Protocol):
-    """The interface through which a script's model gets weights from a learner."""
-
-    config: Config
-    model: torch.nn.Module
-
-    def weights(self) -> Arrays: ...
-
-
-class GivenModel:
-    """Makes a job's model from a script's model: trains a copy, and copies its weights to the
-    script's model at the end.
-
-    The script's model does not change until take(); hooks, norms and parts of a job belong to the
-    copy.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
-
-    def __call__(self) -> torch.nn.Module:
-        """Copies the model. Raises UserError if it cannot be copied, or if two tensors share
-        memory, which they would not in the copy."""
-        check_overlaps(self.model, "hvdtrain.train(), model")
-        try:
-            model = copy.deepcopy(self.model)
-        except Exception as error:
-            what = (
-                f"model={type(self.model).__name__} cannot be copied: {type(error).__name__}: "
-                f"{error}"
-            )
-            raise UserError(
-                what, "hvdtrain.train(), model", "a class or function that creates the model"
-            ) from error
-        for original, p in zip(self.model.parameters(), model.parameters(), strict=True):
-            _copy_marks(original, p)
-        return model
-
-    def take(self, learner: WeightsHolder) -> None:
-        """Copies the learner's weights and buffers into the script's model, which keeps its device
-        and number type. A collective."""
-        arrays = learner.weights()
-        has_adapters = bool(learner.config.model.lora)
-        if has_adapters:
-            arrays = merged(arrays, learner.config.model.lora_scale)
-        state = {
-            name: torch.from_numpy(arrays[name])
-            if name in arrays
-            else value  # a module's extra state need not be an array
-            for name, value in learner.model.state_dict().items()
-            if not (has_adapters and is_adapter(name))
-        }
-        self.model.load_state_dict(state)
-        self.model.train(learner.model.training)

@@ -14,9 +14,9 @@ from hvdtrain.config.schema import Config
 from hvdtrain.frameworks.by_name import Activation, twice_activated
 from hvdtrain.frameworks.torch.buffers import copied_buffers
 from hvdtrain.frameworks.torch.call import call
+from hvdtrain.frameworks.torch.check_outputs import zeros
 from hvdtrain.frameworks.torch.device import fork_rng
 from hvdtrain.frameworks.torch.forward import AddsLoss, first_of
-from hvdtrain.frameworks.torch.model import zeros
 from hvdtrain.optim.rule import is_excluded
 from hvdtrain.tasks.task import DeviceAndDtype, Task, TaskPart, part_of
 

@@ -15,7 +15,8 @@ import torch
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError, first_line
 from hvdtrain.frameworks.torch.call import call
-from hvdtrain.frameworks.torch.model import checked_model, example
+from hvdtrain.frameworks.torch.check_outputs import example
+from hvdtrain.frameworks.torch.model import checked_model
 from hvdtrain.frameworks.torch.private_api import FakeTensorMode, tree_leaves
 from hvdtrain.frameworks.torch.step_costs import FlopCounter
 from hvdtrain.tasks.task import Task

@@ -18,8 +18,9 @@ from hvdtrain.extras.plan.forecast.layers import LayerRange, LayoutRow, Parallel
 from hvdtrain.frameworks.torch.arrangement import Arrangement
 from hvdtrain.frameworks.torch.arrangements import arrangement_of
 from hvdtrain.frameworks.torch.call import only_one
+from hvdtrain.frameworks.torch.check_outputs import example
 from hvdtrain.frameworks.torch.layer import Layer, LayerCut, bytes_of_sample
-from hvdtrain.frameworks.torch.model import checked_model, example
+from hvdtrain.frameworks.torch.model import checked_model
 from hvdtrain.tasks.task import Task
 
 _WHOLE = LayerRange(0.0, 1.0)

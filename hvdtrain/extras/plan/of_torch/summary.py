@@ -13,7 +13,8 @@ from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError, first_line
 from hvdtrain.extras.plan.forecast.layers import LayerSummary
 from hvdtrain.frameworks.torch.call import Called, call
-from hvdtrain.frameworks.torch.model import example, normed_model
+from hvdtrain.frameworks.torch.check_outputs import example
+from hvdtrain.frameworks.torch.model import normed_model
 from hvdtrain.frameworks.torch.predict_memory import Answered
 from hvdtrain.frameworks.torch.private_api import FakeTensorMode
 from hvdtrain.frameworks.torch.step_costs import FlopCounter

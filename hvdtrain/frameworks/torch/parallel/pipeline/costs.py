@@ -18,8 +18,9 @@ from hvdtrain.core.progress import fold
 from hvdtrain.errors import UserError, first_line
 from hvdtrain.frameworks.torch.buffers import copied_buffers
 from hvdtrain.frameworks.torch.call import only_one
+from hvdtrain.frameworks.torch.check_outputs import check_outputs, example
 from hvdtrain.frameworks.torch.device import pick_device
-from hvdtrain.frameworks.torch.model import check_outputs, example, normed_model
+from hvdtrain.frameworks.torch.model import normed_model
 from hvdtrain.frameworks.torch.parallel.pipeline.cuts import operations_of, refuse_changed_buffers
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Seconds, UnitCost
 from hvdtrain.frameworks.torch.parallel.pipeline.stages import Autocast, Stage, Unit, units_of
