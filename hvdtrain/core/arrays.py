@@ -42,6 +42,26 @@ class ArrayInFile(NamedTuple):
         return found if dtype is None else found.astype(dtype, copy=False)
 
 
+Readable = np.ndarray | ArrayInFile
+
+
+def in_memory(array: Readable) -> np.ndarray:
+    """Returns the array itself, or reads it from its file."""
+    return array if isinstance(array, np.ndarray) else np.asarray(array)
+
+
+def pieces_of(array: Readable, count: int) -> Iterator[np.ndarray]:
+    """Yields the elements of an array in C order, `count` at a time."""
+    size = math.prod(array.shape)
+    flat = array.reshape(-1) if isinstance(array, np.ndarray) else None
+    for start in range(0, size, count):
+        stop = min(start + count, size)
+        if flat is not None:
+            yield flat[start:stop]
+        elif isinstance(array, ArrayInFile):
+            yield array.read([(start, stop)])
+
+
 def as_stream(state: Arrays | ArrayStream) -> ArrayStream:
     """Returns arrays in memory as a stream."""
     return (
@@ -230,9 +250,10 @@ class Piece(NamedTuple):
         return self._replace(read=lambda: array, hash_in_place=None)
 
 
-def whole(name: str, array: np.ndarray) -> Piece:
-    """Returns the piece of a replicated array in host memory."""
-    return Piece(name, array.shape, 0, array.size, array.dtype, lambda: array, True)
+def whole(name: str, array: Readable) -> Piece:
+    """Returns the piece of a replicated array in host memory or in a file."""
+    size = math.prod(array.shape)
+    return Piece(name, array.shape, 0, size, array.dtype, lambda: in_memory(array), True)
 
 
 def digests_of_pieces(pieces: Iterable[tuple[str, Piece]]) -> dict[str, int]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.core.arrays import Arrays, ArrayStream, Batch, Piece
+from hvdtrain.core.arrays import Arrays, ArrayStream, Batch, Piece, Readable
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import GoOn, Hyper, Progress, WorkerUpdate, fold
 from hvdtrain.data.source import Source
@@ -159,7 +159,7 @@ class Learner(HasState, Protocol):
     # ranks wait for others only in the phase "communication"; the other phases are this rank's work
     waits_only_in_communication: bool
 
-    def own_names(self, found: Arrays) -> Arrays | None:
+    def own_names(self, found: Mapping[str, Readable]) -> dict[str, Readable] | None:
         """Returns the arrays of a file, renamed by the model's library to the names of its state
         dict; None if no library does that.
 

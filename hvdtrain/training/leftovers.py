@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from hvdtrain.config.schema import Config
 from hvdtrain.core.adapters import is_adapter, merged
-from hvdtrain.core.arrays import Arrays
+from hvdtrain.core.arrays import Readable, in_memory
 from hvdtrain.errors import UserError, short
 
 # of DDP, torch.compile, FSDP, checkpoint wrappers
@@ -68,7 +68,9 @@ KINDS = (
 )
 
 
-def without_wrappers(found: Arrays, names: Collection[str]) -> tuple[Arrays, list[str]]:
+def without_wrappers(
+    found: dict[str, Readable], names: Collection[str]
+) -> tuple[dict[str, Readable], list[str]]:
     """Removes the parts of names that DDP, torch.compile and others add. Returns the arrays, and
     lines for the user."""
     plain = {
@@ -106,12 +108,12 @@ def without_wrappers(found: Arrays, names: Collection[str]) -> tuple[Arrays, lis
 
 
 def with_adapters(
-    found: Arrays,
+    found: dict[str, Readable],
     scale: float | None,
     names: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
     config: Config,
-) -> tuple[Arrays, list[str]]:
+) -> tuple[dict[str, Readable], list[str]]:
     """Keeps adapters that the model has, or merges them into the weights of their layers. Returns
     the arrays, and lines for the user.
 
@@ -136,7 +138,8 @@ def with_adapters(
     layers = len(adapters) // 2
     if config.model.lora and same_shapes and scale == config.model.lora_scale:
         return found, [f"        the adapters of {layers} layers are trained further"]
-    return merged(found, scale), [
+    whole = {name: in_memory(array) for name, array in found.items()}
+    return {**merged(whole, scale)}, [
         f"        the adapters of {layers} layers are merged into their weights: W + {scale:g} B A"
     ]
 

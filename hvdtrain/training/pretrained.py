@@ -9,26 +9,26 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.on_all_ranks import long_on_rank_0
+from hvdtrain.comm.on_all_ranks import long_on_rank_0, on_rank_0
 from hvdtrain.config.read import read_run_config
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.core.adapters import is_adapter, scale_of
-from hvdtrain.core.arrays import Arrays
+from hvdtrain.core.arrays import Readable, in_memory, pieces_of
 from hvdtrain.core.folder import check_regular
 from hvdtrain.core.ties import Ties, check_equal
 from hvdtrain.errors import UserError, first_line, short
 from hvdtrain.frameworks.learner import Learner, plain_names
 from hvdtrain.optim.weight_average import averages
 from hvdtrain.training.checkpoint import files
-from hvdtrain.training.checkpoint.array_file import map_arrays
+from hvdtrain.training.checkpoint.array_file import map_unconverted
 from hvdtrain.training.checkpoint.resume import newest_good
 from hvdtrain.training.leftovers import (
     check_leftovers,
@@ -37,6 +37,12 @@ from hvdtrain.training.leftovers import (
     without_wrappers,
 )
 from hvdtrain.training.replicas.broadcast import broadcast_state
+from hvdtrain.training.weights_on_all_ranks import (
+    WeightPlace,
+    WrongWeights,
+    load_own_elements,
+    why_one_rank_reads,
+)
 
 # where files of torch have weights beside other things
 _INSIDE = (
@@ -55,7 +61,7 @@ _CHECKED = 2**22  # numbers that are checked at a time
 class Match(NamedTuple):
     """How the arrays of a file map to the model."""
 
-    arrays: Arrays  # by names of Learner.state()
+    arrays: dict[str, Readable]  # by names of Learner.state()
     missing: list[str]  # names of the model's state dict that the file does not have
     left_over: list[str]  # names of the file that the model does not have
     skipped: list[str]  # by model.weights_skip
@@ -64,9 +70,10 @@ class Match(NamedTuple):
 class File(NamedTuple):
     """The content of a file or folder."""
 
-    arrays: Arrays  # by the names of a state dict
+    arrays: dict[str, Readable]  # by the names of a state dict
     lines: list[str]  # for the user
     scale: float | None = None  # of the adapters among them, if known
+    places: Mapping[str, WeightPlace] = {}  # of arrays that every rank can read from a file
 
 
 class Loaded(NamedTuple):
@@ -82,18 +89,20 @@ def load_pretrained(
     """Loads pretrained weights into every rank's learner. Every rank calls it. Raises UserError on
     all of them.
 
-    Rank 0 reads the arrays from disk and sends them one by one: a rank keeps the arrays it has a
-    part of.
+    Rank 0 matches the names. Then each rank reads its own elements of safetensors files that all
+    ranks see. Of other files rank 0 sends the arrays one by one.
     """
     names = learner.state_dict_names()
     pieces = {piece.name: piece for piece in learner.pieces()}
+    dtypes = {name: piece.dtype for name, piece in pieces.items()}
     shapes = {name: piece.shape for name, piece in pieces.items()}
-    arrays: Arrays = {}
+    where = config.where("model.weights")
+    arrays: dict[str, Readable] = {}
 
-    def read(moved: Callable[[], None]) -> list[str]:
+    def read() -> tuple[list[str], dict[str, WeightPlace]]:
         nonlocal arrays
         path = Path(str(config.model.weights)).expanduser()
-        file = read_weights(path, config.where("model.weights"))
+        file = read_weights(path, where)
         found, renamed = with_names_of_model(file.arrays, config.model, names)
         found, of_adapters = with_adapters(found, file.scale, names, shapes, config)
         if not config.model.weights_names and (
@@ -102,17 +111,40 @@ def load_pretrained(
             found = learner.own_names(found) or found
         match = matched(found, names, shapes, config)
         arrays = match.arrays
-        shown = {own: name for name, own in names.items()}
-        for own, array in arrays.items():
-            _check_array(shown[own], own, array, pieces[own].dtype, config)
-            moved()
+        _check_kinds(arrays, names, dtypes, config)
         said = _lines(path, match, len(set(names.values())))
-        return [*file.lines, *renamed, *said, *of_adapters, *_other_stats(path, config)]
+        lines = [*file.lines, *renamed, *said, *of_adapters, *_other_stats(path, config)]
+        return lines, _places(file, arrays)
 
-    lines = long_on_rank_0(communicator, read, go_on)
+    def check(own: str, array: Readable) -> None:
+        for numbers in pieces_of(array, _CHECKED):
+            _check_numbers(numbers, own, names, dtypes[own], config)
+
+    def check_all(moved: Callable[[], None]) -> None:
+        for own, array in arrays.items():
+            check(own, array)
+            moved()
+
+    lines, places = on_rank_0(communicator, read)
+    if communicator.size > 1:
+        why = why_one_rank_reads(communicator, places, where, go_on)
+        if not why:
+            arrays.clear()
+            digest = load_own_elements(communicator, learner, places, where, check, go_on)
+            return Loaded(digest, [*lines, "        each rank reads a part of them from the file"])
+        lines = [*lines, f"        rank 0 reads and sends them: {why}"]
+    long_on_rank_0(communicator, check_all, go_on)
     return Loaded(
         broadcast_state(communicator, learner, arrays, only_weights=True, on_array=go_on), lines
     )
+
+
+def _places(file: File, arrays: Mapping[str, Readable]) -> dict[str, WeightPlace]:
+    """Where the arrays lie in files; empty if one of them is not in a file as it is."""
+    of_arrays = {id(array): file.places.get(name) for name, array in file.arrays.items()}
+    places = {own: of_arrays.get(id(array)) for own, array in arrays.items()}
+    found = {own: place for own, place in places.items() if place is not None}
+    return found if len(found) == len(places) else {}
 
 
 def _is_of_library(path: Path) -> bool:
@@ -152,10 +184,15 @@ def _of_file(path: Path, where: str) -> File:
         raise UserError(f"there is no {path}", where, _KNOWN)
     check_regular(path)
     if path.suffix == ".safetensors":
-        return File(_of_safetensors(path, where), [])
+        arrays = _of_safetensors(path, where)
+        return File(arrays, [], places=_places_in(path, arrays))
     weights_file: Any = importlib.import_module("hvdtrain.frameworks.torch.foreign.weights_file")
     found = weights_file.read_state_dict(path, _INSIDE, where)
     return File(found.arrays, found.lines)
+
+
+def _places_in(path: Path, names: Iterable[str]) -> dict[str, WeightPlace]:
+    return {name: WeightPlace(path.absolute(), name) for name in names}
 
 
 def _of_folder(folder: Path, where: str) -> File:
@@ -179,10 +216,10 @@ def _of_folder(folder: Path, where: str) -> File:
         )
     if not name.endswith(".json"):
         return _of_file(folder / name, where)
-    return File(_of_index(folder, name, where), [])
+    return _of_index(folder, name, where)
 
 
-def _of_index(folder: Path, name: str, where: str) -> Arrays:
+def _of_index(folder: Path, name: str, where: str) -> File:
     """Reads the arrays of the files that an index names. Raises UserError if the index does not
     match the files."""
     try:
@@ -200,7 +237,8 @@ def _of_index(folder: Path, name: str, where: str) -> Arrays:
             where,
             _KNOWN,
         )
-    arrays: Arrays = {}
+    arrays: dict[str, Readable] = {}
+    places: dict[str, WeightPlace] = {}
     for file in parts:
         more = _of_safetensors(folder / file, where)
         if twins := sorted(arrays.keys() & more.keys()):
@@ -210,19 +248,21 @@ def _of_index(folder: Path, name: str, where: str) -> Arrays:
                 _KNOWN,
             )
         arrays |= more
+        places |= _places_in(folder / file, more)
     if absent := sorted(weights.keys() - arrays.keys()):
         raise UserError(
             f"{folder / name} names {_some(absent)}, which the files do not have",
             where,
             "another copy of the folder",
         )
-    return arrays
+    return File(arrays, [], places=places)
 
 
 def _of_run(run: Path) -> File:
     checkpoint, arrays, notes = newest_good(run, sys.maxsize, mapped=True)
     config = {assignment.key: assignment.value for assignment in read_run_config(run)}
-    if config.get("optim.ema") is not None:
+    is_averaged = config.get("optim.ema") is not None
+    if is_averaged:
         arrays = newest_good(run, sys.maxsize)[1]
         arrays |= averages(arrays)
     names = checkpoint.names or plain_names(arrays)
@@ -233,10 +273,13 @@ def _of_run(run: Path) -> File:
             "another checkpoint",
         )
     lines = [*notes, f"weights of step {checkpoint.train_state.progress.step} of {run}"]
-    return File({name: arrays[own] for name, own in names.items()}, lines, scale_of(config))
+    found: dict[str, Readable] = {name: arrays[own] for name, own in names.items()}
+    path = (checkpoint.folder / files.file_of("p.")).absolute()
+    places = {} if is_averaged else {name: WeightPlace(path, own) for name, own in names.items()}
+    return File(found, lines, scale_of(config), places)
 
 
-def _of_safetensors(path: Path, where: str) -> Arrays:
+def _of_safetensors(path: Path, where: str) -> dict[str, Readable]:
     from safetensors import SafetensorError, safe_open
 
     check_regular(path)
@@ -246,7 +289,7 @@ def _of_safetensors(path: Path, where: str) -> Arrays:
         ):  # checks the header, and that the arrays fill the file exactly
             pass
         with path.open("rb") as file:
-            return map_arrays(file)
+            return map_unconverted(file)
     except KeyError as error:
         raise UserError(
             f"{path} has numbers of type {error}, which is not read",
@@ -260,8 +303,8 @@ def _of_safetensors(path: Path, where: str) -> Arrays:
 
 
 def with_names_of_model(
-    found: Arrays, model: ModelConfig, names: Mapping[str, str]
-) -> tuple[Arrays, list[str]]:
+    found: dict[str, Readable], model: ModelConfig, names: Mapping[str, str]
+) -> tuple[dict[str, Readable], list[str]]:
     """Applies model.weights_names, and removes the prefixes of DDP and torch.compile. Returns the
     arrays, and lines for the user."""
     lines: list[str] = []
@@ -313,8 +356,8 @@ def _renamed(name: str, old: str, new: str, where: str) -> str | None:
 
 
 def _under_new_names(
-    found: Arrays, renamed: Mapping[str, str | None], entry: str, where: str
-) -> Arrays:
+    found: Mapping[str, Readable], renamed: Mapping[str, str | None], entry: str, where: str
+) -> dict[str, Readable]:
     """Renames arrays. Raises UserError if two arrays would have the same name."""
     names: dict[str, str] = {}
     for name in found:
@@ -330,7 +373,10 @@ def _under_new_names(
 
 
 def matched(
-    found: Arrays, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], config: Config
+    found: Mapping[str, Readable],
+    names: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    config: Config,
 ) -> Match:
     """Maps the arrays to the model. Raises UserError if none matches, or if one has another
     shape."""
@@ -380,7 +426,7 @@ def matched(
     check_equal(
         {name: found[name] for name in taken},
         ties,
-        lambda a, b: np.array_equal(found[a], found[b], equal_nan=True),
+        lambda a, b: np.array_equal(in_memory(found[a]), in_memory(found[b]), equal_nan=True),
         where,
     )
     arrays = {names[name]: found[name] for name in taken}
@@ -404,33 +450,56 @@ def matched(
     return match
 
 
-def _check_array(
-    name: str, own: str, array: np.ndarray, dtype: np.dtype[Any], config: Config
+def _check_kinds(
+    arrays: Mapping[str, Readable],
+    names: Mapping[str, str],
+    dtypes: Mapping[str, np.dtype[Any]],
+    config: Config,
 ) -> None:
-    """Raises UserError if an array's numbers cannot be converted to the model's float type.
+    """Raises UserError for arrays whose type of numbers the model cannot take, such as integers
+    where it has floating-point numbers. arrays, dtypes: by names of Learner.state()."""
+    for own, array in arrays.items():
+        dtype = dtypes[own]
+        if dtype.kind in "iubc" and array.dtype.kind != "c":
+            continue
+        if array.dtype.kind in "iubc" and dtype.kind != "c":
+            raise UserError(
+                f"{_shown(own, names, config)} is {array.dtype.name}, but the model has "
+                f"{dtype.name}",
+                config.where("model.weights"),
+                "a file with floating-point weights; for a quantized model, the weights before "
+                "quantization",
+            )
+
+
+def _check_numbers(
+    numbers: np.ndarray, own: str, names: Mapping[str, str], dtype: np.dtype[Any], config: Config
+) -> None:
+    """Raises WrongWeights if numbers (n,) of an array cannot be converted to the model's float
+    type.
 
     own: its name in Learner.state(). Buffers may be infinite, such as attention masks.
     """
-    said = f"{name} of {config.model.weights}"
-    where = config.where("model.weights")
-    if dtype.kind in "iubc" and array.dtype.kind != "c":
+    if dtype.kind in "iubc" and numbers.dtype.kind != "c":
         return
-    if array.dtype.kind in "iubc" and dtype.kind != "c":
-        raise UserError(
-            f"{said} is {array.dtype.name}, but the model has {dtype.name}",
-            where,
-            "a file with floating-point weights; for a quantized model, the weights before "
-            "quantization",
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = numbers.astype(dtype, copy=False)
+    wrong = ~np.isfinite(found) if own.startswith("p.") else np.isnan(found)
+    if wrong.any():
+        what = (
+            f"{_shown(own, names, config)} has {numbers[wrong][0]}, which is not a finite "
+            f"{dtype.name} number"
         )
-    flat = array.reshape(-1)
-    for start in range(0, array.size, _CHECKED):
-        part = flat[start : start + _CHECKED]
-        with np.errstate(over="ignore", invalid="ignore"):
-            found = part.astype(dtype, copy=False)
-        wrong = ~np.isfinite(found) if own.startswith("p.") else np.isnan(found)
-        if wrong.any():
-            what = f"{said} has {part[wrong][0]}, which is not a finite {dtype.name} number"
-            raise UserError(what, where, "weights from before the job diverged, or another file")
+        raise WrongWeights(
+            what,
+            config.where("model.weights"),
+            "weights from before the job diverged, or another file",
+        )
+
+
+def _shown(own: str, names: Mapping[str, str], config: Config) -> str:
+    name = {of_state: name for name, of_state in names.items()}[own]
+    return f"{name} of {config.model.weights}"
 
 
 def _check_frozen(match: Match, names: Mapping[str, str], config: Config) -> None:

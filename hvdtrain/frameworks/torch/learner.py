@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.mesh import Mesh, make_mesh
 from hvdtrain.comm.order import SameOrder, end_step
 from hvdtrain.config.schema import Config
-from hvdtrain.core.arrays import Arrays, ArrayStream, Batch
+from hvdtrain.core.arrays import Arrays, ArrayStream, Batch, Readable
 from hvdtrain.core.metrics import Sums, zero_sums
 from hvdtrain.core.progress import GoOn, Hyper, Progress, WorkerUpdate
 from hvdtrain.data.source import Source
@@ -215,7 +215,7 @@ class TorchLearner(RankModel, DrawsTokens, Learner):
             outputs, sums = self.passes.predict(batch)
         return Predictions(on_host(outputs), self._counted(sums))
 
-    def own_names(self, found: Arrays) -> Arrays | None:
+    def own_names(self, found: Mapping[str, Readable]) -> dict[str, Readable] | None:
         from hvdtrain.frameworks.torch.libraries.transformers import in_names_of
 
         return in_names_of(self.model, found)

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from io import BufferedReader
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from hvdtrain.core.arrays import Arrays
+from hvdtrain.core.arrays import ArrayInFile, Arrays, Readable, in_memory
 
 _NAMES = {  # of number types in a safetensors file
     "float64": "F64",
@@ -28,12 +28,12 @@ _NAMES = {  # of number types in a safetensors file
     "bool": "BOOL",
     "complex64": "C64",
 }
-_NUMPY = {code: name for name, code in _NAMES.items()}
 # bfloat16: only read
 _TYPES = {code: np.dtype(name).newbyteorder("<") for name, code in _NAMES.items()} | {
     "BF16": np.dtype("<u2")
 }
 _ALIGNMENT = 8  # of the first array
+PREFIX_BYTES = 8  # of a file: the length of its header
 HEADER_BYTES = 256  # of an array in a header, unless its name is long
 MOST_HEADER_BYTES = 100_000_000  # the limit of the safetensors library: about 800,000 arrays
 PIECE_BYTES = 2**22  # hashed and then written while they are in the CPU's cache
@@ -70,21 +70,40 @@ def map_arrays(file: BufferedReader) -> Arrays:
     Raises KeyError for an unsupported number type, and ValueError for two arrays of one name or an
     array of too many dimensions.
     """
+    return {name: in_memory(array) for name, array in map_unconverted(file).items()}
+
+
+def map_unconverted(file: BufferedReader) -> dict[str, Readable]:
+    """Maps arrays as map_arrays() does, but without memory for those of bfloat16: reading them
+    converts them to float32."""
     file.seek(0)
-    length = int.from_bytes(file.read(8), "little")
+    length = int.from_bytes(file.read(PREFIX_BYTES), "little")
     places = places_of(file.read(length))
     data = (
-        np.memmap(file, np.uint8, mode="r", offset=8 + length)
+        np.memmap(file, np.uint8, mode="r", offset=PREFIX_BYTES + length)
         if any(place.end for place in places.values())
         else np.zeros(0, np.uint8)
     )
-    arrays = {}
+    arrays: dict[str, Readable] = {}
     for name, place in places.items():
-        numbers = data[place.begin : place.end].view(_TYPES[place.code]).reshape(place.shape)
-        arrays[name] = (
-            (numbers.astype(np.uint32) << 16).view(np.float32) if place.code == "BF16" else numbers
-        )
+        numbers = data[place.begin : place.end].view(place.stored).reshape(place.shape)
+        arrays[name] = _converted_later(numbers) if place.is_bfloat16 else numbers
     return arrays
+
+
+def _converted_later(numbers: np.ndarray) -> ArrayInFile:
+    flat = numbers.reshape(-1)
+
+    def read(runs: Iterable[tuple[int, int]]) -> np.ndarray:
+        parts = [flat[first:behind] for first, behind in runs]
+        return from_bfloat16(np.concatenate(parts) if parts else flat[:0])
+
+    return ArrayInFile(numbers.shape, np.dtype(np.float32), read)
+
+
+def from_bfloat16(numbers: np.ndarray) -> np.ndarray:
+    """Returns the float32 numbers with these upper 16 bits."""
+    return (numbers.astype(np.uint32) << 16).view(np.float32)
 
 
 class ArrayPlace(NamedTuple):
@@ -96,9 +115,15 @@ class ArrayPlace(NamedTuple):
     end: int
 
     @property
-    def dtype(self) -> np.dtype[Any]:
-        """Raises KeyError for a type that numpy does not have."""
-        return np.dtype(_NUMPY[self.code]).newbyteorder("<")
+    def stored(self) -> np.dtype[Any]:
+        """The type of the numbers in the file, uint16 for bfloat16. Raises KeyError for a type that
+        is not supported."""
+        return _TYPES[self.code]
+
+    @property
+    def is_bfloat16(self) -> bool:
+        """Whether from_bfloat16() converts the numbers."""
+        return self.code == "BF16"
 
 
 def places_of(header: bytes) -> dict[str, ArrayPlace]:

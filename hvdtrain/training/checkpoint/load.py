@@ -10,6 +10,8 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -17,6 +19,7 @@ import numpy as np
 from hvdtrain.comm.communicator import Communicator, part_of
 from hvdtrain.comm.on_all_ranks import long_on_rank_0
 from hvdtrain.core.arrays import ArrayInFile, Arrays, ArrayStream
+from hvdtrain.errors import UserError
 from hvdtrain.events.terminal import warn
 from hvdtrain.frameworks.learner import HasState
 from hvdtrain.training.checkpoint.files import Damaged
@@ -26,6 +29,8 @@ from hvdtrain.training.checkpoint.sums import CHUNK_BYTES
 from hvdtrain.training.replicas.broadcast import broadcast_state, common_digest
 
 T = TypeVar("T")
+# the smallest part of an array that each rank sends to all others is this part of a chunk
+_PARTS_OF_CHUNK = 16
 # on rank 0: a small object for all ranks, and the arrays that it is about; None: nothing to load
 Find = Callable[[Reading], tuple[T, Arrays | CheckpointInParts | None]]
 
@@ -86,10 +91,10 @@ def load_found(
             in_parts = False
             continue
         own = OwnElements(communicator, learner, go_on, is_extra)
-        failures = own.load(parts, limit_bytes)
+        failures = own.load(partial(open_arrays, parts.folder, limit_bytes))
         if not failures:
             return LoadedState(found, common_digest(communicator, learner), own.extra)
-        damaged[parts.folder.name] = failures[0]
+        damaged[parts.folder.name] = failures[0].what
 
 
 def _blind_ranks(communicator: Communicator, parts: CheckpointInParts) -> list[int]:
@@ -98,8 +103,8 @@ def _blind_ranks(communicator: Communicator, parts: CheckpointInParts) -> list[i
     return np.flatnonzero(seen == 0).tolist()
 
 
-class _DamagedElsewhere(Exception):
-    """A rank, maybe another one, found the checkpoint damaged."""
+class _FailedElsewhere(Exception):
+    """A rank, maybe another one, could not read its elements."""
 
 
 class OwnElements:
@@ -107,7 +112,8 @@ class OwnElements:
 
     An array smaller than a chunk is read by one rank, another one for each chunk, and broadcast. Of
     a larger one that every rank has whole each rank reads an equal part, which it sends to the
-    others. All ranks meet after each array, so that a rank that cannot read stops them all.
+    others, unless these parts are small. All ranks meet after each array, so that a rank that
+    cannot read stops them all.
     """
 
     def __init__(
@@ -115,33 +121,45 @@ class OwnElements:
         communicator: Communicator,
         learner: HasState,
         go_on: Callable[[], None],
-        is_extra: Callable[[str], bool],
+        is_extra: Callable[[str], bool] = lambda name: False,
+        failure: type[UserError] = Damaged,
     ) -> None:
+        """failure: what opening the arrays or reading one of them raises."""
         self._communicator = communicator
         self._learner = learner
         self._go_on = go_on
         self._is_extra = is_extra
-        self._failure = ""
+        self._kind = failure
+        self._failure: UserError | None = None
         self.extra: Arrays = {}
 
-    def load(self, parts: CheckpointInParts, limit_bytes: int) -> list[str]:
-        """Returns why ranks could not read it; empty once it is loaded. A collective."""
+    def load(
+        self,
+        open_file: Callable[[], AbstractContextManager[dict[str, ArrayInFile]]],
+        *,
+        is_partial: bool = False,
+    ) -> list[UserError]:
+        """Returns why ranks could not read the arrays, which can be read inside open_file(); empty
+        once they are loaded. A collective.
+
+        is_partial: as of ArrayStream.
+        """
         with contextlib.ExitStack() as stack:
             arrays: dict[str, ArrayInFile] = {}
             with self._trying():
-                arrays = stack.enter_context(open_arrays(parts.folder, limit_bytes))
-            with contextlib.suppress(_DamagedElsewhere):
+                arrays = stack.enter_context(open_file())
+            with contextlib.suppress(_FailedElsewhere):
                 self._meet()
-                self._load(arrays)
+                self._load(arrays, is_partial)
                 return []
         failures = self._communicator.allgather_object(self._failure)
         return [failure for failure in failures if failure]
 
-    def _load(self, arrays: dict[str, ArrayInFile]) -> None:
+    def _load(self, arrays: dict[str, ArrayInFile], is_partial: bool) -> None:
         own = {name: array for name, array in arrays.items() if not self._is_extra(name)}
         shapes = {name: array.shape for name, array in own.items()}
         with self._trying():
-            self._learner.load(ArrayStream(shapes, self._stream(own)))
+            self._learner.load(ArrayStream(shapes, self._stream(own), is_partial))
         if self._failure:
             self._meet()
         for (name, array), source in zip(arrays.items(), self._sources(arrays), strict=True):
@@ -156,23 +174,25 @@ class OwnElements:
 
     @contextlib.contextmanager
     def _trying(self) -> Iterator[None]:
-        """Inside, this rank may find the checkpoint damaged: the next meeting tells the others."""
+        """Inside, this rank may fail: the next meeting tells the others."""
         try:
             yield
-        except Damaged as error:
-            self._failure = error.what
+        except self._kind as error:
+            self._failure = error
 
     def _meet(self) -> None:
-        """A collective. Raises _DamagedElsewhere on all ranks if one of them has failed."""
+        """A collective. Raises _FailedElsewhere on all ranks if one of them has failed."""
         failed = np.array([bool(self._failure)], np.int64)
         if self._communicator.allreduce(failed, "checkpoint.failed")[0]:
-            raise _DamagedElsewhere
+            raise _FailedElsewhere
         self._go_on()
 
     def _stream(self, arrays: dict[str, ArrayInFile]) -> Iterator[tuple[str, Any]]:
         replicated = {piece.name for piece in self._learner.pieces() if piece.is_whole}
+        # a message of each rank costs more than one of a single rank
+        worth_parts = self._communicator.size * CHUNK_BYTES // _PARTS_OF_CHUNK
         for (name, array), source in zip(arrays.items(), self._sources(arrays), strict=True):
-            if array.nbytes < CHUNK_BYTES:
+            if array.nbytes < CHUNK_BYTES or (name in replicated and array.nbytes < worth_parts):
                 yield name, self._from_one_rank(name, array, source)
             elif name in replicated:
                 yield name, self._from_all_ranks(name, array)

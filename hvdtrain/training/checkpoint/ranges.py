@@ -1,26 +1,38 @@
-"""The arrays of a checkpoint that several ranks wrote: a rank reads only the elements that it has,
-and compares each chunk that they lie in with its checksum."""
+"""Arrays of safetensors files, of which a rank reads only the elements that it has: those of a
+checkpoint that several ranks wrote, whose chunks it compares with their checksums."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from io import BufferedReader
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from hvdtrain.core.arrays import ArrayInFile
 from hvdtrain.core.folder import Folder
 from hvdtrain.training.checkpoint import files
-from hvdtrain.training.checkpoint.array_file import ArrayPlace, places_of
+from hvdtrain.training.checkpoint.array_file import (
+    PREFIX_BYTES,
+    ArrayPlace,
+    from_bfloat16,
+    places_of,
+)
 from hvdtrain.training.checkpoint.sums import ChunkedFile, sums_of
 
-_PREFIX_BYTES = 8  # of a safetensors file: the length of its header
+Naming = Callable[[], AbstractContextManager[None]]  # inside, errors get the name of the file
+
+
+class BytesOfFile(Protocol):
+    """An open file that is read in ranges."""
+
+    def read(self, begin: int, end: int) -> Iterator[memoryview]:
+        """Yields bytes begin ... end - 1 in pieces. Raises OSError or ValueError if it cannot."""
 
 
 class CheckpointInParts(NamedTuple):
@@ -84,32 +96,36 @@ def _arrays_of(
 ) -> dict[str, ArrayInFile]:
     files.check_length(file, limit_bytes, has_header=True)
     chunked = ChunkedFile(file, files.read_chunk_sums(opened, file, sums_of(name), checksums))
-    prefix = b"".join(chunked.read(0, _PREFIX_BYTES))
-    start = _PREFIX_BYTES + int.from_bytes(prefix, "little")
-    places = places_of(b"".join(chunked.read(_PREFIX_BYTES, start)))
-    return {array: _in_file(folder, name, chunked, start, place) for array, place in places.items()}
+    return arrays_of(chunked, lambda: files.naming(folder, name))
 
 
-def _in_file(
-    folder: Path, name: str, chunked: ChunkedFile, start: int, place: ArrayPlace
-) -> ArrayInFile:
-    dtype = place.dtype
-    if place.end - place.begin != math.prod(place.shape) * dtype.itemsize:
-        raise ValueError(f"{place.shape} numbers of {dtype} in {place.end - place.begin} bytes")
+def arrays_of(file: BytesOfFile, naming: Naming) -> dict[str, ArrayInFile]:
+    """Returns the arrays of a safetensors file, by name. Raises OSError and files.PARSE_ERRORS;
+    reading an array raises what `naming` makes of them."""
+    prefix = b"".join(file.read(0, PREFIX_BYTES))
+    start = PREFIX_BYTES + int.from_bytes(prefix, "little")
+    places = places_of(b"".join(file.read(PREFIX_BYTES, start)))
+    return {array: _in_file(file, start, place, naming) for array, place in places.items()}
+
+
+def _in_file(file: BytesOfFile, start: int, place: ArrayPlace, naming: Naming) -> ArrayInFile:
+    stored = place.stored
+    if place.end - place.begin != math.prod(place.shape) * stored.itemsize:
+        raise ValueError(f"{place.shape} numbers of {stored} in {place.end - place.begin} bytes")
 
     def read(runs: Iterable[tuple[int, int]]) -> np.ndarray:
         stretches = list(runs)
-        numbers = np.empty(sum(behind - first for first, behind in stretches), dtype)
+        numbers = np.empty(sum(behind - first for first, behind in stretches), stored)
         target = numbers.view(np.uint8).data
         done = 0
-        with files.naming(folder, name):
+        with naming():
             for first, behind in stretches:
                 begin = start + place.begin
-                for piece in chunked.read(
-                    begin + first * dtype.itemsize, begin + behind * dtype.itemsize
+                for piece in file.read(
+                    begin + first * stored.itemsize, begin + behind * stored.itemsize
                 ):
                     target[done : done + len(piece)] = piece
                     done += len(piece)
-        return numbers
+        return from_bfloat16(numbers) if place.is_bfloat16 else numbers
 
-    return ArrayInFile(place.shape, dtype, read)
+    return ArrayInFile(place.shape, np.dtype(np.float32) if place.is_bfloat16 else stored, read)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.on_all_ranks import same_on_all_ranks
-from hvdtrain.core.arrays import Arrays, ArrayStream, Piece, combine, digests_of_pieces, whole
+from hvdtrain.core.arrays import (
+    ArrayStream,
+    Piece,
+    Readable,
+    combine,
+    digests_of_pieces,
+    whole,
+)
 from hvdtrain.frameworks.learner import MADE_BY, HasState
 
 
@@ -24,7 +31,7 @@ class ArraySchema(NamedTuple):
 def broadcast_state(
     communicator: Communicator,
     learner: HasState,
-    restored: Arrays | None,
+    restored: Mapping[str, Readable] | None,
     *,
     only_weights: bool = False,
     on_array: Callable[[], None] = lambda: None,

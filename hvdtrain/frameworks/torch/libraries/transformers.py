@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.core.arrays import Arrays
+from hvdtrain.core.arrays import Readable
 from hvdtrain.core.import_torchvision import define_missing_operators
 from hvdtrain.errors import BUG, UserError, exit_code_of, first_line, nearest, short
 from hvdtrain.frameworks.torch.foreign.config_json import check_options, read_config
@@ -265,7 +265,9 @@ def without_past(model: torch.nn.Module) -> None:
             module.config.use_cache = False
 
 
-def in_names_of(model: torch.nn.Module, found: Arrays) -> Arrays | None:
+def in_names_of(
+    model: torch.nn.Module, found: Mapping[str, Readable]
+) -> dict[str, Readable] | None:
     """Returns the arrays of a transformers file, by the names in `model`; None if the model is from
     another library.
 
@@ -319,7 +321,7 @@ def in_names_of(model: torch.nn.Module, found: Arrays) -> Arrays | None:
     return {**loaded, **shapes, **unknown}
 
 
-def _tensors(found: Arrays) -> dict[str, torch.Tensor]:
+def _tensors(found: Mapping[str, Readable]) -> dict[str, torch.Tensor]:
     """Views of the arrays, as of files that are mapped: nothing writes into them."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
