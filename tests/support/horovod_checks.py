@@ -315,10 +315,10 @@ def gradients_twice(hvd: Any) -> Claims:
     x, a, b = (torch.ones(4, dtype=torch.float64, requires_grad=True) for _ in range(3))
     result = hvd.allreduce(x, op=hvd.Sum)
     for _ in range(2):
-        result.backward(torch.from_numpy(weight))
+        result.backward(torch.from_numpy(weight).to(x.device))
     yield x.grad, (2 * total, "float64")
     for factor, summed in enumerate(hvd.grouped_allreduce([a, b], op=hvd.Sum), 1):
-        summed.backward(torch.from_numpy(weight * factor))
+        summed.backward(torch.from_numpy(weight * factor).to(a.device))
     yield a.grad, (total, "float64")
     yield b.grad, (2 * total, "float64")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from hvdtrain.comm.communicator import Communicator, part_of
+from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator, part_of
 from hvdtrain.comm.staging import Accelerator, Stream, kind_of_build
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.engine.fusion import Batch, RequestTensor, batches, runs
@@ -28,6 +28,22 @@ from hvdtrain.horovod.engine.requests import Request
 from hvdtrain.horovod.engine.timeline import Timeline
 
 Results = dict[tuple[int, int], Any]  # (id of the request, index of the tensor) -> what it gets
+
+
+class Packed(NamedTuple):
+    """Tensors one after another in a buffer that the engine takes."""
+
+    flat: torch.Tensor
+    pieces: Sequence[torch.Tensor]  # of each tensor, of `flat` or of `device`
+    device: torch.Tensor | None = None  # of the same length, on the tensors' GPU
+
+    def unpack(self, targets: Sequence[torch.Tensor]) -> None:
+        """Copies the results to the targets. The host does not wait for a GPU."""
+        if not len(self.flat):
+            return
+        if self.device is not None:
+            self.device.copy_(self.flat, non_blocking=True)
+        torch._foreach_copy_(list(targets), list(self.pieces), non_blocking=True)
 
 
 class Performer:
@@ -89,11 +105,12 @@ class Performer:
         is_alone = len(targets) == 1 and self._stays(targets[0]) and targets[0].is_contiguous()
         # A collective under way needs a buffer of its own: the shared one is for engines whose
         # start_allreduce() waits.
-        flat, pieces = (
-            (targets[0].view(-1), targets)
+        packed = (
+            Packed(targets[0].view(-1), targets)
             if is_alone
             else self._packed([unit.source for unit in batch.units])
         )
+        flat = packed.flat
         if is_alone and targets[0].data_ptr() != batch.units[0].source.data_ptr():
             targets[0].copy_(batch.units[0].source)
         _prescale_(flat, batch)
@@ -104,7 +121,7 @@ class Performer:
             reduced()
             finish_reduction_(flat, signature.op, batch.givers, signature.postscale)
             if not is_alone:
-                torch._foreach_copy_(targets, pieces)
+                packed.unpack(targets)
             _hand_out(batch.units, targets, results)
 
         if "asynchronous" in self._communicator.features:
@@ -122,26 +139,47 @@ class Performer:
 
     def _stays(self, tensor: torch.Tensor) -> bool:
         """Whether the engine takes the tensor in place; else it is copied to host memory."""
-        return tensor.device.type == "cpu" or "nccl" in self._communicator.features
+        return (
+            tensor.device.type == "cpu"
+            or "nccl" in self._communicator.features
+            or isinstance(self._communicator, SingleProcessCommunicator)
+        )
 
-    def _packed(self, sources: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """A buffer with the tensors one after another, and its parts."""
+    def _packed(self, sources: Sequence[torch.Tensor]) -> Packed:
+        """A buffer with the tensors one after another."""
         first = sources[0]
+        if not self._stays(first):
+            return self._packed_on_host(sources)
         total = sum(source.numel() for source in sources)
-        device = first.device if self._stays(first) else torch.device("cpu")
-        if "asynchronous" in self._communicator.features:
-            flat = torch.empty(total, dtype=first.dtype, device=device)
-        else:
-            whole = self._buffers.get((first.dtype, device))
-            if whole is None or whole.numel() < total:
-                whole = self._buffers[first.dtype, device] = torch.empty(
-                    total, dtype=first.dtype, device=device
-                )
-            flat = whole[:total]
+        flat = self._buffer(total, first)
         pieces = _pieces(flat, sources)
         if total:
             torch._foreach_copy_(pieces, list(sources))
-        return flat, pieces
+        return Packed(flat, pieces)
+
+    def _packed_on_host(self, sources: Sequence[torch.Tensor]) -> Packed:
+        """Packs tensors of a GPU there, so that the host waits for one copy."""
+        first = sources[0]
+        device = (
+            first.reshape(-1) if len(sources) == 1 else torch.cat([s.view(-1) for s in sources])
+        )
+        # a new one: the copy from an earlier one may be under way, and torch keeps freed memory
+        flat = torch.empty(len(device), dtype=first.dtype, device="cpu", pin_memory=True)
+        flat.copy_(device, non_blocking=True)
+        self._streams.finish(first.device)
+        if len(sources) == 1:
+            return Packed(flat, _pieces(flat, sources))
+        return Packed(flat, _pieces(device, sources), device)
+
+    def _buffer(self, total: int, like: torch.Tensor) -> torch.Tensor:
+        if "asynchronous" in self._communicator.features:
+            return torch.empty(total, dtype=like.dtype, device=like.device)
+        key = like.dtype, like.device
+        whole = self._buffers.get(key)
+        if whole is None or whole.numel() < total:
+            whole = torch.empty(total, dtype=like.dtype, device=like.device)
+            self._buffers[key] = whole
+        return whole[:total]
 
     def _broadcast(self, batch: Batch, results: Results) -> Callable[[], None]:
         targets = [self._target(unit) for unit in batch.units]
@@ -152,15 +190,15 @@ class Performer:
             for unit, target in zip(batch.units, targets, strict=True):
                 if target.data_ptr() != unit.source.data_ptr():
                     target.copy_(unit.source)
-        flat, pieces = (
-            (targets[0].view(-1), targets)
+        packed = (
+            Packed(targets[0].view(-1), targets)
             if is_alone
             else self._packed([unit.source for unit in batch.units])
         )
-        if flat.numel():
-            self._communicator.broadcast(as_bytes(flat), batch.signature.name, root)
+        if packed.flat.numel():
+            self._communicator.broadcast(as_bytes(packed.flat), batch.signature.name, root)
             if not is_alone and not is_root:
-                torch._foreach_copy_(targets, pieces)
+                packed.unpack(targets)
         _hand_out(batch.units, targets, results)
         return lambda: None
 
@@ -273,7 +311,8 @@ class Performer:
             self._communicator, batch.units[0].source, "sum"
         ):
             return self._scatter_sums(batch, results)
-        flat, pieces = self._packed([unit.source for unit in batch.units])
+        packed = self._packed([unit.source for unit in batch.units])
+        flat = packed.flat
         _prescale_(flat, batch)
         start_reduce_(
             self._communicator,
@@ -282,7 +321,7 @@ class Performer:
             signature.name,
         )()
         finish_reduction_(flat, signature.op, batch.givers, signature.postscale)
-        for unit, whole in zip(batch.units, pieces, strict=True):
+        for unit, whole in zip(batch.units, packed.pieces, strict=True):
             results[id(unit.request), unit.place] = whole[
                 part_of(len(whole), self._communicator.rank, self._communicator.size)
             ].clone()
@@ -401,6 +440,10 @@ class Streams:
             for stream in streams.values():
                 present.enter_context(self._gpus.use(stream))
             yield list(streams.values())
+
+    def finish(self, device: torch.device) -> None:
+        """Waits for the work of this thread's current stream of a GPU."""
+        self._gpus.present(device).synchronize()
 
     def receive(self, request: Request) -> None:
         """Called by the thread that waited for the request: its current streams then wait for the

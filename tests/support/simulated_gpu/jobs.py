@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from invariance import COMMON, losses
@@ -27,15 +27,16 @@ from hvdtrain.config.read import configure
 from hvdtrain.frameworks.footprint import PlannedStep
 from hvdtrain.frameworks.torch.build import footprint
 from hvdtrain.training.datasets import open_datasets
-from simulated_gpu import checks, nccl
+from simulated_gpu import checks, horovod_jobs, nccl
 from simulated_gpu.load import Gpu
+from simulated_gpu.table import WARM_UP
 
-WARM_UP = 2  # steps in which torch and hvdtrain allocate what they keep
+T = TypeVar("T")
 
 
 class Job(NamedTuple):
     """train: as the trainer does; memory: with a prediction of its memory; loop: a script's loop of
-    own_ways_on_ranks.py."""
+    own_ways_on_ranks.py; horovod: a loop with Horovod's API; calls: all of Horovod's calls."""
 
     kind: str
     words: str
@@ -52,18 +53,19 @@ class Watched:
 
     def put_around(self, learner: Any) -> None:
         step = learner.step
+        learner.step = lambda *arguments: self.watch(lambda: step(*arguments))
 
-        def watched(*arguments: Any) -> Any:
-            self.steps += 1
-            if self.steps <= WARM_UP:
-                return step(*arguments)
+    def watch(self, step: Callable[[], T]) -> T:
+        """Makes a step."""
+        self.steps += 1
+        if self.steps <= WARM_UP:
+            found = step()
+        else:
             self._gpu.reset_peak(self._device)
             with self._gpu.recorder.watching():
-                found = step(*arguments)
+                found = step()
             self.peak_bytes = max(self.peak_bytes, self._gpu.peak_memory(self._device))
-            return found
-
-        learner.step = watched
+        return found
 
     def waits(self) -> dict[str, float]:
         """In one step, by place."""
@@ -84,7 +86,7 @@ class Run:
         self._device = communicator.local_rank % gpu.device_count()
 
     def on_cpu(self) -> dict[str, Any]:
-        return self._losses("cpu", lambda learner: None)
+        return self._losses("cpu", lambda learner: None, lambda step: step())
 
     def on_gpu(self) -> dict[str, Any]:
         """Its losses, and what the process did meanwhile."""
@@ -108,7 +110,7 @@ class Run:
                 predicted.update(self._predicted(learner.data.size))
 
         began_s = time.perf_counter()
-        found = self._losses("cuda", built)
+        found = self._losses("cuda", built, watched.watch)
         return {
             **found,
             "waits": watched.waits(),
@@ -121,7 +123,19 @@ class Run:
             "calls": [list(call) for call in nccl.calls],
         }
 
-    def _losses(self, device: str, built: Callable[[Any], None]) -> dict[str, Any]:
+    def _losses(
+        self,
+        device: str,
+        built: Callable[[Any], None],
+        watch: Callable[[Callable[[], Any]], Any],
+    ) -> dict[str, Any]:
+        """built: called with the learner; watch: calls each step of a loop with Horovod's API."""
+        if self._job.kind in ("horovod", "calls"):
+            own = torch.device(device, self._device if device == "cuda" else None)
+            with horovod_jobs.initialized(self._communicator, own):
+                if self._job.kind == "calls":
+                    return horovod_jobs.called(own)
+                return horovod_jobs.trained(self._job.words, own, watch)
         words = f"{self._job.words} speed.device={device}"
         if self._job.kind == "loop":
             found = trained([*words.split(), f"comm.engine={self._communicator.name}"])

@@ -303,7 +303,8 @@ Tensor result_of(const Tensor& found, const Arguments& given) {
       if (on_gpu(t) && t.storage().data() == found.storage().data()) base = t;
     });
   if (!base.defined()) return to_gpu(found, given.device());
-  auto view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(base.storage()), ON_GPU, found.dtype());
+  // with the base's keys, as torch's own views: a view without autograd's would be a tensor of inference mode
+  auto view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(base.storage()), base.key_set(), found.dtype());
   view.unsafeGetTensorImpl()->set_sizes_and_strides(found.sizes(), found.strides(), found.storage_offset());
   return view;
 }

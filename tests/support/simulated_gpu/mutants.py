@@ -18,6 +18,7 @@ INPUTS = "hvdtrain/frameworks/torch/inputs.py"
 DEVICE = "hvdtrain/frameworks/torch/device.py"
 STAGING = "hvdtrain/comm/staging.py"
 BUCKETS = "hvdtrain/frameworks/torch/parallel/buckets.py"
+STREAMS = "hvdtrain/horovod/engine/perform.py"
 
 GPU_MUTANTS = (
     Mutant(
@@ -96,6 +97,20 @@ GPU_MUTANTS = (
         "communicator.start_allreduce(self._flat, self.name, op)",
         "communicator.start_allreduce(self._flat[communicator.rank :], self.name, op)",
         (f"{TWO}[buckets-torchdist]",),
+    ),
+    Mutant(
+        "horovod.behind_the_script",
+        STREAMS,
+        "                streams[event.device].wait_event(event)\n",
+        "                pass\n",
+        (f"{TWO}[Horovod's optimizer-torchdist]",),
+    ),
+    Mutant(
+        "horovod.before_the_script",
+        STREAMS,
+        "            self._gpus.present(event.device).wait_event(event)\n",
+        "            pass\n",
+        (f"{TWO}[Horovod's optimizer-torchdist]",),
     ),
 )
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from combinations import MODELS
 
 STEPS = 5
+WARM_UP = 2  # steps in which torch and hvdtrain allocate what they keep
 SGD = "sgd optim.base_lr=0.05"
 MLP = "model.name=mlp model.widths=[24,16]"
 GPT = (
@@ -64,6 +65,9 @@ ALONE = {
     "metrics": train(f"{MODELS['mlp']} task.name=example_objects:measured", waits=5),
     "a loop": Job("loop", ""),
     "a loop of tokens": Job("loop", "gpt"),
+    "Horovod's optimizer": Job("horovod", "optimizer"),
+    "Horovod's groups": Job("horovod", "groups"),
+    "Horovod's calls": Job("calls", ""),
     "memory, mlp": memory("model.name=mlp model.widths=[300,300]"),
     "memory, gpt": memory(
         f"{GPT} model.width=48 batch.size=4 batch.evaluate=50 data.val_samples=50"
@@ -94,7 +98,8 @@ def on_two(
     job = ALONE[like]
     # the memory is that of NCCL; what plan --memory computes for a rank takes seconds
     engines = ("torchdist",) if job.kind == "memory" else ("mpi", "torchdist")
-    return RanksJob(job.kind, f"{job.words} {words}", like, waits, engines, start)
+    words = f"{job.words} {words}".strip()
+    return RanksJob(job.kind, words, like, waits, engines, start)
 
 
 # A larger `start` than 1.02: the whole model is there first, or several copies of a layer.
@@ -120,6 +125,10 @@ ON_TWO = {
     "a loop, stage 3": on_two("a loop", "shard.stage=3"),
     "a loop of tokens, tensor": on_two("a loop of tokens", "parallel.tensor=2"),
     "a loop of tokens, pipeline": on_two("a loop of tokens", "parallel.pipeline=2"),
+    # with MPI a copy to the host for each batch of gradients, for the loss, and for norms
+    "Horovod's optimizer": on_two("Horovod's optimizer", mpi=2),
+    "Horovod's groups": on_two("Horovod's groups", mpi=6),
+    "Horovod's calls": on_two("Horovod's calls"),
     "memory, stage 1": on_two("memory, mlp", "shard.stage=1", start=1.06),
     "memory, stage 3": on_two("memory, gpt", "shard.stage=3", start=1.6),
     "memory, tensor": on_two("memory, gpt", "parallel.tensor=2", start=1.45),
