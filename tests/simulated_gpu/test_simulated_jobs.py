@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 from ranks import needs_mpirun
 from simulated_gpu.build import compiler
-from simulated_gpu.table import ALONE, EACH, ON_TWO
+from simulated_gpu.table import ALONE, EACH, ON_TWO, WARM_UP, WINDOW
 
 from hvdtrain.frameworks.footprint import KINDS
 from hvdtrain.frameworks.torch.device_digest import SPAN_WORDS
@@ -54,6 +55,37 @@ def test_a_job_of_two_ranks(
         if row.kind != "calls":  # whose process sets are others on each rank
             assert found["calls"] == ranks[0]["calls"]
         assert sum(found["waits"].values()) == row.waits[engine], found["waits"]
+
+
+@needs_mpirun
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        (name, engine)
+        for name, engine in EACH
+        if engine == "torchdist" and ON_TWO[name].kind in ("train", "memory")
+    ],
+)
+def test_what_the_host_sends_to_other_ranks_in_a_step(
+    on_two: dict[str, Any], name: str, engine: str
+) -> None:
+    """With NCCL, which the host starts and does not wait for."""
+    for found in on_two[engine][name]:
+        sent = [after - before for before, after in found["exchanges"][WARM_UP:]]
+        assert sent == [ON_TWO[name].exchanges] * len(sent) and sent, found["exchanged"]
+
+
+@needs_mpirun
+@pytest.mark.parametrize(("name", "engine"), [("four steps without a wait", "torchdist")])
+def test_the_host_sends_nothing_between_sync_points(
+    on_two: dict[str, Any], name: str, engine: str
+) -> None:
+    for found in on_two[engine][name]:
+        steps = found["exchanges"]
+        between = [after[0] - before[1] for before, after in itertools.pairwise(steps)]
+        at_sync_points = between[WINDOW - 1 :: WINDOW]
+        assert len(at_sync_points) > 1 and all(at_sync_points)
+        assert sum(between) == sum(at_sync_points), found["exchanged"]
 
 
 @pytest.mark.parametrize("name", [name for name, job in ALONE.items() if job.kind == "memory"])

@@ -50,6 +50,8 @@ class Watched:
         self._device = device
         self.steps = 0
         self.peak_bytes = 0  # within a step
+        # so far, before and after each step: what the host has sent to other ranks, or gathered
+        self.exchanges: list[tuple[int, int]] = []
 
     def put_around(self, learner: Any) -> None:
         step = learner.step
@@ -58,13 +60,16 @@ class Watched:
     def watch(self, step: Callable[[], T]) -> T:
         """Makes a step."""
         self.steps += 1
+        recorder = self._gpu.recorder
+        before = recorder.exchanges_of().total()
         if self.steps <= WARM_UP:
             found = step()
         else:
             self._gpu.reset_peak(self._device)
-            with self._gpu.recorder.watching():
+            with recorder.watching():
                 found = step()
             self.peak_bytes = max(self.peak_bytes, self._gpu.peak_memory(self._device))
+        self.exchanges.append((before, recorder.exchanges_of().total()))
         return found
 
     def waits(self) -> dict[str, float]:
@@ -114,6 +119,8 @@ class Run:
         return {
             **found,
             "waits": watched.waits(),
+            "exchanges": watched.exchanges,
+            "exchanged": dict(gpu.recorder.exchanges_of()),
             "devices": sorted(gpu.recorder.devices),
             "races": list(gpu.recorder.races),
             "seconds": time.perf_counter() - began_s,

@@ -19,6 +19,12 @@ DEVICE = "hvdtrain/frameworks/torch/device.py"
 STAGING = "hvdtrain/comm/staging.py"
 BUCKETS = "hvdtrain/frameworks/torch/parallel/buckets.py"
 STREAMS = "hvdtrain/horovod/engine/perform.py"
+SENT = (
+    "tests/simulated_gpu/test_simulated_jobs.py::test_what_the_host_sends_to_other_ranks_in_a_step"
+)
+BETWEEN = (
+    "tests/simulated_gpu/test_simulated_jobs.py::test_the_host_sends_nothing_between_sync_points"
+)
 
 GPU_MUTANTS = (
     Mutant(
@@ -97,6 +103,20 @@ GPU_MUTANTS = (
         "communicator.start_allreduce(self._flat, self.name, op)",
         "communicator.start_allreduce(self._flat[communicator.rank :], self.name, op)",
         (f"{TWO}[buckets-torchdist]",),
+    ),
+    Mutant(
+        "step.asks_all_ranks",
+        "hvdtrain/frameworks/torch/learner.py",
+        "        end_step(self.orders)\n",
+        "        end_step(self.orders)\n        self.data.allgather_object(0)\n",
+        (f"{SENT}[plain-torchdist]",),
+    ),
+    Mutant(
+        "loop.asks_all_ranks",
+        "hvdtrain/training/loop.py",
+        "        sums = add_sums(sums, of_step)\n",
+        "        sums = add_sums(sums, of_step)\n        job.communicator.allgather_object(0)\n",
+        (f"{BETWEEN}[four steps without a wait-torchdist]",),
     ),
     Mutant(
         "horovod.behind_the_script",

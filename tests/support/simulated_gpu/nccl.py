@@ -108,20 +108,20 @@ class RecordingNccl(_ProcessGroup):
 
     def allreduce(self, tensors: Tensors, options: Any) -> Any:
         if not tensors[0].is_cuda:
-            return self._gloo.allreduce(tensors, options)
+            return self._by_host("allreduce").allreduce(tensors, options)
         return self._in_place("allreduce", tensors, options)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Tensors, options: Any) -> Any:
         if not tensors[0].is_cuda:
-            return self._gloo.reduce(tensors, options)
+            return self._by_host("reduce").reduce(tensors, options)
         is_root = self.rank() == options.rootRank
         return self._in_place("reduce", tensors, options, is_kept=is_root)
 
     def broadcast(self, tensors: Tensors, options: Any) -> Any:
         if not tensors[0].is_cuda:
-            return self._gloo.broadcast(tensors, options)
+            return self._by_host("broadcast").broadcast(tensors, options)
 
         def start(hosts: Tensors) -> tuple[list[Any], Tensors]:
             return [self._gloo.broadcast([host], options) for host in hosts], hosts
@@ -130,7 +130,7 @@ class RecordingNccl(_ProcessGroup):
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, options: Any = None) -> Any:
         if not inputs[0].is_cuda:
-            return self._gloo.allgather(outputs, inputs)
+            return self._by_host("allgather").allgather(outputs, inputs)
         flat = [part for parts in outputs for part in parts]
 
         def start(hosts: Tensors) -> tuple[list[Any], Tensors]:
@@ -143,7 +143,7 @@ class RecordingNccl(_ProcessGroup):
         self, output: torch.Tensor, tensor: torch.Tensor, options: Any = None
     ) -> Any:
         if not tensor.is_cuda:
-            return self._gloo._allgather_base(output, tensor)
+            return self._by_host("allgather")._allgather_base(output, tensor)
         return self._gather([output], [tensor])
 
     _allgather_base = all_gather_single
@@ -174,7 +174,9 @@ class RecordingNccl(_ProcessGroup):
         options: Any,
     ) -> Any:
         if not tensor.is_cuda:
-            return self._gloo.alltoall_base(output, tensor, output_rows, rows, options)
+            return self._by_host("alltoall").alltoall_base(
+                output, tensor, output_rows, rows, options
+            )
 
         def start(hosts: Tensors) -> tuple[list[Any], Tensors]:
             found = torch.empty(output.shape, dtype=output.dtype)
@@ -185,17 +187,22 @@ class RecordingNccl(_ProcessGroup):
 
     def send(self, tensors: Tensors, to: int, tag: int) -> Any:
         assert not tensors[0].is_cuda, "the simulated NCCL has no messages"
-        return self._gloo.send(tensors, to, tag)
+        return self._by_host("send").send(tensors, to, tag)
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
         assert not tensors[0].is_cuda, "the simulated NCCL has no messages"
-        return self._gloo.recv(tensors, source, tag)
+        return self._by_host("recv").recv(tensors, source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
-        return self._gloo.recv_anysource(tensors, tag)
+        return self._by_host("recv").recv_anysource(tensors, tag)
 
     def barrier(self, options: Any = None) -> Any:
-        return self._gloo.barrier()
+        return self._by_host("barrier").barrier()
+
+    def _by_host(self, what: str) -> Any:
+        """Gloo, for tensors in host memory."""
+        self.gpu.recorder.add("exchange", what)
+        return self._gloo
 
     def _in_place(
         self, operation: str, tensors: Tensors, options: Any, *, is_kept: bool = True

@@ -11,6 +11,8 @@ from pathlib import PurePath
 from typing import NamedTuple
 
 PACKAGE = "hvdtrain"
+# between a collective and what calls for it
+ENGINE = ("/comm/torchdist.py", "/comm/torch_groups.py", "/comm/communicator.py")
 HERE = str(PurePath(__file__).parent)
 
 
@@ -22,6 +24,14 @@ class Wait(NamedTuple):
     place: str  # file:line of hvdtrain, or of the script
 
 
+class Exchange(NamedTuple):
+    """A collective or a message of tensors in host memory, and where the host began it."""
+
+    thread: str
+    what: str  # "allreduce"
+    place: str
+
+
 class Recorder:
     """Counts since the last clear(). Any thread may add to it."""
 
@@ -29,17 +39,21 @@ class Recorder:
         self.waits: Counter[Wait] = Counter()
         self.devices: set[tuple[str, int]] = set()  # of a thread
         self.races: list[str] = []
+        self.exchanges: Counter[Exchange] = Counter()
         self.is_watching = False
 
     def clear(self) -> None:
         self.waits.clear()
         self.devices.clear()
         self.races.clear()
+        self.exchanges.clear()
 
     def add(self, kind: str, what: str) -> None:
         thread = threading.current_thread().name
         if kind == "wait" and self.is_watching:
             self.waits[Wait(thread, what, place())] += 1
+        elif kind == "exchange":
+            self.exchanges[Exchange(thread, what, place(ENGINE))] += 1
         elif kind == "touch":
             self.devices.add((thread, int(what)))
         elif kind == "race":
@@ -64,14 +78,23 @@ class Recorder:
             if wait.thread == thread
         }
 
+    def exchanges_of(self, thread: str = "MainThread") -> Counter[str]:
+        """{"allreduce at comm/order.py:82": 3} of one thread."""
+        found: Counter[str] = Counter()
+        for each, count in list(self.exchanges.items()):
+            if each.thread == thread:
+                found[f"{each.what} at {each.place}"] += count
+        return found
 
-def place() -> str:
-    """file:line of the innermost frame of hvdtrain; else of the innermost that is not torch's."""
+
+def place(without: tuple[str, ...] = ()) -> str:
+    """file:line of the innermost frame of hvdtrain, but those of some files; else of the innermost
+    that is not torch's."""
     frame = sys._getframe(1)
     other = ""
     while frame is not None:
         path = frame.f_code.co_filename
-        if f"/{PACKAGE}/" in path:
+        if f"/{PACKAGE}/" in path and not path.endswith(without):
             return f"{path.rpartition(f'/{PACKAGE}/')[2]}:{frame.f_lineno}"
         if not other and not path.startswith((HERE, "<")) and "site-packages" not in path:
             other = f"{PurePath(path).name}:{frame.f_lineno}"

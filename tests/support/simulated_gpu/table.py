@@ -8,6 +8,7 @@ from combinations import MODELS
 
 STEPS = 5
 WARM_UP = 2  # steps in which torch and hvdtrain allocate what they keep
+WINDOW = 4  # steps between two sync points of the job that has several
 SGD = "sgd optim.base_lr=0.05"
 MLP = "model.name=mlp model.widths=[24,16]"
 GPT = (
@@ -41,7 +42,7 @@ ALONE = {
     "synchronized norms": train("model.name=convnet model.widths=[3,4] norm.kind=sync"),
     "four steps without a wait": Job(
         "train",
-        f"{MLP} data.resident=false max_steps=12 log.every_steps=4 optim.name={SGD}",
+        f"{MLP} data.resident=false max_steps=12 log.every_steps={WINDOW} optim.name={SGD}",
     ),
     "recipe": train(
         "model.name=linear optim.clip_norm=2 model.label_smoothing=0.1 recipe.sample_noise=0.5 "
@@ -82,6 +83,8 @@ class RanksJob(NamedTuple):
     words: str
     like: str  # the job of one process that has the same losses
     waits: dict[str, float]  # by engine
+    # With NCCL, in a step: collectives and messages of the host with other ranks
+    exchanges: int
     engines: tuple[str, ...]
     start: float  # the most memory of the start, as a share of what stays
 
@@ -91,6 +94,7 @@ def on_two(
     words: str = "",
     mpi: float = 0,
     torchdist: float = 0,
+    exchanges: int = 0,
     start: float = 1.02,
 ) -> RanksJob:
     """mpi, torchdist: waits in a step. start: memory; 1.02 for rounding to 512 bytes."""
@@ -99,25 +103,26 @@ def on_two(
     # the memory is that of NCCL; what plan --memory computes for a rank takes seconds
     engines = ("torchdist",) if job.kind == "memory" else ("mpi", "torchdist")
     words = f"{job.words} {words}".strip()
-    return RanksJob(job.kind, words, like, waits, engines, start)
+    return RanksJob(job.kind, words, like, waits, exchanges, engines, start)
 
 
 # A larger `start` than 1.02: the whole model is there first, or several copies of a layer.
 # With MPI a rank waits for each copy to the host that MPI reads before the step goes on.
 ON_TWO = {
     "plain": on_two("classification"),
+    "four steps without a wait": on_two("four steps without a wait"),
     "buckets": on_two("classification", "comm.reduce=bucket comm.bucket_mb=0.001"),
     "micro-batches": on_two("micro-batches"),
-    "synchronized norms": on_two("synchronized norms"),
+    "synchronized norms": on_two("synchronized norms", exchanges=1),
     "stage 1": on_two("classification", "shard.stage=1", mpi=1),
     "stage 2": on_two("classification", "shard.stage=2", mpi=1),
-    "stage 3": on_two("classification", "shard.stage=3", mpi=1),
-    "stage 3 of blocks": on_two("language", "shard.stage=3", mpi=1),
-    "tensor": on_two("language", "parallel.tensor=2", mpi=26),
-    "pipeline": on_two("language", "parallel.pipeline=2", mpi=5, torchdist=4),
-    "segmentation": on_two("segmentation"),
-    "padding": on_two("padding"),
-    "packing": on_two("packing"),
+    "stage 3": on_two("classification", "shard.stage=3", mpi=1, exchanges=1),
+    "stage 3 of blocks": on_two("language", "shard.stage=3", mpi=1, exchanges=1),
+    "tensor": on_two("language", "parallel.tensor=2", mpi=26, exchanges=1),
+    "pipeline": on_two("language", "parallel.pipeline=2", mpi=5, torchdist=4, exchanges=9),
+    "segmentation": on_two("segmentation", exchanges=1),
+    "padding": on_two("padding", exchanges=1),
+    "packing": on_two("packing", exchanges=1),
     "LoRA": on_two("LoRA"),
     "several inputs": on_two("several inputs"),
     "a loop": on_two("a loop"),
@@ -130,12 +135,13 @@ ON_TWO = {
     "Horovod's groups": on_two("Horovod's groups", mpi=6),
     "Horovod's calls": on_two("Horovod's calls"),
     "memory, stage 1": on_two("memory, mlp", "shard.stage=1", start=1.06),
-    "memory, stage 3": on_two("memory, gpt", "shard.stage=3", start=1.6),
-    "memory, tensor": on_two("memory, gpt", "parallel.tensor=2", start=1.45),
+    "memory, stage 3": on_two("memory, gpt", "shard.stage=3", exchanges=1, start=1.6),
+    "memory, tensor": on_two("memory, gpt", "parallel.tensor=2", exchanges=1, start=1.45),
     "memory, pipeline": on_two(
         "memory, gpt",
         "parallel.pipeline=2 batch.micro=2",
         torchdist=2,
+        exchanges=5,
         start=1.5,
     ),
 }
