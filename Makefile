@@ -112,7 +112,7 @@ test-gpu: $(VENV)/.test  ## on a machine with an NVIDIA GPU; all other tests com
 
 # In one process: two starts, alone and on two ranks, run every job once.
 test-simulated-gpu: $(VENV)/.test  ## jobs on simulated GPUs, which g++ builds once for each version of torch: results, waits, streams, collectives
-	$(PY) -m pytest -m simulated_gpu tests/simulated_gpu $(ARGS)
+	$(PY) -m pytest -m "simulated_gpu and not slow" tests/simulated_gpu $(ARGS)
 
 test-debian-13: $(VENV)/.test  ## make train with Python 3.13, in a root folder of Debian 13: needs root, and fetches 3 GB
 	$(PY) -m pytest -m "cluster and slow" $(ARGS)

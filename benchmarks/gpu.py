@@ -30,7 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from gpu_day import correctness, speed
+from gpu_day import correctness, speed, waiting
 from gpu_day.part import Device, Failed, Part
 from step import device_name
 
@@ -44,6 +44,8 @@ PARTS: dict[
     "ranks": correctness.ranks,
     "resume": correctness.resume,
     "zero3": correctness.zero3,
+    "waits": waiting.waits,
+    "digests": waiting.digests,
     "wide_resnet": speed.wide_resnet,
     "accuracy": speed.accuracy,
     "gpt12": functools.partial(speed.gpt, layers=12),
@@ -51,6 +53,10 @@ PARTS: dict[
     "cifar10": speed.cifar10_speed,
     "folder": speed.folder,
     "energy": speed.energy,
+    "segmentation": waiting.segmentation,
+    "checkpoint": waiting.checkpoint,
+    "pipelines": waiting.pipelines,
+    "buckets": waiting.buckets,
 }
 
 
@@ -82,7 +88,8 @@ def main() -> int:
 def this_device() -> Device:
     if not torch.cuda.is_available():
         return Device(device_name(torch.device("cpu")), "")
-    return Device(torch.cuda.get_device_name(), f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+    uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    return Device(torch.cuda.get_device_name(), uuid, torch.cuda.device_count())
 
 
 def end_of(part: Part) -> tuple[str, str, str, str]:

@@ -37,6 +37,7 @@ class Device(NamedTuple):
 
     name: str
     uuid: str  # "GPU-..."; "" of a CPU
+    count: int = 0  # of GPUs
 
     @property
     def is_gpu(self) -> bool:

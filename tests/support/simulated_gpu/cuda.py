@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from simulated_gpu.load import Gpu
+from simulated_gpu.record import Wait
 
+ERROR = 2  # of set_sync_debug_mode()
 CUDA = 1  # of torch's device types
 FREE_BYTES = 60 << 30
 
@@ -86,7 +90,10 @@ def _functions(gpu: Gpu) -> dict[str, Any]:
     def current_stream(device: int) -> tuple[int, int, int]:
         return gpu.current_stream(device), device, CUDA
 
+    debug = SyncDebug(gpu)
     return {
+        "_cuda_set_sync_debug_mode": debug.set,
+        "_cuda_get_sync_debug_mode": lambda: debug.mode,
         "_cuda_getDeviceCount": gpu.device_count,
         "_cuda_init": lambda: None,
         "_cuda_isInBadFork": lambda: False,
@@ -106,6 +113,32 @@ def _functions(gpu: Gpu) -> dict[str, Any]:
         "_cuda_sleep": lambda cycles: None,
         "_nccl_version": lambda: (2, 27, 3),
     }
+
+
+class SyncDebug:
+    """torch.cuda.set_sync_debug_mode(), which raises at its end what CUDA raises at the wait."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.mode = 0
+        self._recorder = gpu.recorder
+        self._before: Counter[Wait] = Counter()
+        self._was_watching = False
+
+    def set(self, mode: int) -> None:
+        recorder = self._recorder
+        if mode and not self.mode:
+            self._was_watching = recorder.is_watching
+            self._before = recorder.waits.copy()
+            recorder.is_watching = True
+        ended = self.mode if not mode else 0
+        self.mode = mode
+        if ended:
+            recorder.is_watching = self._was_watching
+            this = threading.current_thread().name
+            found = [wait for wait in recorder.waits - self._before if wait.thread == this]
+            if found and ended == ERROR:
+                where = ", ".join(f"{wait.what} at {wait.place}" for wait in found)
+                raise RuntimeError(f"called a synchronizing CUDA operation: {where}")
 
 
 def _exchange(gpu: Gpu, index: int) -> int:

@@ -76,6 +76,10 @@ ALONE = {
 }
 
 
+# of benchmarks/gpu.py
+PARTS = ("waits", "digests", "segmentation", "checkpoint", "pipelines", "buckets")
+
+
 class RanksJob(NamedTuple):
     """A job of two ranks."""
 
