@@ -253,7 +253,7 @@ def targets(run: RunRecord) -> list[ReachedTarget]:
 
 
 def resumes(run: RunRecord) -> list[Fields]:
-    """Returns the start events after the first: the job was stopped or killed before each."""
+    """Returns the start events after the first: the job had stopped, ended or been killed."""
     return run.events_of("start")[1:]
 
 

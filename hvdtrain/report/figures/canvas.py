@@ -205,7 +205,7 @@ def mark_resumes(axes: Axes, x: Sequence[float], colour: str) -> bool:
 
 def resumed_entry(marked: bool) -> list[LegendEntry]:
     """Returns the legend's entry for these marks, if there are any."""
-    return [("stopped or killed, then resumed", RESUMED | {"color": GREY})] if marked else []
+    return [("resumed", RESUMED | {"color": GREY})] if marked else []
 
 
 class RowNames(NamedTuple):
