@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from pages import Block, blocks, differences, failures, run_page
-from ranks import ROOT, in_full_rounds, needs_horovod, needs_mpirun, python
+from ranks import ROOT, Job, in_full_rounds, needs_horovod, needs_mpirun, python
 from torch.utils.data import TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -33,10 +33,12 @@ OWN = [
         "segmentation",
     )
 ]
+FROM_TORCH = ROOT / "docs" / "from-torch.md"
 OWN_LOOP = ROOT / "docs" / "own-loop.md"
 SCIENCE = ROOT / "docs" / "science-data.md"
 PAGES = [
-    pytest.param(page, id=page.stem) for page in (TUTORIAL, FROM_HOROVOD, OWN_LOOP, SCIENCE, *OWN)
+    pytest.param(page, id=page.stem)
+    for page in (TUTORIAL, FROM_HOROVOD, FROM_TORCH, OWN_LOOP, SCIENCE, *OWN)
 ]
 _FACTS = """
 import horovod.torch as hvd, torch
@@ -139,6 +141,41 @@ def test_the_script_and_the_configuration_train_alike(tmp_path: Path) -> None:
     assert min(by_script, by_job) > 0.93
     assert abs(by_script - by_job) <= 0.05
     assert "engine horovod" in job
+
+
+@needs_mpirun
+@pytest.mark.slow
+def test_a_script_with_ddp_trains_like_a_custom_loop_and_train(tmp_path: Path) -> None:
+    results = run_page(FROM_TORCH, tmp_path)
+    messages = failures(FROM_TORCH, results)
+    assert not messages, "\n".join(messages)
+    outputs = [result.output for result in results.values() if result.output]
+    accuracies = [float(re.findall(r"validation accuracy ([0-9.]+)", one)[-1]) for one in outputs]
+    assert len(accuracies) == 3 and min(accuracies) > 0.93
+    assert max(accuracies) - min(accuracies) <= 0.03
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "libraries"),
+    [
+        ("with_lightning.py", ["lightning"]),
+        ("with_accelerate.py", ["accelerate"]),
+        ("with_trainer.py", ["transformers", "accelerate"]),
+    ],
+)
+def test_a_script_of_another_trainer_trains_alike(
+    name: str, libraries: list[str], tmp_path: Path
+) -> None:
+    for library in libraries:
+        if not importlib.util.find_spec(library):
+            pytest.skip(f"{library} is not installed")
+    for file in ("digits_of.py", name):
+        (tmp_path / file).write_text(file_of(FROM_TORCH, file).text)
+    with Job(0, [name], cwd=tmp_path) as job:
+        done = job.wait()
+    assert done.returncode == 0, done.stderr
+    assert float(re.findall(r"validation accuracy ([0-9.]+)", done.stdout)[-1]) > 0.93
 
 
 def test_the_model_file_is_short_and_the_table_names_lines_of_the_script() -> None:
