@@ -156,6 +156,7 @@ OF_HVDTRAIN: tuple[JobFeature, ...] = (
     tasks.REGRESSION,
     tasks.LANGUAGE,
     tasks.IGNORED_LABEL,
+    tasks.CLASS_METRICS,
     tasks.MULTILABEL,
     tasks.SEGMENTATION,
     tasks.USER_TASK,

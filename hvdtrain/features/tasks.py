@@ -21,6 +21,10 @@ def _is_classification(config: Config) -> bool:
     return config.task.name == "classification"
 
 
+def _has_share_objective(config: Config) -> bool:
+    return _is_classification(config) and config.task.options.get("objective") != "loss"
+
+
 def _is_share(target: float) -> bool:
     return 0 <= target <= 1
 
@@ -107,6 +111,25 @@ IGNORED_LABEL = JobFeature(
     ),
     rules=(_loss_object,),
 )
+CLASS_METRICS = JobFeature(
+    key="task.metrics",
+    is_value=True,  # an option of classification
+    on=lambda config: _is_classification(config) and bool(config.task.options.get("metrics")),
+    chosen=lambda config: "task.metrics",
+    examples=("task.metrics=[f1,auroc,calibration_error]",),
+    excludes=(
+        Exclusion(
+            "model.loss",
+            Values(lambda loss: loss == "squared_error", "squared_error"),
+            what="task.metrics=[calibration_error] compares probabilities, which "
+            "{set} does not have",
+            where="task.metrics",
+            fix="leave calibration_error out, or model.loss=cross_entropy",
+            when=lambda config: "calibration_error" in config.task.options.get("metrics", ()),
+            why="the calibration error compares probabilities",
+        ),
+    ),
+)
 LOG_TARGETS = JobFeature(
     key="log.targets",
     on=lambda config: bool(config.log.targets),
@@ -118,7 +141,7 @@ LOG_TARGETS = JobFeature(
             Values(lambda targets: not all(map(_is_share, targets)), [95.0]),
             what="{set} contains values outside 0 to 1, the range of accuracies",
             fix="log.targets=[0.9] for 90 %",
-            when=_is_classification,
+            when=_has_share_objective,
         ),
     ),
 )
@@ -134,7 +157,7 @@ STOP_TARGET = JobFeature(
             Values(lambda target: not _is_share(target), 85.0),
             what="stop.target={config.stop.target:g} is outside 0 to 1, the range of accuracies",
             fix="stop.target=0.9 for 90 %",
-            when=_is_classification,
+            when=_has_share_objective,
         ),
     ),
 )

@@ -286,6 +286,7 @@ class HostLearner(Learner):
         return {
             "loss": float(each.loss.sum()) + batch.weight * added_loss,
             **terms,
+            **each.parts,
             "count": len(outputs),
         }
 

@@ -318,6 +318,7 @@ def _nan_for_none(value: Any) -> Any:
 
 _LONGEST_NAME = 40  # characters of a name
 _MOST_METRICS = 16
+_MOST_CURVES = 20  # classes with curves
 _MOST_CLASSES = 100  # of a confusion matrix
 _MOST_LOGGED = 50  # names
 
@@ -423,6 +424,31 @@ def confusion_shares(evaluation: Fields) -> list[list[float]] | None:
     if any(len(row) != len(rows) or not all(count >= 0 for count in row) for row in counts):
         return None
     return [[count / sum(row) if sum(row) else 0.0 for count in row] for row in counts]
+
+
+def curves_of(evaluation: Fields, name: str) -> dict[int, tuple[list[float], list[float]]]:
+    """label -> the points (x, y) of the curve `name` (roc, precision_recall), for the labels whose
+    curve can be drawn."""
+    found = evaluation.get(name)
+    curves = {}
+    for label, curve in enumerate(found if isinstance(found, list) else ()):
+        if isinstance(curve, list) and len(curve) == 2:
+            x, y = (numbers({"axis": axis}, "axis") for axis in curve)
+            if 2 <= len(x) == len(y) and all(0 <= value <= 1 for value in (*x, *y)):
+                curves[label] = (x, y)
+    return curves if len(curves) <= _MOST_CURVES else {}
+
+
+def calibration_of(evaluation: Fields) -> tuple[list[float], list[float]] | None:
+    """(mean probability, share that is right) of each bin; None if the event does not have them."""
+    found = evaluation.get("calibration")
+    if not isinstance(found, list) or len(found) != 3:
+        return None
+    confidence, right, _ = (numbers({"column": column}, "column") for column in found)
+    is_whole = 1 <= len(confidence) == len(right)
+    if not is_whole or not all(0 <= value <= 1 for value in (*confidence, *right)):
+        return None
+    return confidence, right
 
 
 def _most_frequent_mistakes(confused: Any, classes: int) -> dict[int, tuple[int, int]]:

@@ -16,8 +16,14 @@ from hvdtrain.core.metrics import Metric, ratio
 from hvdtrain.data.field import Field
 from hvdtrain.data.source import LabelledImages, Source
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.label_counts import LossForm, notes_on_gaps, right_terms
-from hvdtrain.tasks.labels import classes_of, notes_on_labels, number_of_classes
+from hvdtrain.tasks import class_metrics
+from hvdtrain.tasks.label_counts import LossForm, Operations, notes_on_gaps, right_terms, softmax
+from hvdtrain.tasks.labels import (
+    classes_of,
+    notes_on_counts,
+    notes_on_labels,
+    number_of_classes,
+)
 from hvdtrain.tasks.rows import Rows, rows_of_classes
 from hvdtrain.tasks.task import (
     DeviceAndDtype,
@@ -130,6 +136,7 @@ class Classification(Task):
     def notes_on_data(self, train: Source, val: Source, has_given_stats: bool) -> list[str]:
         lines = notes_on_labels(train, val, self.classes, self.ignored)
         lines += notes_on_gaps(train, self.name, self.classes, self.ignored)
+        lines += notes_on_counts(train, self.classes, self.ignored, self.class_weights)
         is_grey = (
             self.is_of_images
             and self.shape[2] == 3
@@ -238,7 +245,20 @@ def build(
     ignore_label: int | None = None,
     top_k: int | None = None,
     class_weights: tuple[float, ...] | Literal["balanced"] | None = None,
-) -> Classification:
+    metrics: tuple[
+        Literal[
+            "auroc",
+            "average_precision",
+            "f1",
+            "precision",
+            "recall",
+            "balanced_accuracy",
+            "calibration_error",
+        ],
+        ...,
+    ] = (),
+    objective: str | None = None,
+) -> Task:
     """Returns the task of both sets.
 
     standardize: true: (x - mean) / std of the training set, by the last axis; false: x as it is;
@@ -249,6 +269,9 @@ def build(
         largest outputs
     class_weights: factor of a sample's loss, for each class; balanced: samples / (classes x samples
         of the class)
+    metrics: further metrics: auroc, average_precision, f1, precision, recall, balanced_accuracy,
+        calibration_error (docs/tasks.md)
+    objective: the metric of stop.target, checkpoint.keep_best and log.targets (accuracy)
 
     Raises UserError if the data have no x with labels y, if the number of classes is unknown, or if
     the sets do not match.
@@ -280,9 +303,10 @@ def build(
             f"2 to {classes - 1}, or leave it out",
         )
     weights = _weights_of_classes(class_weights, train, classes, ignore_label)
-    return _of_kind(ignore_label)(
+    task = _of_kind(ignore_label)(
         x.shape, classes, mean, std, x.dtype, ignore_label, top_k, weights
     )
+    return class_metrics.with_metrics(task, metrics, objective, classes, ignore_label)
 
 
 def _weights_of_classes(
@@ -328,9 +352,9 @@ def _of_kind(ignored: int | None) -> type[Classification]:
     return Classification if ignored is None else PartlyLabelled
 
 
-def restore(facts: dict[str, Any]) -> Classification:
-    """Rebuilds the task from Classification.facts(). Raises KeyError, TypeError, ValueError or
-    OverflowError if facts are missing or invalid."""
+def restore(facts: dict[str, Any]) -> Task:
+    """The task of Classification.facts(), also with metrics. Raises KeyError, TypeError, ValueError
+    or OverflowError if they are missing or impossible."""
     shape = tuple(facts["shape"])
     classes = facts["classes"]
     dtype = np.dtype(facts.get("dtype", "uint8")).name
@@ -357,7 +381,10 @@ def restore(facts: dict[str, Any]) -> Classification:
     ):
         raise ValueError("impossible class_weights")
     weights = None if weights is None else tuple(map(float, weights))
-    return _of_kind(ignored)(shape, classes, mean, std, dtype, ignored, top_k, weights)
+    task = _of_kind(ignored)(shape, classes, mean, std, dtype, ignored, top_k, weights)
+    if "scored" not in facts:
+        return task
+    return class_metrics.restored(task, facts["scored"], classes, ignored)
 
 
 def without_statistics(
@@ -384,6 +411,9 @@ class NumpyClassification:
         self._transform = transform
         self._dtype = place.dtype
         self._form = form
+        self.operations = Operations(
+            np.asarray, np.asarray, lambda x: softmax(x).max(1), np.asarray, has_parts=True
+        )
 
     def inputs(self, batch: Batch) -> np.ndarray:
         """Returns (n, C H W) in the learner's dtype; n may be 0."""
@@ -474,6 +504,7 @@ class LabelledPart:
         self._part = part
         self._ignored = ignored
         self.inputs = part.inputs
+        self.operations = part.operations
         self._where = part.where
 
     def each(self, outputs: Any, batch: Mapping[str, Any], training: bool) -> Each:

@@ -12,7 +12,7 @@ import numpy as np
 
 from hvdtrain.data.field import Field
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.label_counts import LossForm, edges_of_bins, right_terms, terms
+from hvdtrain.tasks.label_counts import LossForm, Operations, edges_of_bins, right_terms, terms
 from hvdtrain.tasks.task import DeviceAndDtype, Each, TaskPart, counts_exactly, outputs_of
 from hvdtrain.tasks.transform import Transform
 from hvdtrain.tasks.user_functions import UserLoss, UserMetrics, refuse_parts, terms_of
@@ -64,6 +64,14 @@ class JaxClassification:
         self._inputs = inputs
         self._form = form
         self._turned = turned  # whether float images (n, C, H, W) become (n, H, W, C)
+        # each() is compiled; the learner gathers the scores of an evaluation
+        self.operations = Operations(
+            jnp.asarray,
+            jax.lax.stop_gradient,
+            lambda logits: jax.nn.softmax(logits).max(1),
+            np.asarray,
+            has_parts=False,
+        )
 
     def inputs(self, batch: Arrays) -> jax.Array:
         x = self._inputs(batch["x"])
@@ -302,6 +310,7 @@ class JaxMeasured:
         self.inputs = part.inputs
         self.outputs_of = outputs_of(part)
         self.counts_exactly = counts_exactly(part)
+        self.parts_of = getattr(part, "parts_of", None)  # of task.metrics
 
     def each(self, outputs: Any, batch: Arrays, training: bool) -> Each:
         each = self._part.each(outputs, batch, training)

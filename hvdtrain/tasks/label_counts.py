@@ -4,6 +4,7 @@ histograms of probabilities, and losses."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,6 +60,23 @@ def right_terms(logits: Any, labels: Any, top_k: int | None) -> dict[str, Any]:
         return terms_by_name
     of_class = logits[np.arange(len(labels)), labels][:, None]
     return terms_by_name | {"among_top": (~(logits <= of_class)).sum(1) < top_k}
+
+
+class Operations(NamedTuple):
+    """What task.metrics needs of a framework."""
+
+    array: Callable[[np.ndarray], Any]  # on the device of the model
+    logits: Callable[[Any], Any]  # of a model's outputs, without their gradient
+    confidence: Callable[[Any], Any]  # logits (n, outputs) -> the largest probability (n,)
+    on_host: Callable[[Any], np.ndarray]
+    has_parts: bool  # whether each() may return values on the host
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Computes the probabilities of logits (n, outputs), in their dtype."""
+    shares = np.exp(logits - logits.max(1, keepdims=True, initial=-np.inf))
+    probabilities: np.ndarray = shares / shares.sum(1, keepdims=True)
+    return probabilities
 
 
 _MOST_LABELS = 2**26  # labels checked before a job starts: takes a third of a second

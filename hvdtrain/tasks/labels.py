@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from hvdtrain.data.source import LabelledImages, Source
@@ -94,3 +96,54 @@ def notes_on_labels(train: Source, val: Source, classes: int, ignored: int | Non
             "of the model; y - 1 counts from 0"
         )
     return lines
+
+
+_MAJORITY = 0.9  # the share of a class from which accuracy says little
+_UNEVEN = 2  # the largest class over the smallest, from which the header shows the counts
+_SHOWN = 20  # classes in a line of the header
+
+
+def notes_on_counts(
+    train: Source, classes: int, ignored: int | None, weights: Sequence[float] | None
+) -> list[str]:
+    """Returns notes on the number of training samples of each class, if they differ, and on a class
+    that most samples have."""
+    labels = train.known_labels()
+    if labels is None or classes < 2:
+        return []
+    known = labels[(labels >= 0) & (labels < classes)]
+    if ignored is not None:
+        known = known[known != ignored]
+    counts = np.bincount(known.astype(np.int64), minlength=classes)
+    seen = counts[counts > 0]
+    if not len(seen):
+        return []
+    lines = []
+    if seen.max() > _UNEVEN * seen.min() or weights is not None:
+        lines.append(f"training samples by class: {_counted(train, counts, weights)}")
+    share = float(counts.max() / counts.sum())
+    if share >= _MAJORITY:
+        largest = _name(train, int(counts.argmax()))
+        lines.append(
+            f"{share:.1%} of the training samples are of class {largest}, so always predicting it "
+            "has about that accuracy; task.objective=balanced_accuracy, auroc or "
+            "average_precision tell models apart"
+        )
+    return lines
+
+
+def _counted(train: Source, counts: np.ndarray, weights: Sequence[float] | None) -> str:
+    """Formats the counts and weights of the first classes: no 950 (weight 0.53), yes 50 (weight
+    10)."""
+    shown = [
+        f"{_name(train, label)} {count:,}"
+        + (f" (weight {weights[label]:.3g})" if weights is not None else "")
+        for label, count in enumerate(counts[:_SHOWN].tolist())
+    ]
+    more = len(counts) - len(shown)
+    return ", ".join(shown) + (f" and {more:,} classes more" if more else "")
+
+
+def _name(source: Source, label: int) -> str:
+    names = source.class_names
+    return str(names[label]) if names and label < len(names) else str(label)

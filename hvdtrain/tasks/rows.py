@@ -32,13 +32,38 @@ def rows_of_numbers() -> Rows:
     )
 
 
+MOST_COLUMNS = 100  # classes with a column each
+
+
 def rows_of_classes(is_softmax: bool, names: Sequence[str] | None) -> Rows:
-    """Returns columns with the class of the largest output, and its probability."""
+    """The class with the largest output, its probability, and the probability of each class (up to
+    MOST_COLUMNS classes); without softmax, outputs instead of probabilities."""
+    kind = "p" if is_softmax else "output"
     return Rows(
-        lambda numbers: ["class", "probability"],
-        lambda outputs, lengths: best(outputs.astype(np.float64), is_softmax),
-        lambda numbers: [name_of_class(int(numbers[0]), names), f"{numbers[1]:.6f}"],
+        lambda numbers: [
+            "class",
+            "probability",
+            *(f"{kind}_{name_of_class(label, names)}" for label in range(numbers - 2)),
+        ],
+        lambda outputs, lengths: _of_classes(outputs.astype(np.float64), is_softmax),
+        lambda numbers: [
+            name_of_class(int(numbers[0]), names),
+            *(f"{number:.6f}" for number in numbers[1:]),
+        ],
     )
+
+
+def _of_classes(logits: np.ndarray, is_softmax: bool) -> np.ndarray:
+    """Returns float64 (n, 2 + classes): best(), and the probability of each class, or its logit
+    without softmax; (n, 2) for more than MOST_COLUMNS classes."""
+    largest = best(logits, is_softmax)
+    if logits.shape[1] > MOST_COLUMNS:
+        return largest
+    each = logits
+    if is_softmax:
+        each = np.exp(logits - logits.max(1, keepdims=True, initial=-np.inf))
+        each /= each.sum(1, keepdims=True)
+    return np.concatenate([largest, each], 1)
 
 
 def rows_of_tokens() -> Rows:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from hvdtrain.data.packed import SEGMENTS, TOKENS
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.label_counts import LossForm, edges_of_bins, right_terms, terms
+from hvdtrain.tasks.label_counts import LossForm, Operations, edges_of_bins, right_terms, terms
 from hvdtrain.tasks.task import DeviceAndDtype, Each, TaskPart
 from hvdtrain.tasks.transform import Transform
 
@@ -120,6 +120,7 @@ class TorchClassification:
     def __init__(self, inputs: TorchInputs, form: LossForm, place: DeviceAndDtype) -> None:
         self._inputs = inputs
         self._form = form
+        self.operations = _scored_operations(place)
         weights = form.class_weights
         self._weights = (
             None
@@ -160,6 +161,17 @@ class TorchClassification:
             target = target * (1.0 - smoothing) + smoothing / logits.shape[1]
             return 0.5 * (logits - target).square().sum(1)
         return functional.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+
+
+def _scored_operations(place: DeviceAndDtype) -> Operations:
+    """Returns the operations of task.metrics on tensors. Scores are float64 on the host."""
+    return Operations(
+        lambda array: torch.from_numpy(array).to(place.device),
+        lambda outputs: main_output(outputs).detach(),
+        lambda logits: logits.softmax(1).amax(1),
+        lambda tensor: tensor.cpu().numpy(),
+        has_parts=True,
+    )
 
 
 class TorchRegression:

@@ -10,16 +10,18 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.on_all_ranks import allreduce_sums
+from hvdtrain.comm.on_all_ranks import allreduce_sums, gather_parts
 from hvdtrain.config.schema import Config
-from hvdtrain.core.metrics import Sums, add_sums, zero_sums
+from hvdtrain.core.metrics import Concatenated, Sums, add_sums, zero_sums
 from hvdtrain.data.sampler import evaluation_batches
-from hvdtrain.data.source import LabelledImages, Source
+from hvdtrain.data.source import Source
 from hvdtrain.frameworks.learner import Learner, Predictions
+from hvdtrain.tasks.label_counts import softmax
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.input import device_batches, read_ahead_of, sharers_of_cores
 
+MOST_SCORED = 20  # classes whose probabilities are gathered: 160 bytes of a sample
 MOST_CONFUSED = 1000  # classes of a confusion matrix: 8 MB that are reduced over ranks
 
 
@@ -33,12 +35,21 @@ class ClassCounts(NamedTuple):
     )  # int64 (classes, classes), [label, prediction]; None for more than MOST_CONFUSED classes
 
 
+class ClassScores(NamedTuple):
+    """The probabilities of all samples with a class, in the order of the ranks."""
+
+    probabilities: np.ndarray  # float64 (n, classes)
+    labels: np.ndarray  # int64 (n,)
+
+
 class Evaluation(NamedTuple):
-    """The result of an evaluation over all samples of a data set, the same on all ranks."""
+    """The result of an evaluation over all samples of a data set, the same on all ranks but for
+    `scores`."""
 
     samples: int
     metrics: dict[str, float]  # of the task, by name
     classes: ClassCounts | None  # of task.name=classification
+    scores: ClassScores | None  # on rank 0; None for more than MOST_SCORED classes
 
 
 def evaluate(
@@ -51,14 +62,21 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates every sample of `source` once. Every rank calls it."""
     sums = zero_sums(task.sums)
-    counter = None
-    if task.class_label is not None and isinstance(source, LabelledImages):
+    counter = scores = labels = None
+    if task.class_label is not None and (labels := source.known_labels()) is not None:
         label = task.fields[task.class_label]
         counter = _ClassCounter(label.values, label.ignored)
+        if label.values <= MOST_SCORED and config.model.loss == "cross_entropy":
+            scores = Concatenated()
     for indices, predictions in predict(config, learner, source, communicator, heartbeat):
         sums = add_sums(sums, predictions.sums)
-        if counter is not None and isinstance(source, LabelledImages):
-            counter.add(source.labels()[indices], predictions.outputs.argmax(1))
+        if counter is not None and labels is not None:
+            y = labels[indices].astype(np.int64)
+            counter.add(y, predictions.outputs.argmax(1))
+            if scores is not None:
+                known = y != counter.ignored
+                shares = softmax(predictions.outputs[known].astype(np.float64))
+                scores += Concatenated([((shares[:, : counter.classes],), (y[known],))])
     counts = counter.counts() if counter is not None else {}
     total = allreduce_sums(communicator, sums | counts, "evaluation.sums", task.sums, task.gathered)
     assert total["count"] == len(source), (total["count"], len(source))
@@ -66,6 +84,18 @@ def evaluate(
         len(source),
         {metric.name: metric.of(total) for metric in task.metrics},
         None if counter is None else counter.of_all_ranks(total),
+        None if scores is None else _scores_of_all_ranks(communicator, scores),
+    )
+
+
+def _scores_of_all_ranks(communicator: Communicator, own: Concatenated) -> ClassScores | None:
+    """Gathers the scores on rank 0; None on the others, and without samples. A collective."""
+    found = gather_parts(communicator, own, "evaluation.scores")
+    if found is None or not len(found):
+        return None
+    return ClassScores(
+        np.concatenate([part[0][0] for part in found]),
+        np.concatenate([part[1][0] for part in found]),
     )
 
 

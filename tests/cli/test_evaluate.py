@@ -18,6 +18,7 @@ from PIL import Image
 from ranks import FULL, mpirun, needs_mpirun, python
 from safetensors import safe_open
 from safetensors.numpy import load_file
+from sklearn.metrics import average_precision_score, roc_auc_score
 
 from hvdtrain.__main__ import main
 from hvdtrain.cli.evaluate.arguments import read_former_run
@@ -83,16 +84,21 @@ def refused_on_ranks(capsys: pytest.CaptureFixture[str], *arguments: str) -> str
     return capsys.readouterr().err
 
 
-def confusion_by_hand(run: Path) -> np.ndarray:
-    """(10, 10), [label, answer], from the weights of the newest checkpoint alone."""
+def logits_by_hand(run: Path) -> tuple[np.ndarray, np.ndarray]:
+    """(360, 10) and the labels (360,), from the weights of the newest checkpoint alone."""
     (checkpoint,) = (run / "checkpoints").iterdir()
     weights = load_file(checkpoint / "weights.safetensors")
     train = digits.build("digits", None, "train").read(np.arange(1437))
     val = digits.build("digits", None, "val").read(np.arange(360))
     x = (val["x"].reshape(360, 64) / 255 - (train["x"] / 255).mean()) / (train["x"] / 255).std()
-    answers = (x @ weights["p.fc.weight"].T + weights["p.fc.bias"]).argmax(1)
+    return x @ weights["p.fc.weight"].T + weights["p.fc.bias"], val["y"]
+
+
+def confusion_by_hand(run: Path) -> np.ndarray:
+    """(10, 10), [label, answer], of logits_by_hand()"""
+    logits, labels = logits_by_hand(run)
     confusion = np.zeros((10, 10), int)
-    for label, answer in zip(val["y"], answers, strict=True):
+    for label, answer in zip(labels, logits.argmax(1), strict=True):
         confusion[label, answer] += 1
     return confusion
 
@@ -116,6 +122,19 @@ def test_the_result_is_that_of_the_last_epoch_with_counts_by_hand(
     assert found["class_precision"] == [
         confusion[label, label] / said[label] if said[label] else None for label in range(10)
     ]
+    logits, labels = logits_by_hand(run)
+    odds = np.exp(logits)
+    shares = odds / odds.sum(1, keepdims=True)
+    for label in range(10):
+        expected = roc_auc_score(labels == label, shares[:, label])
+        assert found["class_auroc"][label] == pytest.approx(expected, rel=1e-5)
+        expected = average_precision_score(labels == label, shares[:, label])
+        assert found["class_average_precision"][label] == pytest.approx(expected, rel=1e-5)
+        x, y = found["roc"][label]
+        assert np.trapezoid(y, x) == pytest.approx(found["class_auroc"][label], abs=0.01)
+        x, y = found["precision_recall"][label]
+        assert x[-1] == 1 and y[-1] == pytest.approx((labels == label).mean(), abs=1e-5)
+    assert sum(found["calibration"][2]) == 360
     label, answer, count = found["confused"][0]
     assert count == confusion[label, answer] == (confusion - np.diag(np.diag(confusion))).max()
     assert (found["class_names"], found["split"], found["checkpoint"]) == (
@@ -340,7 +359,7 @@ def test_what_a_checkpoint_was_trained_for_is_checked(key: str, value: Any) -> N
 
 def predicted(text: str) -> list[list[str]]:
     head, *rows = csv.reader(io.StringIO(text))
-    assert head == ["file", "class", "probability"]
+    assert head == ["file", "class", "probability", *(f"p_{label}" for label in range(10))]
     return rows
 
 
@@ -365,7 +384,7 @@ def test_predictions_of_image_files(run: Path, capsys: pytest.CaptureFixture[str
         str(path.relative_to("all/val")) for path in Path("all/val").glob("*/[0-9]*.png")
     )
     counts = np.zeros((10, 10), int)
-    for path, said, _ in rows:
+    for path, said, *_ in rows:
         counts[int(path[0]), int(said)] += 1
     assert (counts == confusion_by_hand(run)).all()
     weights = load_file(next((run / "checkpoints").iterdir()) / "weights.safetensors")
@@ -375,6 +394,7 @@ def test_predictions_of_image_files(run: Path, capsys: pytest.CaptureFixture[str
     ) / train.std()
     odds = np.exp(weights["p.fc.weight"] @ x + weights["p.fc.bias"])
     assert float(rows[0][2]) == pytest.approx(odds.max() / odds.sum(), abs=1e-6)
+    assert [float(cell) for cell in rows[0][3:]] == pytest.approx(odds / odds.sum(), abs=1e-6)
 
 
 def test_images_of_another_size_and_colour_are_made_to_fit(

@@ -95,11 +95,13 @@ def test_the_classes_of_a_table_in_every_form(capsys: pytest.CaptureFixture[str]
         "mine_of_predict:rows",
     ):
         head, *rows = predicted(data)
-        assert head == ["sample", "class", "probability"] and [row[0] for row in rows] == [
-            str(sample) for sample in range(60)
-        ]
+        assert head == ["sample", "class", "probability", "p_0", "p_1"] and [
+            row[0] for row in rows
+        ] == [str(sample) for sample in range(60)]
         assert [int(row[1]) for row in rows] == label.tolist()
         np.testing.assert_allclose([float(row[2]) for row in rows], probability, atol=2e-6)
+        shares = [[float(cell) for cell in row[3:]] for row in rows]
+        np.testing.assert_allclose(shares, found.softmax(1), atol=2e-6)
     assert len(predicted("mine_of_predict:rows", "data.first=50")) == 11
     assert "10 samples -> said.csv" in capsys.readouterr().out
 

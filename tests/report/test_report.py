@@ -620,6 +620,9 @@ def evaluation(**fields: Any) -> dict[str, Any]:
         "class_accuracy": [0.75, 0.5],
     }
     found |= {"confusion": [[3, 1], [1, 1]], "confused": [[0, 1, 1], [1, 0, 1]]}
+    curve = [[0, 0.5, 1], [0, 0.75, 1]]
+    found |= {"roc": [curve, curve], "precision_recall": [curve, None], "class_auroc": [0.6, 0.6]}
+    found |= {"calibration": [[0.6, 0.9], [0.5, 1.0], [2, 4]]}
     return {"time": 99_000.0, "kind": "evaluation", "step": 20, **found, **fields}
 
 
@@ -649,6 +652,11 @@ def test_an_evaluation_is_drawn(tmp_path: Path) -> None:
     assert axes.images[0].get_array().tolist() == [[0.75, 0.25], [0.5, 0.5]]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["ant", "bee"]
     assert [text.get_text() for text in axes.texts] == ["75", "25", "50", "50"]
+    figure = draw.curves([record_of([*COMPLETE, evaluation()])], ["a"])
+    assert figure is not None and (run / "report-curves.png").stat().st_size > 5000
+    lines = [[line.get_xdata().tolist() for line in axes.lines] for axes in figure.axes]
+    assert lines == [[[0, 0.5, 1], [0, 1]], [], [[0.6, 0.9], [0, 1]]]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["bee, AUROC 0.600"]
 
 
 @pytest.mark.parametrize(
@@ -666,6 +674,12 @@ def test_an_evaluation_is_drawn(tmp_path: Path) -> None:
             "root": 3,
         },
         {"confusion": [[1] * 101] * 101, "class_samples": [math.inf, 2]},
+        {
+            "confusion": 0,
+            "roc": [[[0, 2], [0, 1]], 7, [["a"], [0]]],
+            "calibration": [[2], [1], [1]],
+        },
+        {"confusion": 0, "roc": [[[0, 1], [0, 1]]] * 2, "calibration": 3, "class_auroc": ["x"]},
         {"confusion": [[0, 0], [0, 0]], "class_names": ["\x1b[31m", "<script>"]},
     ],
 )
@@ -674,3 +688,4 @@ def test_an_evaluation_of_a_stranger_is_drawn_or_left_out(fields: dict[str, Any]
     assert "\x1b" not in page_of(record) and "Evaluations" in page_of(record)
     assert draw.confusion([record], ["a"]) is None or "class_names" in fields
     assert draw.confusion([record, record], ["a", "b"]) is None
+    draw.curves([record], ["a"])

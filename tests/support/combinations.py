@@ -118,6 +118,7 @@ NEEDS: dict[str, tuple[str, ...]] = {  # words -> models that have what they nee
     "task.name=segmentation": ("masks",),
     "task.name=mine:measured": OF_CLASSES,
     "task.ignore_label": OF_CLASSES,
+    "task.metrics": OF_CLASSES,
     "augment.": OF_IMAGES,
     "evaluate.views": OF_CLASSES,
 }

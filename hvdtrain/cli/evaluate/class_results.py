@@ -9,11 +9,21 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.tasks.class_metrics import (
+    BINS,
+    Curve,
+    auroc,
+    average_precision,
+    precision_recall_curve,
+    roc_curve,
+    thinned,
+)
 from hvdtrain.tasks.rows import name_of_class
-from hvdtrain.training.evaluate import ClassCounts, Evaluation
+from hvdtrain.training.evaluate import ClassCounts, ClassScores, Evaluation
 
 _MOST_ROWS = 20  # classes on the screen, the ones with the lowest accuracy
 _MOST_MATRIX = 100  # classes up to which an event has the confusion matrix
+_MOST_POINTS = 101  # points of a curve in an event
 _MOST_PAIRS = 20  # pairs of confused classes in an event
 
 
@@ -33,7 +43,51 @@ def evaluation_fields(evaluation: Evaluation, class_names: Sequence[str] | None)
         if confusion is not None and len(confusion) <= _MOST_MATRIX
         else None,
         "confused": most_confused(confusion, _MOST_PAIRS),
+        **score_fields(evaluation.scores),
     }
+
+
+def score_fields(scores: ClassScores | None) -> dict[str, Any]:
+    """AUROC, average precision, ROC and precision-recall curve of each class against the others,
+    and the calibration; null for a class that no sample has, or all; empty without scores."""
+    if scores is None or not np.isfinite(scores.probabilities).all():
+        return {}
+    found: dict[str, list[Any]] = {
+        name: [] for name in ("class_auroc", "class_average_precision", "roc", "precision_recall")
+    }
+    for label in range(scores.probabilities.shape[1]):
+        is_positive = scores.labels == label
+        one = scores.probabilities[:, label]
+        if not is_positive.any() or is_positive.all():
+            for values in found.values():
+                values.append(None)
+            continue
+        found["class_auroc"].append(auroc(one, is_positive))
+        found["class_average_precision"].append(average_precision(one, is_positive))
+        found["roc"].append(_points(roc_curve(one, is_positive)))
+        found["precision_recall"].append(_points(precision_recall_curve(one, is_positive)))
+    return {**found, "calibration": _calibration(scores)}
+
+
+def _points(curve: Curve) -> list[list[float]]:
+    """[x of all points, y of all points]"""
+    return [[round(value, 5) for value in axis.tolist()] for axis in thinned(curve, _MOST_POINTS)]
+
+
+def _calibration(scores: ClassScores) -> list[list[float]]:
+    """[mean probability of the predicted class, share that is right, samples] of each bin that has
+    samples."""
+    largest = scores.probabilities.max(1)
+    right = scores.probabilities.argmax(1) == scores.labels
+    bins = np.minimum((largest * BINS).astype(np.int64), BINS - 1)
+    samples = np.bincount(bins, minlength=BINS)
+    shown = np.flatnonzero(samples)
+    columns = (
+        np.bincount(bins, largest, BINS)[shown] / samples[shown],
+        np.bincount(bins, right, BINS)[shown] / samples[shown],
+        samples[shown],
+    )
+    return [[round(value, 5) for value in column.tolist()] for column in columns]
 
 
 def class_accuracies(counts: ClassCounts) -> list[float]:

@@ -37,7 +37,7 @@ from hvdtrain.data.images.image_source import (
 )
 from hvdtrain.data.user_data.arrays import read_safetensors
 from hvdtrain.errors import DONE, UserError, first_line, short
-from hvdtrain.tasks.rows import Rows, best, name_of_class
+from hvdtrain.tasks.rows import Rows
 from hvdtrain.tasks.transform import is_image
 from hvdtrain.training.evaluate import predict as predict_samples
 from hvdtrain.training.failure import RankFailed
@@ -51,8 +51,9 @@ hvdtrain predict RUN --images DIR|--data FILE|package.module:function --to FILE.
   --images       the folder of image files, also in folders of its own; they are read as those of the training set were
   --data         numbers instead of images: a table .csv with the columns of x in their order (y, label, labels and target are left
                  out; of a run with data.columns also .parquet), .npy with rows of x or tokens, .npz and .safetensors with arrays by name; or your own function, as of data.name
-  --to           the table to write: file or number of the sample, class, and the model's probability of that class (squared_error: its
-                 output); of tokens the next one; of regression and losses of your own what the model gives; - for the screen; with
+  --to           the table to write: file or number of the sample, class, the model's probability of that class and of each class, up
+                 to 100 (squared_error: its outputs); of tokens the next one; of regression and losses of your own what the model
+                 gives; - for the screen; with
                  task.name=segmentation a folder for a PNG of each image, whose pixels are classes (every rank writes its own)
   --checkpoint   newest, best (by the task's objective), or the name of one: step-00000120; default: newest, and of a run with
                  stop.restore_best best
@@ -184,27 +185,24 @@ def _predict(rank: ConnectedRank, parsed: Arguments) -> int:
             print(f"{count:,} masks -> {to}")
         return DONE
     _check_target(to, parsed.options["force"])
-    mine = [np.empty((0, 2))]
-    for _, predictions in predict_samples(
-        config, model.learner, source, communicator, rank.heartbeat
-    ):
-        mine.append(
-            best(
-                predictions.outputs.astype(np.float64),
-                is_softmax=config.model.loss == "cross_entropy",
-            )
+    form = _rows(model, config)
+    mine = [
+        form.numbers(predictions.outputs, None)
+        for _, predictions in predict_samples(
+            config, model.learner, source, communicator, rank.heartbeat
         )
-    # (n, 2), in the order of the files
-    gathered = communicator.allgather(np.concatenate(mine), "predict.best")
+    ]
+    columns = max(communicator.allgather_object(mine[0].shape[1] if mine else 0))
+    # in the order of the files
+    gathered = communicator.allgather(np.concatenate([np.empty((0, columns)), *mine]), "predict")
     if communicator.rank:
         return DONE
     rows = [
-        [path, name_of_class(int(label), config.data.class_names), f"{probability:.6f}"]
-        for path, (label, probability) in zip(files.paths, gathered.tolist(), strict=True)
+        [path, *form.row(row)] for path, row in zip(files.paths, gathered.tolist(), strict=True)
     ]
     notes = [*model.notes, *left_out_note(left_out, folder)]
     print("\n".join(notes), end="\n" * bool(notes), file=sys.stderr)
-    _write(parsed.options["to"], ["file", "class", "probability"], rows, "images")
+    _write(parsed.options["to"], ["file", *form.head(columns)], rows, "images")
     return DONE
 
 

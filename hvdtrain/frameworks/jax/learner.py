@@ -105,6 +105,8 @@ class JaxLearner(Learner):
             part = part_of(task, "jax", config, DeviceAndDtype(target.dtype))
             views = make_views(config, task.fields)
         self._counts_exactly = counts_exactly(part)
+        # of Task.gathered; each() is compiled and cannot return them
+        self._parts_of = getattr(part, "parts_of", None) if task.gathered else None
         self._passes: LearnerPasses
         self._strategy: JaxStrategy
         if config.shard.stage == 3:
@@ -260,6 +262,10 @@ class JaxLearner(Learner):
     def evaluate(self, batch: PaddedBatch) -> Sums:
         if not batch.n and not self._passes.are_collective:
             return zero_sums(self.task.sums)
+        outputs = self._outputs(batch) if self._parts_of is not None else None
+        return self._evaluated(batch) | self._parts(outputs, batch)
+
+    def _evaluated(self, batch: PaddedBatch) -> Sums:
         with self.target.enable_x64():
             found = self._passes.sums(self.weights, self.buffers, batch)
             if not self._counts_exactly:
@@ -270,10 +276,22 @@ class JaxLearner(Learner):
             | {"count": batch.n}
         )
 
-    def predict(self, batch: PaddedBatch) -> Predictions:
+    def _outputs(self, batch: PaddedBatch) -> np.ndarray:
         with self.target.enable_x64():
-            outputs = np.asarray(self._passes.outputs(self.weights, self.buffers, batch))[: batch.n]
-        return Predictions(outputs, self.evaluate(batch))
+            return np.asarray(self._passes.outputs(self.weights, self.buffers, batch))[: batch.n]
+
+    def _parts(self, outputs: np.ndarray | None, batch: PaddedBatch) -> Sums:
+        """Returns the values to gather of a batch, from its outputs on the host."""
+        if self._parts_of is None or outputs is None or not batch.n:
+            return {}
+        parts: Sums = self._parts_of(outputs, batch.arrays["y"][: batch.n])
+        return parts
+
+    def predict(self, batch: PaddedBatch) -> Predictions:
+        outputs = self._outputs(batch)
+        if not batch.n and not self._passes.are_collective:
+            return Predictions(outputs, zero_sums(self.task.sums))
+        return Predictions(outputs, self._evaluated(batch) | self._parts(outputs, batch))
 
     def continue_sequences(
         self,

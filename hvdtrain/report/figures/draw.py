@@ -37,8 +37,10 @@ from hvdtrain.report.run import (
     Fields,
     RunMetric,
     RunRecord,
+    calibration_of,
     class_names,
     confusion_shares,
+    curves_of,
     evaluated_data,
     evaluations_of,
     finite_values,
@@ -46,6 +48,7 @@ from hvdtrain.report.run import (
     logged_steps,
     metrics_of,
     number,
+    numbers,
     objective_of,
 )
 from hvdtrain.report.summary import finite, first_finite, resumes, targets
@@ -397,6 +400,41 @@ def confusion(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None
     return figure
 
 
+def curves(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
+    """ROC, precision over recall, and calibration in the last evaluation of one run; None for
+    several runs, and without curves. Of two classes the second is drawn."""
+    last = next(reversed(evaluations_of(runs[0])), None) if len(runs) == 1 else None
+    roc = curves_of(last, "roc") if last else {}
+    if last is None or not roc:
+        return None
+    names = class_names(last, max(roc) + 1)
+    shown = [1] if list(roc) == [0, 1] else list(roc)
+    figure, (left, middle, right) = new_figure(3, height=2.4 * HEIGHT)
+    areas = dict(enumerate(numbers(last, "class_auroc")))
+    entries: list[LegendEntry] = []
+    for index, label in enumerate(shown):
+        style = run_style(index) | {"linewidth": 1.4}
+        left.plot(*roc[label], **style)
+        if label in (recalls := curves_of(last, "precision_recall")):
+            middle.plot(*recalls[label], **style)
+        area = f", AUROC {areas[label]:.3f}" if 0 <= areas.get(label, -1) <= 1 else ""
+        entries.append((f"{names[label]}{area}", style))
+    calibration = calibration_of(last)
+    if calibration is not None:
+        right.plot(*calibration, color=run_style(0)["color"], marker="o", markersize=3.5)
+    for axes, x, y in (
+        (left, "false positive rate", "true positive rate"),
+        (middle, "recall", "precision"),
+        (right, "probability of the predicted class", "accuracy"),
+    ):
+        axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), xlabel=x, ylabel=y)
+    for axes in (left, right):
+        axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, linestyle=":")
+    left.set_title(literal(evaluated_data(last)[:80]), fontsize=9)
+    legend(figure, entries)
+    return figure
+
+
 # draws runs with their labels; None if there is nothing to show
 _Draw = Callable[[Sequence[RunRecord], Sequence[str]], "Figure | None"]
 
@@ -438,6 +476,13 @@ KINDS = (
         "What each class is taken for",
         "Percent of each class's samples, in the last evaluation.",
         confusion,
+    ),
+    FigureKind(
+        "curves",
+        "Thresholds and calibration",
+        "ROC, precision and recall of each class, and accuracy by probability, in the last "
+        "evaluation.",
+        curves,
     ),
     FigureKind(
         "rates", "Learning rate and batch", "Learning rate and global batch over the epochs.", rates
