@@ -12,7 +12,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.events.log import CLOSE_S
 from hvdtrain.training.sync_point import HASTY_S, close_all, fail
 
-# of MPI libraries and of Gloo
+# error texts of MPI libraries and Gloo
 _OTHER_SIZE = (
     "MPI_ERR_TRUNCATE",
     "message truncated",

@@ -1,5 +1,5 @@
-"""Means over samples of what a script logs: summed on the device, and over ranks at a sync
-point."""
+"""Means over samples of the values that a script logs, summed on the device, and over ranks at a
+sync point."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Logged:
         for name, value in values.items():
             if hasattr(
                 value, "block_until_ready"
-            ):  # of JAX, without float64 on the device: summed on the host, some steps later
+            ):  # JAX without float64 on the device: summed on the host, some steps later
                 check_one_number(name, value, "ctx.log()")
                 self._sums.setdefault(name, (0.0, 0.0))
                 self._late.append((name, value, weight))

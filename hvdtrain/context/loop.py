@@ -29,15 +29,15 @@ from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.replicas.broadcast import broadcast_state
 from hvdtrain.training.run_rank import ConnectedRank
 
-_SPARE_BYTES = 2**20  # of a checkpoint's file, beside arrays
+_SPARE_BYTES = 2**20  # bytes of a checkpoint's file besides arrays
 
 
 class ScriptLoop:
     """The shared state of a Context and its parts, one on each rank."""
 
-    points: SyncPoints  # from prepare() on
+    points: SyncPoints  # set by prepare()
     saved: WithExtra
-    limit_bytes: int  # of a checkpoint's file
+    limit_bytes: int  # limit for a checkpoint's file
 
     def __init__(
         self,
@@ -63,9 +63,10 @@ class ScriptLoop:
         self.hosts: list[str] = rank.communicator.allgather_object(socket.gethostname())
         self.run = OpenRun(rank, closing, former, shares_lock=ranks is not None)
         self.learner: Any = None
-        # that was prepared last, once one was
+        # the model that was prepared last, if any
         self.model: weakref.ref[Any] = weakref.ref(self) if former is None else former.model
-        self.order: SampleOrder | None = None  # of the samples, from the checkpoint or samples()
+        # order of the samples, from the checkpoint or samples()
+        self.order: SampleOrder | None = None
         self.stream: SampleStream | None = None
         self.is_resumed = False
         self.is_closed = False
@@ -149,7 +150,7 @@ class ScriptLoop:
         run = self.run
         if run.path is None or self.communicator.rank != 0:
             return None
-        # of a new run, samples() has already written it
+        # in a new run, samples() has already written it
         record = None if run.is_new else self._write_config
         return make_saver(
             self.config,

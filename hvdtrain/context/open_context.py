@@ -94,8 +94,8 @@ def _follow_the_script(context: Context, closing: contextlib.ExitStack) -> None:
     former = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """torch.distributed keeps calling this from its own hook after the context is closed: then
-        it does nothing."""
+        """Handles an uncaught exception. torch.distributed still calls it from its hook after the
+        context is closed; then it does nothing."""
         (end if context in _OPEN.contexts else former)(kind, error, trace)
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -25,16 +25,16 @@ class Former(NamedTuple):
     """The state from which surviving ranks continue after a loss."""
 
     run: Path
-    token: str  # of the run folder's lock
+    token: str  # token of the run folder's lock
     model: weakref.ref[Any]  # the prepared model
     loss: RankFailure
-    began_s: float  # by time.perf_counter(), when this rank had the error of the loss
+    began_s: float  # time.perf_counter() when this rank got the error of the loss
 
 
 class OpenRun:
     """The folder and log that a script's loop keeps open from hvdtrain.init() on."""
 
-    path: Path | None  # as rank 0 knows it; None: nothing is written
+    path: Path | None  # path on rank 0; None: nothing is written
     former: Path | None  # the folder to resume from
     notes: list[str]  # lines for the user
 
@@ -54,7 +54,7 @@ class OpenRun:
             communicator,
             lambda: self._open() if former_loop is None else self._open_same(former_loop),
         )
-        # the moving display is of hvdtrain's own loop
+        # the live display is only for the trainer's loop
         lines = rank.config.replace(log=rank.config.log.replace(display="lines"))
         self.log = open_run_log(lines, communicator, self.path, rank.lock)
         per_rank = rank.config.log.per_rank and self.path is not None
@@ -64,7 +64,7 @@ class OpenRun:
             rank_log(Path(self.path or "") / "ranks" / name if per_rank else None)
         )
         self.open_folder = rank.lock.open
-        # of the lock that another rank 0 takes over
+        # token of the lock that another rank 0 takes over
         self.token = on_rank_0(communicator, lambda: self._lock.token) if shares_lock else ""
 
     def _open(self) -> tuple[Path | None, Path | None, list[str]]:
@@ -105,7 +105,7 @@ class OpenRun:
         )
 
     def need(self, where: str) -> Path:
-        """The run folder. Raises UserError if the loop has none."""
+        """Returns the run folder. Raises UserError if the loop has none."""
         if self.path is None:
             raise UserError("there is no run folder", where, "hvdtrain.init({'run': 'DIR'})")
         return self.path

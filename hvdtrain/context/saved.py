@@ -106,7 +106,7 @@ def evaluated(
         what = f"better={better}, but earlier evaluations had better={now.better}"
         raise UserError(what, where, "one kind of objective in a run; or another run=")
     number = on_rank_0(communicator, lambda: float(scalar("objective", value, where)))
-    # whole epochs before the one that this step ends or lies in
+    # completed epochs before the one that contains or ends with this step
     before = max(0, math.ceil(now.progress.epochs) - 1)
     found = replace(now, objective="objective", better=better, epoch=before)
     return found.after_evaluation(number if math.isfinite(number) else math.nan, None, now.seconds)

@@ -25,7 +25,7 @@ class Saving:
         # the script's arguments of the last ctx.checkpoint()
         self._extra: dict[str, Any] | None = None
         self._is_checked = False  # whether checkpoints can hold them
-        self._written_step = -1  # of the newest checkpoint of this loop
+        self._written_step = -1  # step of the newest checkpoint of this loop
 
     def resume(self, prepared: tuple[Any, ...]) -> Any:
         loop = self._loop
@@ -136,8 +136,8 @@ class Saving:
     def save_at_stop(self) -> None:
         """Writes the checkpoint of the step at which the loop stops, if the script has not.
 
-        If the script keeps values of that step which only it knows, none is written, and the last
-        event reports that.
+        If the script keeps values of that step that are not known here, no checkpoint is written,
+        and the last event reports that.
         """
         loop = self._loop
         if (

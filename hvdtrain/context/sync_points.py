@@ -107,7 +107,7 @@ class SyncPoints:
         self._began_s = time.perf_counter()
 
     def confirm(self) -> None:
-        """Called before results of all ranks are written: fails if a rank was lost while they were
+        """Called before results of all ranks are written. Fails if a rank died while they were
         computed. A collective."""
         if self._ranks is not None:
             self._ranks.confirm()

@@ -11,7 +11,8 @@ from hvdtrain.features.job_feature import JobFeature, PlannedJob, needs_engine
 
 
 def _batch_size(job: PlannedJob) -> Iterator[UserError]:
-    """Every rank needs a sample in every step; ranks that share one model read the same samples."""
+    """Yields the error of a batch that is too small: every rank needs a sample in every step, and
+    ranks that share a model read the same samples."""
     readers = max(1, job.config.readers(job.ranks))
     smallest = {
         "batch.size": job.config.batch.size,
@@ -38,7 +39,7 @@ RANKS = JobFeature(
     ),
 )
 
-SETTINGS: dict[str, Values] = {  # of Horovod
+SETTINGS: dict[str, Values] = {  # settings of Horovod
     "comm.hierarchical": among(True),
     "comm.cycle_ms": other_than(None, 1.0),
     "comm.fusion_mb": other_than(None, 1.0),

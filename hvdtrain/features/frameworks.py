@@ -48,7 +48,7 @@ IN_JAX = {key: row for key, row in NOT_TORCH.items() if key != "shard.stage"} | 
     "speed.device": Supported(("auto", "cpu", "cuda"), "xpu")
 }
 IN_NUMPY = NOT_TORCH | {
-    "shard.group": Supported(("all",), "node"),  # it has no shard.stage
+    "shard.group": Supported(("all",), "node"),  # without shard.stage
     "shard.offload": Supported(("none",), "optimizer"),
     "model.name": Supported(("linear",), "mlp"),
     "model.recompute": Supported(("none",), "all"),

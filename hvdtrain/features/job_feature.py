@@ -19,7 +19,7 @@ class PlannedJob(NamedTuple):
 
     config: Config
     engine: str
-    features: frozenset[Feature]  # of the engine, on every machine
+    features: frozenset[Feature]  # features of the engine on every machine
     ranks: int
 
     def where(self, key: str) -> str:
@@ -27,7 +27,7 @@ class PlannedJob(NamedTuple):
         return self.config.where(key)
 
 
-Rule = Callable[[PlannedJob], Iterator[UserError]]  # for conflicts that must be computed
+Rule = Callable[[PlannedJob], Iterator[UserError]]  # a rule for conflicts that must be computed
 
 
 class Conflict(NamedTuple):
@@ -37,7 +37,7 @@ class Conflict(NamedTuple):
     when: Callable[[PlannedJob], bool]
     what: str
     fix: str
-    key: str = ""  # the key whose place a message names; empty: that of the feature
+    key: str = ""  # the key whose location is in the message; empty: the feature's key
 
     @property
     def where(self) -> str:
@@ -82,7 +82,7 @@ class JobFeature:
     first: tuple[Row, ...] = ()
     excludes: tuple[Exclusion, ...] = ()
     rules: tuple[Row, ...] = ()
-    updates_whole_weights: bool = True  # all ranks apply one update, to whole weights
+    updates_whole_weights: bool = True  # all ranks apply one update to full weights
     has_common_steps: bool = True  # all ranks take each step together
     reader: str = ""  # what the header calls a rank that reads samples; empty: a rank
     own_loop: str = ""  # what a custom loop uses instead of its key

@@ -1,5 +1,5 @@
-"""The features of extras, and what hvdtrain's features exclude of them: FEATURES and ROWS of every
-extras/NAME/features.py."""
+"""The features of extras, and rows with which hvdtrain's features exclude them: FEATURES and ROWS
+in every extras/NAME/features.py."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class AddedRows(NamedTuple):
 
     features: tuple[JobFeature, ...]
     rows: tuple[Exclusion, ...]
-    behind: str = ""  # the key of the row that they follow; empty: they come first
+    behind: str = ""  # the key of the row after which they are inserted; empty: they come first
 
 
 def with_features_of_extras(features: Sequence[JobFeature]) -> tuple[JobFeature, ...]:
     """Returns the features of hvdtrain and of extras, in the order in which conflicts are checked.
 
-    Rows of keys that this copy does not have, those of an extra that is not here, are left out.
+    Skips rows for keys that this copy does not have because an extra is not installed.
     """
     found = list(features)
     excludes = {id(feature): list(feature.excludes) for feature in features}

@@ -19,7 +19,7 @@ ONE_OF: dict[str, Values] = {  # at most one of these
     "comm.local_steps": above(1),
 }
 
-FIRST_BUCKET_MB = 1  # DDP's first bucket, whatever the size of the others
+FIRST_BUCKET_MB = 1  # DDP's first bucket, whatever the size of other buckets
 
 
 def _in_each_step(config: Config) -> bool:

@@ -21,8 +21,8 @@ from hvdtrain.features.job_feature import Conflict, JobFeature, PlannedJob
 
 
 def _cuts_weights(config: Config) -> bool:
-    """Whether torch's FSDP2 shards the weights. JAX supports what FSDP2 does not, or rejects it at
-    every stage."""
+    """Whether torch's FSDP2 shards the weights. JAX supports the settings that FSDP2 does not, or
+    rejects them at every stage."""
     return config.shard.stage == 3 and config.framework == "torch"
 
 
@@ -31,7 +31,8 @@ def _has_whole_weights(config: Config) -> bool:
 
 
 def _keeps_own_gradients(job: PlannedJob) -> Iterator[UserError]:
-    """Stage 2 keeps a rank's gradients of one micro-batch only, stage 3 keeps none."""
+    """Yields an error for log.noise_scale: stage 2 keeps a rank's local gradients for only one
+    micro-batch, stage 3 does not keep them."""
     batch = job.config.batch
     stage = job.config.shard.stage
     if not job.config.log.noise_scale or stage < 2:

@@ -40,7 +40,7 @@ def _another_loss(fix: str) -> Exclusion:
 
 
 def _loss_object(job: PlannedJob) -> Iterator[UserError]:
-    """A script's loss has its own option to ignore samples."""
+    """Yields an error for a script's loss, which has a separate option to ignore samples."""
     given = job.config.task.given
     if is_object(job.config.task.name) and (
         given is None or "loss" in given.objects

@@ -1,5 +1,5 @@
 """Horovod's API for PyTorch on the engines of hvdtrain: `import hvdtrain.horovod as hvd`.
-docs/horovod-api.md lists what differs."""
+docs/horovod-api.md lists the differences."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def __getattr__(name: str) -> Any:
     """Imports Horovod's modules that have no file here. Raises AttributeError for a Horovod name
     that is not implemented."""
     if name in ("compression", "functions", "mpi_ops"):
-        # which takes its names from here
+        # the module imports its names from here
         return importlib.import_module(f"hvdtrain.horovod.torch.{name}")
     if message := not_built(name):
         raise AttributeError(message)

@@ -18,8 +18,8 @@ from hvdtrain.horovod.job import JOB
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Connects the ranks that a launcher started; does nothing if they are connected.
 
-    comm: None for all ranks; a list of ranks or an mpi4py communicator for some of them (MPI
-    alone). process_sets: ProcessSets to add; "dynamic" is accepted, too: process sets can always be
+    comm: None for all ranks; a list of ranks or an mpi4py communicator for some of them (only with
+    MPI). process_sets: ProcessSets to add; "dynamic" is accepted, too: process sets can always be
     added. HVDTRAIN_ENGINE selects the engine.
     """
     process_sets = _checked(process_sets)
@@ -41,7 +41,7 @@ def _checked(process_sets: Sequence[ProcessSet] | str | None) -> list[ProcessSet
 
 
 def shutdown() -> None:
-    """Ends the job, once every rank calls it; a rank that still waits for this one gets an
+    """Ends the job when every rank has called it; a rank that still waits for this one gets an
     error."""
     JOB.shutdown()
     end_process_sets()
@@ -68,7 +68,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """This rank's number among the ranks of its host."""
+    """Returns this rank's number among the ranks of its host."""
     return JOB.engine.local_rank
 
 
@@ -77,7 +77,7 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """The number of this host among the hosts that have a rank with this local rank."""
+    """Returns the number of this host among the hosts that have a rank with this local rank."""
     return JOB.engine.cross_rank
 
 
@@ -126,7 +126,7 @@ def gloo_enabled() -> bool:
 
 
 def nccl_built() -> int:
-    """The version of torch's own NCCL, as NCCL counts it; 0 if there is none."""
+    """Returns the version of torch's NCCL, in NCCL's numbering; 0 if there is none."""
     if not (torch.cuda.is_available() and dist.is_available() and dist.is_nccl_available()):
         return 0
     major, minor, patch = (*torch.cuda.nccl.version(), 0)[:3]
@@ -144,17 +144,17 @@ def rocm_built() -> bool:
 
 
 def ddl_built() -> bool:
-    """False: IBM's library is not used."""
+    """Returns False, because IBM's library is not used."""
     return False
 
 
 def ccl_built() -> bool:
-    """False: Intel's library is not used."""
+    """Returns False, because Intel's library is not used."""
     return False
 
 
 def sycl_built() -> bool:
-    """False: Intel's GPUs are not used."""
+    """Returns False, because Intel's GPUs are not used."""
     return False
 
 
@@ -170,13 +170,12 @@ def check_extension(ext_name: str, ext_env_var: str = "", pkg_path: str = "", *a
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Begins a trace in a new file, on rank 0; with "{rank}" in the path every rank that calls it
-    writes its own.
+    """Begins a trace in a new file, on rank 0; with "{rank}" in the path, every rank that calls it
+    writes a separate file.
 
-    Each name has a row: NEGOTIATE_ALLREDUCE from the call until every rank has made it, ALLREDUCE
-    while the collective is made, with dtype, shape, and how many tensors share the collective.
-    mark_cycles: marks the beginning of each round of agreement. HOROVOD_TIMELINE=PATH begins one in
-    init().
+    Each name has a row: NEGOTIATE_ALLREDUCE from the call until every rank has called it; ALLREDUCE
+    during the collective, with dtype, shape, and the number of tensors that share it. mark_cycles:
+    marks the beginning of each negotiation round. HOROVOD_TIMELINE=PATH begins one in init().
     """
     JOB.engine.start_timeline(str(file_path), mark_cycles=mark_cycles)
 
@@ -187,8 +186,8 @@ def stop_timeline() -> None:
 
 
 class ProcessSet:
-    """Some ranks, ascending. It has a process_set_id once init() or add_process_set() has added
-    it."""
+    """A set of ranks, ascending. It has a process_set_id after init() or add_process_set() has
+    added it."""
 
     process_set_id: int | None = None
     ranks: list[int] | None = None
@@ -211,13 +210,13 @@ class ProcessSet:
         self.ranks = sorted(ranks)
 
     def size(self) -> int | None:
-        """The number of its ranks; None if it is not added."""
+        """Returns the number of its ranks; None if it is not added."""
         return (
             None if self.process_set_id is None else len(JOB.engine.ranks_of(self.process_set_id))
         )
 
     def rank(self) -> int | None:
-        """The rank's place in the set; None if it is not added. Raises ValueError on other
+        """Returns the rank's place in the set; None if it is not added. Raises ValueError on other
         ranks."""
         if self.process_set_id is None:
             return None

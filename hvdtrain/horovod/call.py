@@ -136,23 +136,23 @@ class CollectiveCall:
 
 
 def poll(handle: int) -> bool:
-    """Whether synchronize() would return at once. Also starts and runs collectives that do not have
-    to wait for other ranks."""
+    """Whether synchronize() would return immediately. Also starts and runs collectives that do not
+    have to wait for other ranks."""
     return JOB.poll(handle)
 
 
 def synchronize(handle: int) -> Any:
-    """Waits for what was begun, and returns its result; None for a handle that was synchronized
-    before.
+    """Waits for a started collective and returns its result; None for a handle that was already
+    synchronized.
 
-    Raises HorovodInternalError if ranks do not agree, or if one of them does not take part; the
-    message names them.
+    Raises HorovodInternalError if the ranks' calls do not match, or if a rank does not take part;
+    the message names them.
     """
     return JOB.wait(handle)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Returns once every rank of the process set has called it."""
+    """Waits until every rank of the process set has called it."""
     JOB.barrier(process_set.process_set_id)
 
 
@@ -167,7 +167,7 @@ def join(device: int = -1) -> int:
 
 
 def op_name(op: int, where: str) -> ReduceOp:
-    """The name of an operation. Raises ValueError for another number."""
+    """Returns the name of an operation. Raises ValueError for another number."""
     if not isinstance(op, int) or not 0 <= op < len(_NAMES):
         raise BadCall(
             f"op={op!r} is not a reduction", where, "hvd.Average, Sum, Adasum, Min, Max or Product"
@@ -176,7 +176,8 @@ def op_name(op: int, where: str) -> ReduceOp:
 
 
 def given_op(op: int | None, average: bool | None) -> int:
-    """`average` is the former name of Average and Sum. Raises ValueError if both are given."""
+    """Returns the operation. `average` is the deprecated argument for Average and Sum. Raises
+    ValueError if both are given."""
     if average is None:
         return Average if op is None else op
     if op is not None:
@@ -192,8 +193,8 @@ def given_op(op: int | None, average: bool | None) -> int:
 
 
 def as_torch(x: Any, where: str, *, in_place: bool = False) -> tuple[torch.Tensor, Back]:
-    """A view of x if possible, without its gradient. Raises BadCall for anything but a tensor, and
-    for read-only memory."""
+    """Returns x as a torch tensor, a view if possible, without its gradient. Raises BadCall for
+    anything but a tensor, and for read-only memory."""
     if isinstance(x, torch.Tensor):
         if x.layout != torch.strided:
             raise BadCall(
@@ -275,13 +276,13 @@ def put(result: torch.Tensor, x: Any) -> None:
     with (
         torch.no_grad(),
         torch.inference_mode(x.is_inference()),
-    ):  # outside of that mode nothing may change what was made in it
+    ):  # an inference tensor must not be changed outside of inference mode
         x.copy_(result)
 
 
 def as_non_view(tensor: torch.Tensor) -> torch.Tensor:
-    """This memory as a tensor that is not a view: only then may an autograd function's result be
-    changed in place."""
+    """Returns this memory as a tensor that is not a view, because the result of an autograd
+    function may only be changed in place if it is not a view."""
     if not tensor._is_view():
         return tensor
     return tensor.new_empty(0).set_(
@@ -296,14 +297,14 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 def _of_array(array: np.ndarray, where: str) -> torch.Tensor:
     if not array.flags.writeable or any(stride < 0 for stride in array.strides):
         array = array.copy()
-    if array.dtype.name == "bfloat16":  # of JAX: numpy itself has none
+    if array.dtype.name == "bfloat16":  # from JAX; NumPy does not have bfloat16
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     try:
         return torch.from_numpy(array)
     except (
         TypeError,
         ValueError,
-    ) as error:  # of objects, texts, or the bytes of another kind of machine
+    ) as error:  # objects, strings, or another byte order
         raise BadCall(
             f"an array of dtype {array.dtype}: {error}",
             where,
@@ -313,7 +314,7 @@ def _of_array(array: np.ndarray, where: str) -> torch.Tensor:
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
     if tensor.dtype == torch.bfloat16:
-        # known to numpy where JAX is loaded
+        # known to NumPy if JAX is loaded
         return tensor.view(torch.int16).numpy().view(np.dtype("bfloat16"))
     return tensor.numpy()
 

@@ -1,5 +1,5 @@
-"""broadcast, allgather, alltoall and reducescatter with their forms, and the sparse allreduce;
-reductions.py has the others."""
+"""broadcast, allgather, alltoall and reducescatter in all forms, and the sparse allreduce;
+reductions.py has the other reductions."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begins to send the tensor of rank `root_rank` (of the job, also in a process set) to all;
-    synchronize() gives a new tensor."""
+    """Starts to broadcast the tensor of rank `root_rank` (a rank of the job, also in a process
+    set); synchronize() returns a new tensor."""
     return _start_broadcast(
         CollectiveCall("broadcast", tensor, name, process_set), root_rank, process_set
     )
@@ -76,7 +76,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """A broadcast() into the tensor itself."""
+    """Broadcasts in place."""
     return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
 
 
@@ -86,7 +86,7 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The tensor of rank `root_rank` on every rank. Gradients go through it."""
+    """Returns the tensor of rank `root_rank` on every rank. Differentiable."""
     if isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled():
         return _Broadcast.apply(tensor, root_rank, name, process_set)
     return synchronize(broadcast_async(tensor, root_rank, name, process_set))
@@ -117,15 +117,15 @@ class _Broadcast(torch.autograd.Function):
 def allgather_async(
     tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Begins to concatenate the tensors of all ranks along axis 0, whose lengths may differ;
-    synchronize() gives a new tensor."""
+    """Starts to concatenate the tensors of all ranks along axis 0, whose lengths may differ;
+    synchronize() returns a new tensor."""
     return _start_gather(CollectiveCall("allgather", tensor, name, process_set))
 
 
 def grouped_allgather_async(
     tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """An allgather_async() of several tensors as one request. synchronize() gives a tuple."""
+    """Starts an allgather of several tensors as one request. synchronize() returns a tuple."""
     return _start_gather(CollectiveCall("allgather", tensors, name, process_set, grouped=True))
 
 
@@ -137,7 +137,7 @@ def _start_gather(call: CollectiveCall) -> int:
 def allgather(
     tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The tensors of all ranks along axis 0, in rank order. Gradients go through it."""
+    """Returns the tensors of all ranks, concatenated along axis 0 in rank order. Differentiable."""
     if isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled():
         return _Allgather.apply(name, process_set, False, tensor)[0]
     return synchronize(allgather_async(tensor, name, process_set))
@@ -146,7 +146,7 @@ def allgather(
 def grouped_allgather(
     tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[Any, ...]:
-    """An allgather() of several tensors as one request."""
+    """Gathers several tensors as one request."""
     if torch.is_grad_enabled() and any(
         isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
     ):
@@ -245,8 +245,8 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The rows that every rank sends to this one; (rows, received splits) if splits are given.
-    Gradients go through it."""
+    """Returns the rows that every rank sends to this one; (rows, received splits) if splits are
+    given. Differentiable."""
     if isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled():
         found, received = _Alltoall.apply(tensor, splits, name, process_set)
     else:
@@ -288,8 +288,8 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Starts a reduction that gives each rank its rows: equally many, the first ranks one more. op:
-    all but Adasum."""
+    """Starts a reduction that returns each rank its rows; if they do not divide evenly, the first
+    ranks get one more. op: all except Adasum."""
     return _start_scatter(
         CollectiveCall("reducescatter", tensor, name, process_set),
         op,
@@ -306,7 +306,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """A reducescatter_async() of several tensors as one request. synchronize() gives a tuple."""
+    """Starts a reducescatter of several tensors as one request. synchronize() returns a tuple."""
     return _start_scatter(
         CollectiveCall("reducescatter", tensors, name, process_set, grouped=True),
         op,
@@ -335,8 +335,8 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """This rank's rows of the reduction over the ranks of the process set. Gradients go through
-    it."""
+    """Returns this rank's rows of the reduction over the ranks of the process set.
+    Differentiable."""
     wire, ctx = compression.compress(tensor)
     if isinstance(wire, torch.Tensor) and wire.requires_grad and torch.is_grad_enabled():
         (found,) = _Reducescatter.apply(
@@ -358,7 +358,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Any]:
-    """A reducescatter() of several tensors as one request."""
+    """Runs reducescatter for several tensors as one request."""
     compressed = [compression.compress(tensor) for tensor in tensors]
     wires = [wire for wire, _ in compressed]
     if torch.is_grad_enabled() and any(

@@ -22,10 +22,10 @@ from hvdtrain.horovod.parameters import broadcast_optimizer_state, broadcast_par
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a function whose first argument is a State: func(state, ...).
 
-    The state is synchronized before each call. When a rank is lost, the others return to their last
-    commit, exclude it, and call the function again. That needs an engine that survives lost ranks:
-    mpi under `mpirun --with-ft ulfm`, or torchdist without torchrun's own elasticity
-    (docs/elastic.md). On others the error ends the job, as it does without elastic.run.
+    The state is synchronized before each call. When a rank dies, the others return to their last
+    commit, exclude it, and call the function again. That needs an engine that survives dead ranks:
+    mpi under `mpirun --with-ft ulfm`, or torchdist without torchrun's elasticity (docs/elastic.md).
+    On other engines the error ends the job, as without elastic.run.
     """
 
     @functools.wraps(func)
@@ -55,7 +55,8 @@ class State:
         self._reset_callbacks: list[Callable[[], Any]] = []
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], Any]]) -> None:
-        """Called after ranks have been lost: to set the learning rate for the new size, say."""
+        """Registers callbacks that are called after ranks died, for example to set the learning
+        rate for the new size."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
@@ -105,7 +106,7 @@ class ObjectState(State):
     def sync(self) -> None:
         if self._names:
             self._saved = broadcast_object({name: getattr(self, name) for name in self._names})
-            # of the values alone: what TorchState keeps beside them is not saved yet
+            # only the values, because TorchState's other state is not saved yet
             ObjectState.restore(self)
 
 
@@ -196,10 +197,10 @@ def _handler(value: Any) -> _Handler | None:
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """A sampler that gives every rank the same number of samples; some come twice if they do not
-    divide evenly.
+    """A sampler with the same number of samples on every rank; some samples are repeated if they do
+    not divide evenly.
 
-    Call record_batch() after each batch, set_epoch() at the end of an epoch, and give it to the
+    Call record_batch() after each batch and set_epoch() at the end of an epoch, and pass it to the
     TorchState.
     """
 
@@ -252,7 +253,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
 
 def __getattr__(name: str) -> Any:
-    """The modules of Horovod's that have the sampler and the states."""
+    """Returns Horovod's modules that contain the sampler and the states."""
     if name in ("sampler", "state"):
         return importlib.import_module(f"hvdtrain.horovod.torch.elastic.{name}")
     raise AttributeError(f"hvdtrain.horovod.elastic has no {name!r}")

@@ -1,8 +1,7 @@
-"""The gradients of the collectives as Horovod 0.28.1 defines them, once for torch, TensorFlow and
-JAX.
+"""The gradients of the collectives, as defined by Horovod 0.28.1, for torch, TensorFlow and JAX.
 
-Each function takes the collectives of one library as arguments: gradients go through these as well,
-for second derivatives.
+Each function takes the collectives of a library as arguments, which are differentiable, too, for
+second derivatives.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ Factors = tuple[float, float]  # before the reduction, after it
 def shares(
     op: int, factors: Factors, inputs: Sequence[Any], results: Sequence[Any]
 ) -> list[Any] | None:
-    """The information about values that of_allreduce() needs.
+    """Returns the information about values that of_allreduce() needs.
 
     For Min and Max: where a rank has the extreme value. For Product: the product of the other
-    ranks, nan where the input is 0.
+    ranks, nan if the input is 0.
     """
     before, after = factors
     pairs = list(zip(inputs, results, strict=True))
@@ -42,14 +41,15 @@ def of_allreduce(
     reduce: Reduce,
     library: TensorLibrary,
 ) -> list[Any]:
-    """The gradients of an allreduce, for the sum over ranks of each rank's function of the result.
+    """Returns the gradients of an allreduce, for the sum over ranks of each rank's function of the
+    result.
 
     found_shares: the result of shares().
 
-    Sums and averages are their own gradient, and Adasum is treated so, as in Horovod. For Min and
-    Max the gradient goes in equal parts to the ranks that have the extreme value; for Product each
-    rank gets it times the product of the others. Horovod reduces these gradients by the same op,
-    which is not a derivative.
+    Sums and averages are their own gradient, and so is Adasum, as in Horovod. For Min and Max, the
+    gradient is divided equally among the ranks with the extreme value. For Product, each rank gets
+    it times the product of the others. Horovod reduces these gradients by the same op, which is not
+    a derivative.
     """
     before, after = factors
     if op not in (Min, Max, Product):
@@ -79,8 +79,8 @@ def refuse_zeros(has_zeros: bool, where: str) -> None:
 def of_allgather(
     grads: Sequence[Any], starts: Sequence[Any], rows: Sequence[Any], reduce: Reduce
 ) -> list[Any]:
-    """This rank's rows of the average over ranks. starts, rows: their beginning and number in each
-    tensor."""
+    """Returns this rank's rows of the average over ranks. starts, rows: their beginning and number
+    in each tensor."""
     averages = reduce(list(grads), Average, 1.0, 1.0)
     return [
         grad[start : start + count]
@@ -89,7 +89,7 @@ def of_allgather(
 
 
 def of_broadcast(grad: Any, is_root: bool, reduce: Reduce, library: TensorLibrary) -> Any:
-    """The average over ranks on the root, zeros elsewhere."""
+    """Returns the average over ranks on the root, zeros elsewhere."""
     (average,) = reduce([grad], Average, 1.0, 1.0)
     return library.choose(is_root, average)
 
@@ -101,8 +101,8 @@ def of_alltoall(
     exchange: Callable[[Any, Any], Any],
     library: TensorLibrary,
 ) -> Any:
-    """Sends the rows back. received: from each rank, None for equal parts. unsent: rows that were
-    sent to nobody, None for none."""
+    """Sends the rows back. received: rows from each rank, None for equal parts. unsent: rows that
+    were not sent, None for none."""
     returned = exchange(grad, received)
     return returned if unsent is None else library.padded(returned, unsent)
 
@@ -124,6 +124,6 @@ def of_reducescatter(
     grads: Sequence[Any],
     gather: Callable[[list[Any]], Sequence[Any]],
 ) -> list[Any]:
-    """The rows of all ranks; of a sum, times the number of ranks."""
+    """Returns the rows of all ranks; for a sum, times the number of ranks."""
     factor = factors[0] * factors[1] * (size if op == Sum else 1)
     return list(gather([grad * factor if factor != 1 else grad for grad in grads]))

@@ -28,7 +28,7 @@ from hvdtrain.horovod.engine.settings import settings_of
 
 ENGINE_VARIABLE = "HVDTRAIN_ENGINE"
 ENGINES = ("auto", "mpi", "torchdist", "horovod", "single")
-Finish = Callable[[Any], Any]  # what a request gives -> what the caller gets
+Finish = Callable[[Any], Any]  # converts the result of a request to the caller's result
 
 
 class HorovodJob:
@@ -37,19 +37,19 @@ class HorovodJob:
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
-        self._idle: Engine | None = None  # of a job that was shut down
-        self._comm: Any = None  # of whose init()
+        self._idle: Engine | None = None  # the engine of a job that was shut down
+        self._comm: Any = None  # the comm of its init()
         self._under_way: dict[
             int, tuple[int, Finish]
         ] = {}  # handle -> the engine's handle, and the function that finishes its result
-        self._handles = itertools.count(1)  # of this process, whatever the number of its jobs
-        self.first_handle = 1  # of this job: those before are void
+        self._handles = itertools.count(1)  # handles of this process, over all its jobs
+        self.first_handle = 1  # the first handle of this job; earlier ones are invalid
         self._numbers: dict[tuple[str, int], itertools.count[int]] = defaultdict(itertools.count)
         self._has_failed = self._watches_failure = self._watches_exit = False
 
     @property
     def engine(self) -> Engine:
-        """The engine. Raises ValueError before init(), as Horovod does."""
+        """The engine. Raises ValueError before init(), as in Horovod."""
         if self._engine is None:
             raise BadCall(
                 "Horovod has not been initialized; use hvd.init().",
@@ -75,15 +75,16 @@ class HorovodJob:
             hook = sys.excepthook
             self._idle = connect(comm)
             self._comm = comm
-            # torch.distributed puts its own around it, which keeps the traceback until ours
-            # returns: after the abort
+            # torch.distributed wraps it in its own hook, which holds the traceback back until ours
+            # returns, after the abort
             sys.excepthook = hook
         self._engine = self._idle
         self._idle = None
         self._numbers.clear()
         if not self._watches_exit:
             self._watches_exit = True
-            atexit.register(self._at_exit)  # runs before what connect() has registered
+            # runs before the functions that connect() has registered
+            atexit.register(self._at_exit)
 
     def shutdown(self) -> None:
         """Ends the job. A collective: pending requests are finished first."""
@@ -103,7 +104,7 @@ class HorovodJob:
         cannot continue."""
         self._forget()
         self.engine.recover(error)
-        self._numbers.clear()  # ranks may have made different numbers of calls until then
+        self._numbers.clear()  # ranks may have made different numbers of calls before
 
     def _forget(self) -> None:
         """Makes all earlier handles void."""
@@ -136,8 +137,8 @@ class HorovodJob:
         return engine.poll(self._under_way[handle][0])
 
     def wait(self, handle: int) -> Any:
-        """The result of a request; None for an unknown handle. Raises BadCall for a former job's
-        handle."""
+        """Waits and returns the result of a request; None for an unknown handle. Raises BadCall for
+        a former job's handle."""
         engine = self.engine
         if handle not in self._under_way:
             self._check(handle, "hvd.synchronize()")
@@ -154,7 +155,8 @@ class HorovodJob:
             raise BadCall(what, where, "synchronize() before shutdown()")
 
     def name(self, kind: str, name: str | None, set_id: int | None) -> str:
-        """The name of a request: the caller's, or a number within its kind and process set."""
+        """Returns the name of a request: the caller's, or a number within its kind and process
+        set."""
         return (
             name
             if name is not None
@@ -162,8 +164,8 @@ class HorovodJob:
         )
 
     def join(self) -> int:
-        """Joins. Ranks may have made different numbers of calls before, so calls without a name are
-        counted from the beginning again."""
+        """Joins. Then restarts the numbering of unnamed calls, because ranks may have made
+        different numbers of calls before."""
         last = self.engine.join()
         for kind, set_id in list(self._numbers):
             if set_id == GLOBAL:
@@ -177,7 +179,8 @@ class HorovodJob:
     def _fail(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        """Ends the other ranks, which would wait, when an exception ends this process."""
+        """Called when an exception ends this process; ends the other ranks, which would otherwise
+        wait."""
         self._has_failed = True
         self._hook(kind, error, traceback)
         if os.getpid() != self._pid:
@@ -185,7 +188,7 @@ class HorovodJob:
         engine = self._engine or self._idle
         if (
             engine is None and has_several_ranks()
-        ):  # init() has failed here: others may be in theirs
+        ):  # init() has failed here, while others may still be in it
             abort_world(exit_code_of(error))
         elif engine is not None and engine.size > 1:
             engine.abort(exit_code_of(error))
@@ -197,7 +200,7 @@ class HorovodJob:
         try:
             self.shutdown()
         except BaseException as error:
-            # of a collective before, which the script has caught: the others may be within it
+            # from an earlier collective, caught by the script; the others may still be in it
             if engine.size == 1:
                 raise
             print(
@@ -213,9 +216,9 @@ JOB = HorovodJob()
 
 
 def connect(comm: Any) -> Engine:
-    """The engine that HVDTRAIN_ENGINE and the launcher select, connected. A collective.
+    """Connects the engine that HVDTRAIN_ENGINE and the launcher select. A collective.
 
-    comm: None, or of Horovod's init(): a list of ranks of MPI, or an mpi4py communicator.
+    comm: None, or as in Horovod's init(): a list of MPI ranks, or an mpi4py communicator.
     """
     place = placement(os.environ)
     settings = settings_of(os.environ)
@@ -244,8 +247,8 @@ def connect(comm: Any) -> Engine:
 
 
 def engine_name(environ: Mapping[str, str], place: Placement) -> str:
-    """The engine's name. auto selects among our own engines as comm.engine=auto does; Horovod only
-    if horovodrun started the ranks.
+    """Returns the engine's name. auto selects among hvdtrain's engines like comm.engine=auto, and
+    Horovod only if horovodrun started the ranks.
 
     Raises UserError for another name.
     """

@@ -66,8 +66,8 @@ class TensorLibrary(Protocol):
         """1 where a flag is true, else 0, in the dtype of `like`."""
 
     def choose(self, flags: Any, tensor: Any) -> Any:
-        """The numbers of the tensor where a flag is true, else 0, also for a nan. flags: of the
-        tensor's shape, or one."""
+        """Returns the tensor's numbers where a flag is true, else 0, even for a nan. flags: with
+        the tensor's shape, or a single one."""
 
     def constant(self, tensor: Any) -> Any:
         """The tensor without its gradient."""

@@ -1,4 +1,5 @@
-"""hvdtrain.horovod.mxnet is not built: importing it says why, and what to use instead."""
+"""hvdtrain.horovod.mxnet is not available: importing it raises an error with the reason and the
+alternative."""
 
 from hvdtrain.horovod.not_built import refuse_import
 

@@ -1,4 +1,4 @@
-"""The parts of Horovod that are not built: why, and what to use instead."""
+"""The parts of Horovod that are not available, with the reason and the alternative."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PARTS = {
 
 
 def not_built(name: str) -> str | None:
-    """The message for a part of Horovod that is not built; None for another name."""
+    """Returns the message for a part of Horovod that is not available; None for another name."""
     if name not in _PARTS:
         return None
     why, fix = _PARTS[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import base64
 import io
-import pickle  # only between ranks of one job: over MPI, or once the signature is checked
+import pickle  # only between ranks of one job: over MPI, or after the signature was checked
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -57,7 +57,7 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """The objects of all ranks, in their order, as broadcast_object() sends them."""
+    """Returns the objects of all ranks in rank order, sent like in broadcast_object()."""
     name = JOB.name("allgather_object", name, process_set.process_set_id)
     where = f"allgather_object {name!r}"
     content = _as_bytes(_to_send(obj, f"{name} of rank {JOB.engine.rank}", where))
@@ -109,8 +109,8 @@ def _as_bytes(content: bytes) -> torch.Tensor:
 
 
 def to_bytes(thing: Any, secret: str | None, purpose: str, where: str) -> bytes:
-    """secret: Engine.secret. Raises BadCall if it is empty and the object is not plain data, else
-    what pickle raises."""
+    """Serializes an object. secret: Engine.secret. Raises BadCall if it is empty and the object is
+    not plain data, and pickle's errors."""
     if secret == "":
         return pack(plain(thing, where), "", purpose)
     file = io.BytesIO()
@@ -120,7 +120,7 @@ def to_bytes(thing: Any, secret: str | None, purpose: str, where: str) -> bytes:
 
 
 def from_bytes(content: bytes, secret: str | None, purpose: str, where: str) -> Any:
-    """The object of to_bytes(); tensors are in host memory.
+    """Returns the object from to_bytes(); tensors are in host memory.
 
     Raises BadCall, before anything is unpickled, if the job did not sign it.
     """
@@ -214,13 +214,13 @@ class _Dict(NamedTuple):
     versions of its layers."""
 
     items: list[Any]
-    attributes: dict[str, Any] | None  # of an OrderedDict
+    attributes: dict[str, Any] | None  # attributes of an OrderedDict
 
 
 class _Made(NamedTuple):
     """An object of a class in _FORMS."""
 
-    name: str  # of the class
+    name: str  # name of the class
     content: Any
 
 

@@ -47,11 +47,11 @@ def DistributedOptimizer(
     and step() waits for them.
 
     named_parameters: model.named_parameters(). compression: of gradients on the wire.
-    backward_passes_per_step: they are reduced in the last of so many. gradient_predivide_factor:
-    with Average, gradients are divided by it before the sum, and the sum by size / factor. groups:
-    a number of groups of gradients that are reduced as one, or lists of parameters; num_groups is
-    its former name. sparse_as_dense: sparse gradients are reduced as dense ones. It shares its
-    state and groups with `optimizer`.
+    backward_passes_per_step: they are reduced in the last of this many passes.
+    gradient_predivide_factor: with Average, gradients are divided by it before the sum, and the sum
+    by size / factor. groups: the number of groups of gradients that are reduced together, or lists
+    of parameters; num_groups is the former name. sparse_as_dense: sparse gradients are reduced as
+    dense ones. It shares its state and groups with `optimizer`.
 
     To clip gradients, call synchronize() first and then step() inside skip_synchronize(). With
     op=Adasum each rank takes its own step, and the changes of the weights are combined.
@@ -92,7 +92,7 @@ def _below(optimizer: torch.optim.Optimizer, steps: type) -> Any:
     `steps`."""
     kind = type(optimizer)
     wrapped: Any = object.__new__(type(kind.__name__, (steps, kind), {}))
-    # A schedule that was made before has put the optimizer's own step() into its attributes, which
+    # A schedule that was created before has stored the optimizer's step() in its attributes, which
     # would step without the other ranks.
     wrapped.__dict__.update(
         (name, value) for name, value in optimizer.__dict__.items() if name != "step"
@@ -106,14 +106,14 @@ class ReductionGroup:
     def __init__(self, parameters: Sequence[torch.Tensor], name: str) -> None:
         self.parameters = tuple(parameters)
         self.name = name
-        self.passes_left: list[int] = []  # of each parameter, until it is reduced
+        self.passes_left: list[int] = []  # passes of each parameter until it is reduced
 
 
 class PendingReduction(NamedTuple):
     """The pending reduction of a group."""
 
-    handle: int | Callable[[], torch.Tensor]  # what waits for a sparse one
-    ctxs: Sequence[Any]  # of the compression
+    handle: int | Callable[[], torch.Tensor]  # for a sparse gradient, a function that waits
+    ctxs: Sequence[Any]  # contexts of the compression
     wires: Sequence[torch.Tensor]
     job: int  # JOB.first_handle then
 
@@ -131,7 +131,7 @@ class Gradients:
         sparse_as_dense: bool,
         process_set: ProcessSet,
     ) -> None:
-        """groups: of all trained parameters, or none. factors: prescale, postscale of an
+        """groups: groups of all trained parameters, or none. factors: prescale and postscale of an
         average."""
         self.op = op
         self.process_set = process_set
@@ -307,8 +307,8 @@ class GradientSteps:
         )
 
     def _over_ranks(self, loss: Any) -> Any:
-        """The loss over all ranks: LBFGS uses it to choose how often it calls the closure, which
-        all ranks must call equally often."""
+        """Returns the loss over all ranks, because LBFGS uses it to choose how often it calls the
+        closure, which must be equal on all ranks."""
         value = (
             loss.detach()
             if isinstance(loss, torch.Tensor)
@@ -318,8 +318,8 @@ class GradientSteps:
         return synchronize(call.start_reduction(self._gradients.op, 1.0, 1.0))
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clears gradients as the optimizer's own method does. Raises AssertionError between
-        backward and step()."""
+        """Clears gradients like the optimizer's method. Raises AssertionError between backward and
+        step()."""
         passes = self.backward_passes_per_step
         if self._gradients.under_way or any(
             left < passes for group in self._gradients.groups for left in group.passes_left
@@ -333,7 +333,7 @@ class GradientSteps:
         base.zero_grad(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Loads a state as the optimizer's own method does; a step that was begun is forgotten."""
+        """Loads a state like the optimizer's method; discards a step that was begun."""
         self._gradients.forget()
         self._synchronized = False
         self._should_synchronize = True
@@ -474,7 +474,7 @@ class AdasumSteps:
         )
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Loads a state as the optimizer's own method does."""
+        """Loads a state like the optimizer's method."""
         base: Any = super()
         load: Callable[[], None] = partial(base.load_state_dict, *args, **kwargs)
         optimizer: Any = self
@@ -482,7 +482,7 @@ class AdasumSteps:
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Runs the optimizer's own step and combines the changes of all ranks."""
+        """Runs the optimizer's local step and combines the changes of all ranks."""
         starts = [parameter.detach().clone() for parameter in self._trained]
         base: Any = super()
         if closure is None:

@@ -20,7 +20,7 @@ from hvdtrain.horovod.job import JOB
 from hvdtrain.horovod.objects import broadcast_object, to_bytes
 from hvdtrain.horovod.optimizer import AdasumSteps, GradientSteps, load_in_place
 
-# 1: a fresh optimizer takes a step as in Horovod, to compare losses with Horovod's
+# 1: a new optimizer takes a step as in Horovod, to compare losses with Horovod's
 EMPTY_STEP = "HVDTRAIN_HOROVOD_EMPTY_STEP"
 
 

@@ -47,7 +47,7 @@ def connect(config: Config, place: Placement) -> tuple[Communicator, str]:
     allow_open_files(place.size)
     take_part_of_gpu(place, os.environ)
     name, reason = engine_of(config, place)
-    # by the configuration of that run, which is read later
+    # depends on that run's configuration, which is read later
     may_need_groups = config.resume not in (
         "auto",
         "no",
@@ -57,7 +57,7 @@ def connect(config: Config, place: Placement) -> tuple[Communicator, str]:
         or config.parallel.ranks > 1
         or (config.shard.stage and config.shard.group == "node")
     ):
-        # without it Horovod makes no groups of ranks
+        # without it, Horovod does not create groups of ranks
         os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     engine: Any = plugins.load("comm", name, config.where("comm.engine"))
     communicator: Communicator = engine.connect(place, config.comm)
@@ -75,8 +75,8 @@ def build_learner(config: Config, task: Task, communicator: Communicator) -> Lea
 
 
 def load_libraries(config: Config) -> None:
-    """Imports what the framework would import later, so that memory measured from now on is the
-    job's own."""
+    """Imports the libraries that the framework would import later, so that memory measured from now
+    on belongs to the job."""
     framework: Any = plugins.load("frameworks", config.framework, config.where("framework"))
     if hasattr(framework, "load_libraries"):
         framework.load_libraries(config)
@@ -90,7 +90,7 @@ def build_recipe(config: Config, dataset: int, context: int | None) -> Recipe:
 
 def build_task(train: Source, val: Source, config: Config) -> Task:
     """Builds the task that task.name selects, for both sets. Raises UserError if the sets do not
-    fit the task or each other, and for wrong options."""
+    match the task or each other, and for wrong options."""
     name = config.task.name
     where = config.where("task.name")
     standardize = config.task.options.get("standardize")
@@ -119,7 +119,7 @@ def build_task(train: Source, val: Source, config: Config) -> Task:
             "leave them out, and let the task's Part.inputs() do it",
         )
     given = config.task.given
-    if given is not None and given.name is None:  # metrics alone
+    if given is not None and given.name is None:  # only metrics
         task = given.make(task, train)
     check_task(config, task)
     return task

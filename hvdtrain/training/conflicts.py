@@ -1,5 +1,5 @@
-"""Options that exclude each other, an engine, a framework or a number of ranks: found when the
-configuration is read, by every command.
+"""Options that conflict with each other, an engine, a framework or a number of ranks. Every command
+checks them when it reads the configuration.
 
 train, check, plan and bench call refuse_conflicts() or one of its two variants before data or a
 model exist. Each feature in hvdtrain/features declares what it excludes. Checks that need more than
@@ -24,7 +24,7 @@ from hvdtrain.training.build import engine_of
 
 def refuse_conflicts(config: Config, engine: str, ranks: int) -> None:
     """Raises UserError for the first conflict of a job with this engine (as in comm.engine=NAME,
-    never auto) on so many ranks."""
+    never auto) and number of ranks."""
     _check_single_options(config)
     for conflict in conflicts_of(PlannedJob(config, engine, features_of(engine), ranks)):
         raise conflict
@@ -59,8 +59,7 @@ def refuse_on_every_engine(config: Config, ranks: int) -> None:
 
 
 def _check_single_options(config: Config) -> None:
-    """Raises UserError for values that make no sense by themselves and that the schema's types and
-    bounds let through."""
+    """Raises UserError for invalid values that the schema's types and bounds accept."""
     for key, time in {
         "guard.max_time": config.guard.max_time,
         "stop.time": config.stop.time,

@@ -12,14 +12,14 @@ from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.checkpoint.files import Identity
 from hvdtrain.training.datasets import Datasets
 
-# Task.facts() of images, by the name that a message gives them
+# Task.facts() of images -> their names in messages
 _FACT_NAMES = {
     "shape": "image shape",
     "classes": "classes",
     "mean": "mean of the pixels",
     "std": "their deviation",
 }
-_OF_TASK = " of the task"  # after the names of all others
+_OF_TASK = " of the task"  # suffix of the names of all other facts
 
 
 def data_facts(config: Config, datasets: Datasets) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def data_facts(config: Config, datasets: Datasets) -> dict[str, Any]:
             {}
             if (known := train.foresight) is None
             else {"samples in a block of the training files": known.rows}
-        ),  # by which ranks divide
+        ),  # used to divide samples among ranks
         **(
             {}
             if datasets.draws is None

@@ -1,4 +1,4 @@
-"""Lines for the header about data that may not be what was meant."""
+"""Header lines about data that may not be as intended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvdtrain.training.model_inputs import notes_on_fields
 
 
 def notes(config: Config, datasets: Datasets) -> list[str]:
-    """Lines for the user about data that may not be what was meant."""
+    """Returns lines for the user about data that may not be as intended."""
     train, val, task, _ = datasets
     lines = list(
         dict.fromkeys(line for source in (train, val) for line in source.notes)
@@ -35,7 +35,8 @@ def notes(config: Config, datasets: Datasets) -> list[str]:
 
 
 def _notes_on_blocks(config: Config, train: Source) -> list[str]:
-    """A line if blocks of files are decoded more than once in an epoch because memory is short."""
+    """Returns a line if blocks of files are decoded more than once in an epoch for lack of
+    memory."""
     files = stored_in(train)
     if files is None or files.rows_of_block is None:
         return []

@@ -36,14 +36,14 @@ class Datasets(NamedTuple):
     train: Source
     val: Source
     task: Task
-    draws: WeightedDraws | None = None  # of data.sample_weights; None: a shuffle of each epoch
+    draws: WeightedDraws | None = None  # draws of data.sample_weights; None: each epoch is shuffled
 
 
 def open_datasets(config: Config, communicator: Communicator | None = None) -> Datasets:
     """Opens both sets. Every rank of a communicator calls it, so that values computed from the data
     are the same on all of them.
 
-    Raises UserError if data are missing or broken, or do not fit the recipe or the augmentation.
+    Raises UserError if data are missing or broken, or do not match the recipe or the augmentation.
     """
     sources = _open_sources(config, CommonArray(communicator or SingleProcessCommunicator()))
     train = packed_rows(config, sources.train, "training")
@@ -183,7 +183,7 @@ def build_source(config: Config, split: Split, array: CommonArray | None = None)
     """Opens one of the two sets. It needs no other ranks, so missing data is reported before any
     rank waits for another. Raises UserError.
 
-    array: what unfinished samples wait for; without it, this process computes it.
+    array: completes unfinished samples; without it, this process computes it.
     """
     array = array or CommonArray(SingleProcessCommunicator())
     if config.data.val_share is not None:

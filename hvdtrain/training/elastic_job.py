@@ -42,7 +42,7 @@ class ElasticJob(RunningJob):
         watchdog: Watchdog | None,
         now: TrainState,
     ) -> None:
-        """ranks: of ready_for_losses(). Every rank calls it, in the state `now`."""
+        """ranks: from ready_for_losses(). Every rank calls it, in the state `now`."""
         super().__init__(job)
         self._ranks = ranks
         self._successor = successor
@@ -99,7 +99,8 @@ class ElasticJob(RunningJob):
         return now
 
     def _how_to_go_on(self, former_rank: int) -> GoOn | None:
-        """How the survivors continue; None if all go back to a sync point. A collective."""
+        """Returns how the surviving ranks continue; None if all roll back to a sync point. A
+        collective."""
         learner = self.job.learner
         copy = self.job.memory_copy
         assert copy is not None
@@ -148,7 +149,7 @@ class ElasticJob(RunningJob):
     def _tell(self, loss: RankFailure, now: TrainState) -> None:
         job = self.job
         p = now.progress
-        step = loss.step if loss.goes_on else p.step  # from which training continues
+        step = loss.step if loss.goes_on else p.step  # the step from which training continues
         left = job.communicator.size
         then = f"{left} continue"
         reasons = (each.why_over(loss.ranks, left) for each in job.config.sections)
@@ -177,7 +178,7 @@ def _what_was_lost(loss: RankFailure) -> str:
     return ""
 
 
-_TAIL_BYTES = 2**18  # of events.jsonl, enough for the events of the last sync points
+_TAIL_BYTES = 2**18  # bytes of events.jsonl, enough for the events of the last sync points
 
 
 class Successor:
@@ -196,7 +197,7 @@ class Successor:
         self._lock = lock
         self._open_sinks = open_sinks
         self._make_saver = make_saver
-        self._token = ""  # of the current writer's lock
+        self._token = ""  # token of the current writer's lock
 
     def share_lock(self, communicator: Communicator) -> None:
         """Broadcasts the token of the lock that a rank may take over. A collective."""

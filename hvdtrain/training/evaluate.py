@@ -129,7 +129,7 @@ class _ClassCounter:
 
     def of_all_ranks(self, total: Sums) -> ClassCounts:
         """The counts of all ranks, from the sums of counts()."""
-        # exact: float64 has whole numbers up to 2**53
+        # exact: float64 represents integers up to 2**53
         whole = {name: np.rint(total[name]).astype(np.int64) for name in self.counts()}
         confusion = (
             None

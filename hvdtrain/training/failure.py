@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 # most errors of one rank happen on all: the other ranks wait this long for rank 0 to report the
 # error and to end the job
 ECHO_S = 1.5
-# before they are connected only the launcher ends the other ranks, once the process of rank 0 is
-# gone
+# before ranks are connected, only the launcher ends the other ranks, after rank 0's process has
+# ended
 UNCONNECTED_ECHO_S = 5.0
-FLUSH_S = 0.2  # mpirun prints its own message between pieces of ours that it still has to pass on
+FLUSH_S = 0.2  # mpirun prints its message between pieces of ours that it has not forwarded yet
 ABORT_S = 10  # an abort that hangs ends by SIGALRM
-# a rank of a host where another one reports an error waits this long to be ended by that one
+# a rank waits this long to be ended by another rank of its host that reports an error
 NEXT_S = 10.0
 # What the ranks of a job have in common. Jobs of one SLURM step that share it wait for each other's
 # reports, too.
@@ -80,8 +80,8 @@ def end_every_rank(
     """Reports the error on the standard error and ends all ranks: if one rank ended alone, the
     others would wait forever.
 
-    communicator: None before the ranks are connected. doing: the rank's place in the mesh, and what
-    it did. echo_s: how long to wait for another rank's report, if the caller knows better. Returns
+    communicator: None before the ranks are connected. doing: the rank's place in the mesh, and its
+    activity. echo_s: how long to wait for another rank's report, instead of the default. Returns
     the exit code if no other rank is connected to this one.
     """
     if isinstance(error, BrokenPipeError):
@@ -101,7 +101,7 @@ def end_every_rank(
     elif rank:
         time.sleep(ECHO_S if communicator is not None else UNCONNECTED_ECHO_S)
     wait_for_the_report_of_another(communicator)
-    if rank or code not in (USER, DIVERGED):  # for these two, rank 0's message stands for all ranks
+    if rank or code not in (USER, DIVERGED):  # for these two codes, rank 0 reports for all ranks
         message += (
             f"\nrank {rank} on {socket.gethostname()}{doing}: the error above ends the {what}"
         )
@@ -111,8 +111,8 @@ def end_every_rank(
 
 
 def _of_user_error(error: UserError) -> str:
-    """Formats the error's three lines. If the user's code raised its cause, the traceback comes
-    first, with the line of that code."""
+    """Formats the error's three lines. If user code raised its cause, they follow its traceback,
+    which shows the line of user code."""
     lines = [f"hvdtrain: {error}", *getattr(error, "__notes__", ())]
     if error.__cause__ is not None and own_frame(error.__cause__) is not None:
         lines.insert(0, without_frames_of_hvdtrain(error.__cause__))
@@ -138,8 +138,8 @@ class _UserErrorHook:
         frame = own_frame(error)
         if frame is not None and not getattr(error, "__notes__", ()):
             error.add_note(f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}")
-        # torch.distributed's own hook, which calls this one, shows what was printed meanwhile: not
-        # where SystemExit is raised
+        # torch.distributed's hook, which calls this one, shows what was printed meanwhile, except
+        # for SystemExit
         shown = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) else sys.stderr
         with contextlib.redirect_stderr(shown):
             code = end_every_rank(error, None, "script")
@@ -155,7 +155,7 @@ def report_user_errors() -> None:
 
 def wait_for_the_report_of_another(communicator: Communicator | None = None) -> None:
     """Waits until no other rank of the job on this host is reporting an error, NEXT_S at most: the
-    one that reports ends the others.
+    reporting rank ends the others.
 
     The reporting rank holds an abstract Unix address (unix(7)); nobody can connect to it, and it is
     free again when the process ends.
@@ -177,12 +177,13 @@ def wait_for_the_report_of_another(communicator: Communicator | None = None) -> 
             _held[0].bind(address)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                return  # a system without such addresses: ECHO_S alone keeps the reports apart
+                return  # on a system without such addresses, only ECHO_S separates the reports
             waited = True
             time.sleep(0.05)
         else:
             if waited:
-                # the other one has just ended: so does this one, unless nothing connects the two
+                # the other rank has just ended, so this one ends, too, unless the two are not
+                # connected
                 time.sleep(ECHO_S)
             return
 
@@ -238,7 +239,7 @@ def _rank(communicator: Communicator | None) -> int:
 _UNLIMITED = resource.RLIM_INFINITY
 # with fewer NumPy's OpenBLAS ends the process by itself, while it is loaded or at its first use
 _LEAST_ADDRESSES = 2**28
-# of the dynamic loader
+# messages of the dynamic loader
 _NO_MEMORY = (
     "failed to map segment",
     "annot allocate memory",
@@ -268,7 +269,7 @@ def limit_reached(error: BaseException) -> UserError | None:
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """The error and the errors in whose handling it was raised, newest first. (Joining a thread
-    that never started raises another error.)"""
+    that never started raises a second error.)"""
     each: BaseException | None = error
     while each is not None:
         yield each

@@ -21,7 +21,7 @@ from hvdtrain.tasks.user_functions import is_torch_module, read_metrics
 from hvdtrain.tasks.user_tasks import examples_of, measured, own_loss
 from hvdtrain.training.hooks import check_hooks
 
-Makers = Mapping[str, Given]  # by section
+Makers = Mapping[str, Given]  # section -> object
 
 
 def given_model(model: Any) -> Given:
@@ -40,7 +40,7 @@ def given_model(model: Any) -> Given:
 
         given = GivenModel(model)
         return Given(name_of_object(model), given, {"model": model}, given.take)
-    if "jax" in sys.modules:  # else it cannot be a JAX object
+    if "jax" in sys.modules:  # otherwise it cannot be a JAX object
         from hvdtrain.frameworks.jax.given import given_model as given_model_of_jax
 
         if (of_jax := given_model_of_jax(model)) is not None:
@@ -223,7 +223,7 @@ def with_given(config: Config, given: Makers) -> Config:
         elif (config.framework, one.framework) != (
             "torch",
             "keras",
-        ):  # a model of Keras on torch is one of torch; of others torch says so
+        ):  # a Keras model on torch is a torch model; for other backends, torch reports it
             what = (
                 f"{section} belongs to framework={one.framework}, but the job has "
                 f"framework={config.framework}"

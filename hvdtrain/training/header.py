@@ -36,7 +36,7 @@ from hvdtrain.training.telemetry import energy
 from hvdtrain.version import __version__
 
 _MOST_HOSTS = 16  # named in the header
-SCHEMA = 2  # of the events; docs/events.md
+SCHEMA = 2  # version of the events; see docs/events.md
 CLASS_NAMES_WIDTH = 40  # letters of class names in the header
 
 
@@ -108,7 +108,7 @@ def emit_stop(
 
 
 def _ranks_of_hosts(hosts: Sequence[str]) -> str:
-    """n1 x 8, n2 x 8"""
+    """Formats ranks per host: n1 x 8, n2 x 8."""
     ranks = Counter(hosts)
     shown = [f"{host} x {ranks[host]}" for host in sorted(ranks)[:_MOST_HOSTS]]
     return ", ".join(shown) + (
@@ -315,7 +315,7 @@ def _results(job: Job, now: TrainState, memory: dict[str, Any]) -> list[str]:
 
 
 def reached_line(one: Reached, unit: str) -> str:
-    """target   0.95 after 2.1 s, 3.00 epochs, 4,352 images, 140 J"""
+    """Formats a reached target: target 0.95 after 2.1 s, 3.00 epochs, 4,352 images, 140 J."""
     joules = "" if one.joules is None else f", {one.joules:,.0f} J"
     return (
         f"target   {one.target:g} after {one.seconds:.1f} s, {one.epochs:.2f} epochs, "

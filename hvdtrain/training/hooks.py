@@ -26,7 +26,7 @@ from hvdtrain.frameworks.learner import Learner
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.progress.train_state import TrainState
 
-MOST_STATE_BYTES = 2**20  # of all hooks, as JSON
+MOST_STATE_BYTES = 2**20  # limit for the state of all hooks, as JSON
 _FIX_STATE = (
     "numbers, texts, lists, and dicts with texts as keys: list(values), {str(key): value}, and "
     "convert back in load_state_dict()"
@@ -111,7 +111,7 @@ class Training:
 
     @property
     def size(self) -> int:
-        """Ranks."""
+        """The number of ranks."""
         return self._communicator.size
 
     @property
@@ -210,7 +210,7 @@ class Hooks:
         self._training = training
         self._communicator = communicator
         counts: Counter[str] = Counter()
-        self._names: list[str] = []  # of their states: Log, and of a second one Log 2
+        self._names: list[str] = []  # names of their states: Log, and Log 2 for a second one
         for hook in hooks:
             counts[name := type(hook).__name__] += 1
             self._names.append(name if counts[name] == 1 else f"{name} {counts[name]}")

@@ -53,13 +53,13 @@ def split_step(
     """Returns the samples of this rank's micro-batches in the step after `progress`, which has
     `batch` samples over all ranks.
 
-    draws: replaces data.shuffle. lengths: int64 (dataset,) of data.bucket_by, which puts similar
-    ones into one micro-batch.
+    draws: replaces data.shuffle. lengths: int64 (dataset,), with data.bucket_by, which puts similar
+    lengths into one micro-batch.
 
     Every rank gets the same number of micro-batches, since a forward or backward pass may contain
     collectives; a micro-batch may be empty. A batch that has grown is divided by pass first, then
-    by rank: the samples that all ranks have in a pass, over which norm.kind=sync normalizes, are
-    the same for any number of ranks. What batch.micro and a pipeline divide is a rank's share.
+    by rank. So the samples of all ranks in a pass, over which norm.kind=sync normalizes, are the
+    same for any number of ranks. batch.micro and a pipeline divide a rank's share.
     """
     rank = communicator.rank
     size = communicator.size
@@ -223,7 +223,7 @@ class StepInput(NamedTuple):
     """The input of Learner.step()."""
 
     hyper: Hyper
-    # DeviceBatch of the framework; equally many on every rank, some may be empty
+    # the framework's DeviceBatches; the same number on every rank, some may be empty
     micro_batches: list[Any]
 
 
@@ -344,7 +344,7 @@ class Prefetcher:
 
     @property
     def summary(self) -> str:
-        """For the header of the job."""
+        """Returns text for the job's header."""
         if self.cached_on_device:
             return "on the device"
         if self.ahead == 0:
@@ -421,8 +421,8 @@ def device_batches(
     pool: ThreadPoolExecutor | None,
     ahead: int,
 ) -> Iterator[Any | None]:
-    """A DeviceBatch of the samples of each batch (int64 (n,)), in order; None for an empty batch,
-    which only a learner with is_sharded accepts: its forward pass is a collective.
+    """Yields a DeviceBatch of the samples of each batch (int64 (n,)), in order; None for an empty
+    batch, unless the learner is_sharded, because then the forward pass is a collective.
 
     The threads of `pool` prefetch up to `ahead` batches; without a pool each batch is read when
     needed. Raises the reader's errors.

@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # with guard.lost
 class StepsSinceSync(NamedTuple):
     """The steps of this rank since the last sync point."""
 
-    began_s: float  # of time.perf_counter()
+    began_s: float  # time of time.perf_counter()
     sums: Sums
 
 
@@ -62,7 +62,7 @@ class Job:
     recipe: Recipe
     prefetcher: Prefetcher  # of the training samples
     val: Source  # the samples of an evaluation
-    val_samples: int  # of the whole validation set
+    val_samples: int  # samples in the validation set
     log: Log
     heartbeat: Heartbeat
     warnings: RankWarnings
@@ -76,7 +76,7 @@ class Job:
     # the state to return to when ranks are lost; None if a loss ends the job
     memory_copy: MemoryCopy | None
     clock: Callable[[], float]  # seconds spent in this job, over all its runs
-    throughput: Throughput  # what turns its rates into those of a device
+    throughput: Throughput  # converts its rates to rates per device
     unfinished: StepsSinceSync | None = None  # between two sync points
 
 

@@ -134,13 +134,13 @@ def _forget_arrays(error: BaseException) -> None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
     gc.collect()
-    # stacks of threads and Python's objects come from the system
+    # stacks of threads and Python objects are allocated from the system
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
-# a job with fewer weights is not predicted: that takes a second, and 80 MB of libraries
+# a job with fewer weights is not predicted, which would take a second and 80 MB of libraries
 LEAST_WEIGHTS = 2**20
 
 
@@ -164,7 +164,7 @@ class MemoryMeter:
             before = resident_bytes()
             private = resident_bytes() - shared_bytes()
             self._predict(on_gpu=learner.gpu() is not None)
-            self._base_bytes += max(0, resident_bytes() - before)  # of the prediction itself
+            self._base_bytes += max(0, resident_bytes() - before)  # memory of the prediction itself
             self._private_base_bytes += max(0, resident_bytes() - shared_bytes() - private)
         forget_peak()
 
@@ -200,8 +200,8 @@ class MemoryMeter:
 
 
 def line(fields: dict[str, Any]) -> str:
-    """memory   1.95 GiB at most on a rank, 1.90 GiB predicted (+2.6 %), beside 0.31 GiB of
-    libraries and data"""
+    """Formats the result: memory 1.95 GiB at most on a rank, 1.90 GiB predicted (+2.6 %), beside
+    0.31 GiB of libraries and data."""
     measured = 1e6 * fields["rank_memory_mb"][0]
     predicted = 1e6 * fields.get("memory_predicted_mb", 0.0)
     most = 1e6 * max(fields["rank_memory_mb"])

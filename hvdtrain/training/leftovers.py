@@ -12,14 +12,14 @@ from hvdtrain.core.adapters import is_adapter, merged
 from hvdtrain.core.arrays import Readable, in_memory
 from hvdtrain.errors import UserError, short
 
-# of DDP, torch.compile, FSDP, checkpoint wrappers
+# name parts added by DDP, torch.compile, FSDP, checkpoint wrappers
 _WRAPPERS = (
     "module",
     "_orig_mod",
     "_fsdp_wrapped_module",
     "_checkpoint_wrapped_module",
 )
-_COUNTS = ("n_averaged",)  # beside the weights of torch.optim.swa_utils.AveragedModel
+_COUNTS = ("n_averaged",)  # stored with the weights of torch.optim.swa_utils.AveragedModel
 _BOUND_TO_NOTHING = ("num_batches_tracked",)  # no output depends on it
 
 
@@ -123,7 +123,7 @@ def with_adapters(
     adapters = [name for name in found if is_adapter(name)]
     if not adapters or (
         not config.model.lora and all(name in names for name in adapters)
-    ):  # a model's own parameters
+    ):  # parameters of the model itself
         return found, []
     if scale is None:
         kind = KINDS[1]
@@ -155,7 +155,7 @@ def check_leftovers(
     mean.
 
     left_over: names in the file with number types; loaded: loaded names; names: all names of the
-    model. Arrays of layers that the model does not have change nothing.
+    model. Arrays of layers that the model does not have are ignored.
     """
     layers = _layers(loaded)
     for name, dtype in left_over.items():

@@ -86,7 +86,7 @@ def is_gone(holder: Holder) -> bool | None:
         os.kill(holder.pid, 0)
     except ProcessLookupError:
         return True
-    except PermissionError:  # it is another user's
+    except PermissionError:  # it belongs to another user
         pass
     start = _process_start(holder.pid)
     return start is not None and start != holder.process_start
@@ -178,7 +178,7 @@ def _is_at(run: Path, folder: Folder) -> bool:
 
 
 def _newest_checkpoint(folder: Folder) -> int | None:
-    """Its step."""
+    """Returns the step of the newest checkpoint."""
     with contextlib.suppress(OSError), folder.folder("checkpoints") as checkpoints:
         steps = [
             name.removeprefix("step-") for name in checkpoints.names() if name.startswith("step-")

@@ -34,8 +34,8 @@ class StepWindow(NamedTuple):
     """The steps of this rank between two sync points."""
 
     progress: Progress  # after them
-    last: Hyper  # of the last step
-    sums: Sums  # of this rank, on the device, not waited for
+    last: Hyper  # hyperparameters of the last step
+    sums: Sums  # sums of this rank on the device, not synchronized
     began_s: float  # of time.perf_counter()
 
 
@@ -109,7 +109,7 @@ def add_up(
     gathered: Mapping[str, Callable[[Concatenated], float]] | None = None,
 ) -> Sums:
     """All-reduces the sums. With guard.lost=shrink it also confirms that no rank was lost.
-    gathered: as of allreduce_sums()."""
+    gathered: see allreduce_sums()."""
     total = allreduce_sums(job.communicator, sums, name, job.task.sums, gathered)
     if job.memory_copy:
         job.memory_copy.confirm()
@@ -135,7 +135,7 @@ def record(
     if not math.isfinite(sums["loss"]) or (
         now.nonfinite > before.nonfinite and job.config.guard.nonfinite == "rollback"
     ):
-        # the sums are not finite, or belong to weights that were replaced, on all ranks by the same
+        # the sums are not finite, or belong to weights that were replaced on all ranks
         return now
     noise_scale = job.noise_scale.update(sums)
     fields = step_fields(job.task, now, sums, seconds, job.recipe.epochs)

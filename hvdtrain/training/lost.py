@@ -35,15 +35,15 @@ class RunningJob:
 class RankFailure(NamedTuple):
     """A loss of ranks, and its cost."""
 
-    ranks: list[int]  # as the launcher numbered them
+    ranks: list[int]  # the launcher's rank numbers
     hosts: list[str]
-    step: int  # that a surviving rank had reached
+    step: int  # the step that a surviving rank had reached
     detect_s: (
         float  # on this rank, from the error of a collective until every surviving rank knew of it
     )
     go_on_s: float  # from the same error until training continues
     restored_from: str  # memory, checkpoint, or GoOn.source
-    given_again: list[int] | None  # tickets of asynchronous updates; None: all go back
+    given_again: list[int] | None  # tickets of asynchronous updates; None: all ranks roll back
 
     @property
     def goes_on(self) -> bool:
@@ -75,7 +75,8 @@ def ready_for_losses(config: Config, communicator: Communicator) -> Elastic | No
                 f"guard.lost=restart writes no last checkpoint when a rank is lost: {error.what} "
                 f"({error.fix})"
             )
-            warnings.warn(what, stacklevel=1)  # the same place for both callers: it is shown once
+            # the same place for both callers, so that it is shown once
+            warnings.warn(what, stacklevel=1)
         return None
     return ranks
 
@@ -83,8 +84,8 @@ def ready_for_losses(config: Config, communicator: Communicator) -> Elastic | No
 def tell_loss(
     log: Log, loss: RankFailure, now: TrainState, step: int, left: int, then: str
 ) -> None:
-    """Emits the event "lost". step: from which training continues; left: the number of surviving
-    ranks; then: what happens next, for the line."""
+    """Emits the event "lost". step: the step from which training continues; left: the number of
+    surviving ranks; then: what happens next, for the line."""
     line = f"lost    {loss.who()}, after step {loss.step}: {then}, after {loss.go_on_s:.3g} s"
     log.emit(
         "lost",

@@ -37,7 +37,7 @@ class MemoryForecast:
     ranks: int
     features: frozenset[Feature]  # of the engine
     share: int  # most samples of a rank in a step
-    passes: int  # of that step, if batch.micro is not set
+    passes: int  # passes of that step, if batch.micro is not set
     evaluated: int  # samples in one pass of an evaluation
     ahead: int  # steps that are prefetched
     # by step, stage, recompute
@@ -119,7 +119,7 @@ def forecast_memory(
 
 
 def gib(size: float) -> str:
-    """6.1 GiB, 0.35 GiB, 12 MiB"""
+    """Formats bytes: 6.1 GiB, 0.35 GiB, 12 MiB."""
     if size >= 2**30 / 10:
         return f"{size / 2**30:.{1 if size >= 2**30 else 2}f} GiB"
     return f"{size / 2**20:,.0f} MiB"
@@ -253,8 +253,8 @@ def stages_of(config: Config) -> tuple[int, ...]:
 
 
 def advice(forecast: MemoryForecast, room: Room) -> str:
-    """The job takes 6.1 GiB of each rank, which had 4.0 (ulimit -v); shard.stage=2 takes 3.1 GiB,
-    batch.micro=8 3.9 GiB
+    """Returns advice: the job takes 6.1 GiB of each rank, which had 4.0 (ulimit -v); shard.stage=2
+    takes 3.1 GiB, batch.micro=8 3.9 GiB.
 
     Raises UserError if the job cannot be predicted.
     """

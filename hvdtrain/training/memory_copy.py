@@ -21,15 +21,15 @@ class Kept(NamedTuple):
     """The shards of one sync point that a rank keeps."""
 
     number: int
-    ranks: int  # that had parts
+    ranks: int  # number of ranks that had parts
     owners: list[int]  # the ranks whose parts it keeps
 
 
 class HeldState(NamedTuple):
     """The copies that a rank can return to."""
 
-    number: int  # of the sync point of its arrays
-    evaluated: int  # as TrainState's
+    number: int  # number of the sync point of its arrays
+    evaluated: int  # see TrainState.evaluated
     parts: list[Kept]
 
 
@@ -44,9 +44,9 @@ class MemoryCopy:
     """Keeps a host copy of the training state on each rank. Replicated arrays are copied on every
     rank.
 
-    Of sharded arrays each rank keeps its own and its neighbour's shards, of two sync points: when
-    the newer shards begin to arrive, all ranks have the older ones. Replicated arrays are copied
-    after that: a rank that still waits has the older ones.
+    For sharded arrays, each rank keeps its own and its neighbour's shards of two sync points, so
+    that all ranks have the older shards when the newer ones begin to arrive. Replicated arrays are
+    copied after that, so a rank that still waits has the older ones.
     """
 
     def __init__(self, learner: Learner, communicator: Elastic, now: TrainState) -> None:
@@ -61,8 +61,7 @@ class MemoryCopy:
         self._copy(now, 0)
 
     def confirm(self) -> None:
-        """Called before keep(): fails if a rank was lost in the collectives before it. A
-        collective."""
+        """Called before keep(). Fails if a rank died in earlier collectives. A collective."""
         self._communicator.confirm()
 
     def keep(self, now: TrainState) -> None:
@@ -197,12 +196,12 @@ def _owners(held: HeldState, number: int) -> list[int]:
     return [owner for kept in held.parts if kept.number == number for owner in kept.owners]
 
 
-_ALIGNMENT = 8  # of the copy of an array
-# of all ranks, which a rank has in memory: a run takes about 100 bytes, and mostly an array has one
-# on a rank
+_ALIGNMENT = 8  # alignment of the copy of an array
+# runs of all ranks that a rank holds in memory; a run takes about 100 bytes, and an array usually
+# has one run on a rank
 RUNS_AT_ONCE = 2**17
 
-Runs = list[tuple[int, int]]  # positions in the whole array, as Piece.runs()
+Runs = list[tuple[int, int]]  # positions in the whole array, see Piece.runs()
 
 
 class Array(NamedTuple):
@@ -216,7 +215,7 @@ class Array(NamedTuple):
 class RankRuns(NamedTuple):
     """One rank's parts of some arrays."""
 
-    runs: list[Runs]  # of each array
+    runs: list[Runs]  # runs of each array
     memory: np.ndarray  # bytes
 
     def views(self, arrays: Sequence[Array]) -> Iterator[np.ndarray]:
@@ -231,16 +230,16 @@ class RankRuns(NamedTuple):
 class Copies(NamedTuple):
     """The parts of one sync point that a rank keeps."""
 
-    number: int  # of the sync point
-    ranks: int  # that had parts
+    number: int  # number of the sync point
+    ranks: int  # number of ranks that had parts
     arrays: list[Array]
-    parts: dict[int, RankRuns]  # by the rank's number at that time
+    parts: dict[int, RankRuns]  # by rank number at that time
     # ranks with nothing to keep, such as workers of parameter servers
     empty: frozenset[int] = frozenset()
 
 
 class Neighbours:
-    """Which rank keeps whose parts: rank r keeps the parts of r - distance, which is on another
+    """Which rank keeps which parts: rank r keeps the parts of r - distance, which is on another
     host if there are several."""
 
     def __init__(self, communicator: Communicator, pieces: Sequence[Piece]) -> None:
@@ -290,7 +289,7 @@ class Neighbours:
         counts = np.array([len(runs) for runs in own], np.int64)
         of_source = np.empty_like(counts)
         self._swap(counts, of_source, "copy.counts")
-        # (0, 0): no message is empty
+        # (0, 0), so that no message is empty
         ends = np.array([(0, 0), *(run for runs in own for run in runs)], np.int64)
         ends_of_source = np.empty((1 + int(of_source.sum()), 2), np.int64)
         self._swap(ends, ends_of_source, "copy.runs")
@@ -320,7 +319,7 @@ def distance(hosts: Sequence[int]) -> int:
     copies on another host."""
     of_ranks = np.array(hosts)
 
-    def apart(away: int) -> int:  # by numpy: 67 million pairs of 8,192 ranks
+    def apart(away: int) -> int:  # NumPy, because 8,192 ranks have 67 million pairs
         return int(np.count_nonzero(of_ranks != np.roll(of_ranks, -away)))
 
     return max(range(1, len(hosts)), key=apart, default=0)

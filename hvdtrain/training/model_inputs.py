@@ -49,8 +49,8 @@ def takes_x(config: Config) -> bool:
 
 
 def names_to_keep(config: Config) -> tuple[str, ...]:
-    """Names of fields that a job asks for: a Dataset's "image" is not renamed to x if the model has
-    a parameter image among others."""
+    """Returns names of fields that a job needs: a Dataset's "image" is not renamed to x if the
+    model has a parameter image among others."""
     asked = asked_by_forward(config)
     return tuple(config.data.inputs) or (asked if len(asked) > 1 else ())
 
@@ -104,8 +104,8 @@ def _forward(config: Config) -> Any:
     ):
         return None
     made: Any = plugins.own_function(config.model)
-    model = getattr(made, "model", None)  # of an object that a script gives
-    # behind torch.compile
+    model = getattr(made, "model", None)  # an object that a script passes
+    # within torch.compile
     kind = type(getattr(model, "_orig_mod", model)) if is_torch_module(model) else made
     return getattr(kind, "forward", None) if isinstance(kind, type) else None
 

@@ -44,7 +44,7 @@ from hvdtrain.training.weights_on_all_ranks import (
     why_one_rank_reads,
 )
 
-# where files of torch have weights beside other things
+# keys under which torch files store weights next to other data
 _INSIDE = (
     "state_dict",
     "model",
@@ -64,7 +64,7 @@ class Match(NamedTuple):
     arrays: dict[str, Readable]  # by names of Learner.state()
     missing: list[str]  # names of the model's state dict that the file does not have
     left_over: list[str]  # names of the file that the model does not have
-    skipped: list[str]  # by model.weights_skip
+    skipped: list[str]  # skipped by model.weights_skip
 
 
 class File(NamedTuple):
@@ -79,7 +79,7 @@ class File(NamedTuple):
 class Loaded(NamedTuple):
     """The loaded state, the same on all ranks."""
 
-    digest: str  # of the state
+    digest: str  # digest of the state
     lines: list[str]  # for the user
 
 
@@ -334,7 +334,7 @@ def with_names_of_model(
 
 def _renamed(name: str, old: str, new: str, where: str) -> str | None:
     """Renames by OLD=NEW, or returns None if OLD does not match. OLD is a prefix; with *, it
-    matches the whole name, and each * of NEW is replaced by what the * of OLD matched."""
+    matches the whole name, and each * in NEW is replaced by the match of the * in OLD."""
     if "*" not in old and "*" not in new:
         return new + name.removeprefix(old) if name.startswith(old) else None
     if old.count("*") != new.count("*"):

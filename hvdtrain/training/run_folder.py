@@ -35,8 +35,8 @@ FILES = (
     LOCK,
 )
 FOLDERS = ("checkpoints", "samples", "ranks", "profile", "tensorboard", "mlflow", "wandb")
-_OUTPUT = re.compile(r".+\.(log|out|err)")  # of a batch system, which may be there first
-_FIRST_EVENT = b'{"time":'  # as every event begins
+_OUTPUT = re.compile(r".+\.(log|out|err)")  # output of a batch system, which may exist first
+_FIRST_EVENT = b'{"time":'  # the beginning of every event
 
 
 def make_run_folder(config: Config, resumed: Path | None = None) -> Path:

@@ -34,11 +34,11 @@ BEAT_S = 5.0  # between two signs of life
 STALE_S = (
     60.0  # without a sign of life, until a process that is not visible from here counts as gone
 )
-WAIT_S = 300.0  # for a job that writes its last checkpoint, and for signs of life
+WAIT_S = 300.0  # how long to wait for a job that writes its last checkpoint, and for signs of life
 LOOK_S = 0.2  # between two checks of another job's lock
 CLAIM_S = 3.0  # until a process that is removing a lock counts as gone
 SAY_S = 30.0  # between two lines that report the wait
-JOIN_S = 2.0  # for a file system that hangs while the lock is refreshed
+JOIN_S = 2.0  # how long to wait for a file system that hangs while the lock is refreshed
 
 
 class Sign(NamedTuple):
@@ -117,8 +117,8 @@ class RunLock:
     ) -> None:
         self.release()
         if self._thread is not None:
-            # where a thread frees the last reference to a tensor while the interpreter ends, torch
-            # aborts
+            # torch aborts if a thread frees the last reference to a tensor while the interpreter
+            # exits
             self._thread.join(JOIN_S)
 
     def acquire(self, run: Path) -> list[str]:
@@ -126,8 +126,7 @@ class RunLock:
         if the folder cannot be written.
 
         Raises UserError if a living job holds it. Waits for a job that writes its last checkpoint,
-        and for a sign of life of a job that is not visible from here. A job that is gone loses its
-        lock.
+        and for a sign of life of a job that is not visible from here. A dead job loses its lock.
         """
         return self._acquire(run, "")
 
@@ -260,7 +259,7 @@ class RunLock:
             with contextlib.suppress(OSError), self._folder.update(LOCK) as file:
                 if (
                     from_bytes(file.read(LENGTH)).token == self._mine.token
-                ):  # of this very file: another job has a different file
+                ):  # of this file; another job has a different file
                     file.seek(0)
                     file.write(to_bytes(self._mine))
 

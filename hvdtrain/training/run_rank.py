@@ -39,7 +39,7 @@ from hvdtrain.training.train_job import JobResult, train_job
 
 T = TypeVar("T")
 _NOTHING: Mapping[str, Given] = {}
-# what the assignments take from the run that resume= names
+# returns the assignments from the run that resume= names
 ReadFormerRun = Callable[[Sequence[Assignment]], list[Assignment]]
 
 
@@ -218,7 +218,7 @@ def gpu_address(config: Config, communicator: Communicator) -> str | None:
         return None
     if config.speed.device == "cpu" or config.framework == "numpy":
         return None
-    first = communicator.local_rank * config.speed.devices  # of the devices of a rank of JAX
+    first = communicator.local_rank * config.speed.devices  # the first of the rank's JAX devices
     return HERE.address_of(first, os.environ)
 
 

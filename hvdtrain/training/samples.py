@@ -66,7 +66,7 @@ def draw_on_all_ranks(
     return communicator.allgather(np.concatenate(mine), "sample.tokens")
 
 
-FOLDER = "samples"  # of a run folder
+FOLDER = "samples"  # in a run folder
 SHOWN_MASKS = 4  # samples, if log.samples is not set
 COLUMNS = 16  # images side by side
 STOP_CHECK_TOKENS = 64  # between two checks whether to stop: each costs one small allreduce
@@ -76,7 +76,7 @@ _PNG = b"\x89PNG"
 
 
 class _Stopped(Exception):
-    """The job stops while sampling; raised on every rank at the same position."""
+    """Raised if the job stops while sampling, on every rank at the same position."""
 
 
 @dataclass
@@ -153,7 +153,7 @@ class SampleSeries:
         positions = tokens.shape[0]
         try:
             drawn = draw_on_all_ranks(
-                self.learner.data,  # the ranks of a tensor group draw the same sequences together
+                self.learner.data,  # the ranks of a tensor group sample the same sequences together
                 self.learner,
                 np.tile(self.val.read(np.zeros(1, np.int64))["tokens"][:, :1], (samples, 1)),
                 positions,
@@ -234,7 +234,8 @@ _SMALLEST = 64  # pixels of an image's height in the grid
 
 
 def grid(images: np.ndarray, columns: int | None = None) -> np.ndarray:
-    """uint8 (n, H, W, C) -> uint8 (rows, columns, C): enlarged by a whole number, on white.
+    """Arranges images uint8 (n, H, W, C) in a grid uint8 (rows, columns, C), enlarged by an integer
+    factor, on white.
 
     columns: images side by side; None: as many as make the page about as high as wide.
     """
@@ -257,7 +258,7 @@ def grid(images: np.ndarray, columns: int | None = None) -> np.ndarray:
 
 
 def png(page: np.ndarray) -> bytes:
-    """The file of uint8 (H, W, C), of one channel or three."""
+    """Returns a PNG file of uint8 (H, W, C), with one channel or three."""
     import PIL.Image
 
     out = io.BytesIO()

@@ -20,8 +20,8 @@ _PAPER = (255, 255, 255)
 
 
 def palette() -> np.ndarray:
-    """uint8 (256, 3), the colours of classes: the bits of a class number are spread over red, green
-    and blue, as in PASCAL VOC."""
+    """Returns the colours of classes, uint8 (256, 3): the bits of a class number are spread over
+    red, green and blue, as in PASCAL VOC."""
     colours = np.zeros((256, 3), np.uint8)
     for bit in range(8):
         for channel in range(3):
@@ -42,8 +42,8 @@ class Masks(NamedTuple):
 
 
 def picture(masks: Masks) -> np.ndarray:
-    """uint8 (height, width, 3): for each sample a row of its image, its mask and the prediction,
-    and below the classes' colours."""
+    """Returns uint8 (height, width, 3): for each sample a row with its image, mask and prediction,
+    and the colours of the classes below."""
     tiles = [
         _sized(tile)
         for tile in (
@@ -79,13 +79,13 @@ def _titles(masks: Masks) -> list[str]:
 
 
 def _known(masks: Masks) -> np.ndarray:
-    """bool (n, H, W): the pixels that have a class."""
+    """Returns bool (n, H, W): the pixels that have a class."""
     return np.ones(masks.true.shape, bool) if masks.ignored is None else masks.true != masks.ignored
 
 
 def _as_rgb(images: np.ndarray) -> np.ndarray:
-    """uint8 (n, H, W, 3). Uses all of one or three channels, else the first; floats are scaled to
-    each channel's range."""
+    """Returns Returns the colours of classes, uint8 (n, H, W, 3).. Uses one or three channels, else
+    only the first; floats are scaled to each channel's range."""
     if images.dtype != np.uint8:
         images = images[:, :3] if images.shape[1] == 3 else images[:, :1]
         finite = np.where(np.isfinite(images), images, 0.0).astype(np.float64)
@@ -99,7 +99,7 @@ def _as_rgb(images: np.ndarray) -> np.ndarray:
 
 
 def _coloured(classes: np.ndarray, ignored: int | None) -> np.ndarray:
-    """uint8 (n, H, W, 3)"""
+    """Returns the colours of classes, uint8 (n, H, W, 3)."""
     pixels = palette()[classes.astype(np.int64) % 256]
     if ignored is not None:
         pixels[classes == ignored] = _NO_CLASS

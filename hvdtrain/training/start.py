@@ -47,21 +47,22 @@ from hvdtrain.training.run_lock import RunLock
 class Start(NamedTuple):
     """The initial state of a job, the same on all ranks."""
 
-    run: Path  # as rank 0 knows it
+    run: Path  # path of the run folder on rank 0
     train_state: TrainState
-    resumed_from: str | None  # another run folder, whose state this is
+    resumed_from: str | None  # the run folder that the state came from
     notes: list[str]  # lines for the user
     changes: list[Change]  # in the configuration of the resumed run
-    # as config.yaml; if not, the first checkpoint trained with it will change that
+    # whether config.yaml has the configuration; if not, the first checkpoint trained with it writes
+    # it
     config_is_written: bool
     is_over: bool  # nothing to do: the run folder stays as it is
-    digest: str  # of the state that all ranks have
+    digest: str  # digest of the state on all ranks
     weights: int  # numbers that are trained
     checkpoint_limit_bytes: int  # the largest possible checkpoint file of this job
 
 
 class Found(NamedTuple):
-    """What rank 0 found in the run folder."""
+    """The state that rank 0 found in the run folder."""
 
     run: Path
     point: ResumePoint
@@ -80,21 +81,21 @@ def start_or_resume(
 ) -> Start:
     """Creates and locks the run folder, and gives all ranks the same state. Every rank calls it.
 
-    Raises UserError on all ranks if no checkpoint is good or fits, or if the run folder cannot be
-    written, is full or is in use.
+    Raises UserError on all ranks if no checkpoint is good or matches, or if the run folder cannot
+    be written, is full or is in use.
     """
     pieces = list(learner.pieces())
     array_bytes = sum(piece.nbytes + HEADER_BYTES for piece in pieces)
     limit_bytes = 2**20 + 8 * array_bytes  # a user's optimizer may not have created its state yet
     weights = sum(math.prod(piece.shape) for piece in pieces if piece.name.startswith("p."))
-    opened: tuple[Path, list[str]] | None = None  # once, also if a checkpoint is damaged
+    opened: tuple[Path, list[str]] | None = None  # opened once, even if a checkpoint is damaged
 
     def find(reading: Reading) -> tuple[Found, Arrays | CheckpointInParts | None]:
         nonlocal opened
         opened = opened or open_run_folder(config, lock)
         run, notes = opened
         try:
-            # by now: the job before this one may just have written its last checkpoint
+            # read again, because the previous job may just have written its last checkpoint
             former = former_run(config)
             beginning = begin(config, datasets)
             shapes = {piece.name: piece.shape for piece in pieces}
@@ -126,7 +127,7 @@ def start_or_resume(
         digest = loaded.digest
     if (
         not goes_on
-    ):  # not earlier: if the state does not fit the model, the run folder stays unchanged
+    ):  # not earlier, so that the run folder does not change if the state does not match the model
         on_rank_0(communicator, lambda: _write_first_files(config, datasets, run, lock))
     return Start(
         run=run,
@@ -195,8 +196,8 @@ def begin_with_samples(config: Config, datasets: Datasets, learner: Learner) -> 
 
 
 def _write_first_files(config: Config, datasets: Datasets, run: Path, lock: RunLock) -> None:
-    """config.yaml, and what the data keep in the run folder. Raises UserError, as on a full
-    disk."""
+    """Writes config.yaml and the data's files in the run folder. Raises UserError, for example on a
+    full disk."""
     try:
         for name, content in datasets.train.run_files.items():
             with Folder.open(run) as folder:

@@ -1,5 +1,5 @@
 """Sync points and the end of a loop, for the trainer and for custom loops: what ranks synchronize,
-decide together, and close."""
+decide and close together."""
 
 from __future__ import annotations
 
@@ -77,8 +77,7 @@ def act(
     return now
 
 
-# how long the end of a loop that failed, or has to stop, waits for what its sinks still have to
-# write
+# how long a loop that failed, or has to stop, waits at the end for its sinks to write
 HASTY_S = 3.0
 
 

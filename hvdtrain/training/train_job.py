@@ -54,13 +54,13 @@ TRACKED_S = 2.0  # between two events of steps that a tracker gets
 class JobResult(NamedTuple):
     """How a job ended, on every rank."""
 
-    # exit code: DONE, or REQUEUE (LOST after the loss of a rank) where the job had to stop before
-    # its end
+    # exit code: DONE, or REQUEUE (LOST after the loss of a rank) if the job had to stop before its
+    # end
     code: int
-    run: Path  # as rank 0 knows it
+    run: Path  # path of the run folder on rank 0
     reason: str
     train_state: TrainState
-    transform: Transform | Transforms | None = None  # what was done to x, or to each input
+    transform: Transform | Transforms | None = None  # the transform of x, or of each input
 
 
 def train_job(

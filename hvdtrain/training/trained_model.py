@@ -47,7 +47,7 @@ class TrainedModel(NamedTuple):
     learner: Learner
     task: Task  # with the statistics of the training set
     checkpoint: Checkpoint
-    # lines for the user: damaged checkpoints that were skipped, what of the model is not used
+    # lines for the user: skipped damaged checkpoints, unused parts of the model
     notes: list[str]
 
 
@@ -76,7 +76,7 @@ def load_trained_model(
             config.where("shard.stage"),
             "shard.stage=0, or optim.ema=null for the weights without averaging",
         )
-    if not in_parts:  # stages 1 and 2 divide what only training has
+    if not in_parts:  # stages 1 and 2 only shard training state
         config = config.replace(shard=ShardConfig())
     try:
         return _load(
@@ -154,7 +154,7 @@ class AskedSource(AroundSource):
     """
 
     source: Source
-    asked: Mapping[str, Field]  # of the task
+    asked: Mapping[str, Field]  # fields of the task
     where: str
 
     @property
@@ -194,8 +194,8 @@ def asked_source(
     workers: int | None = None,
     with_targets: bool = True,
 ) -> AskedSource:
-    """Converts data, of any kind that train_data= supports, to a source with these fields. For only
-    x or tokens it may be the array.
+    """Converts data, of any kind that train_data= supports, to a source with these fields. If the
+    only field is x or tokens, the data may be the array itself.
 
     with_targets: needed for an evaluation; without, windows may lack their last token, which is
     predicted and not read.
@@ -251,8 +251,7 @@ def _whole_windows(tokens: Any, length: int) -> np.ndarray:
 
 
 def _fits(found: Field, field: Field) -> bool:
-    """Whether samples can be brought into the form of a field: whole numbers to floats, never
-    back."""
+    """Whether samples can be converted to the form of a field: integers to floats, never back."""
     kinds = np.dtype(found.dtype).kind, np.dtype(field.dtype).kind
     if kinds[0] == "f" and kinds[1] != "f":
         return False

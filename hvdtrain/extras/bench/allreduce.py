@@ -1,8 +1,8 @@
-"""bench allreduce: how fast the ranks sum vectors, compared with one plain MPI_Allreduce and a copy
-of memory in the same run.
+"""bench allreduce: how fast the ranks sum vectors, compared with a plain MPI_Allreduce and a memory
+copy in the same run.
 
 Every method must first give the known sum of values that differ by rank. The seconds of a method
-are those of the slowest rank.
+are the slowest rank's.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class AllreduceRanks(NamedTuple):
     """The ranks of the benchmark."""
 
     communicator: Communicator
-    mpi_world: Any | None  # a communicator of mpi4py, where MPI runs
+    mpi_world: Any | None  # a communicator of mpi4py, if MPI runs
     bucket_bytes: int
 
 
@@ -162,8 +162,8 @@ def _mpi_allreduce(mpi_world: Any) -> Callable[[np.ndarray], None]:
 
 
 def _methods_for_tensors(ranks: AllreduceRanks, flat: np.ndarray) -> Iterator[Method]:
-    """Methods for many small tensors, which are views of `flat`. Those that reduce one bucket copy
-    the tensors in and out, timed too."""
+    """Returns methods for many small tensors, which are views of `flat`. Methods that reduce one
+    bucket copy the tensors in and out, which is included in the time."""
     communicator = ranks.communicator
     bucket = np.empty_like(flat)
     tensors = np.split(flat, np.cumsum(SMALL_TENSOR_SIZES)[:-1])
@@ -334,7 +334,8 @@ def count_hosts(ranks: Sequence[tuple[str, int]]) -> list[BenchHost]:
 
 
 def bus_bytes_per_s(method: str, size_bytes: int, ranks: int, seconds: float) -> float:
-    """Bytes that cross each rank's link in a ring allreduce; for the copy the bytes copied."""
+    """Returns the bytes per second that cross each rank's link in a ring allreduce; for the memory
+    copy, the bytes copied."""
     crossing = size_bytes if method == COPY else 2 * (ranks - 1) / ranks * size_bytes
     return crossing / seconds
 
@@ -397,7 +398,7 @@ def _seconds_of(payload: PayloadTimes, method: str) -> list[float] | None:
 
 
 def _compared_with_grouped(payloads: Sequence[PayloadTimes]) -> list[str]:
-    """Many small tensors, compared with Horovod's own way of reducing a group."""
+    """Compares many small tensors with Horovod's grouped allreduce."""
     lines = []
     for payload in payloads:
         grouped_seconds = _seconds_of(payload, GROUPED)

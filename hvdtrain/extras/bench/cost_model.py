@@ -24,7 +24,7 @@ _LINK = re.compile(
 
 
 class Cluster(NamedTuple):
-    """The links of a cluster whose nodes are filled with ranks one after the other."""
+    """The links of a cluster; ranks fill its nodes one after the other."""
 
     inside: Link  # between ranks of one node
     between: Link  # between nodes
@@ -34,9 +34,9 @@ class Cluster(NamedTuple):
 class MeasuredStep(NamedTuple):
     """A step of a job that ran."""
 
-    samples: float  # of one rank
+    samples: float  # samples of one rank
     oversubscription: float  # ranks / cores, at least 1: computing takes this many times as long
-    comm_s: float  # of all gradients with nothing hidden behind computing; 0 on one rank
+    comm_s: float  # communication of all gradients without overlap; 0 on one rank
     step_s: float
 
 
@@ -46,29 +46,32 @@ class StepModel(NamedTuple):
 
     fixed_s: float
     per_sample_s: float
-    # of two ranks or more: computing takes 1 + this times as long (memory, caches, readers, the
+    # with two or more ranks, computation takes 1 + this times as long (memory, caches, readers, the
     # slowest rank)
     contention: float
     exposed: float  # share of the communication that computing does not hide, 0 to 1
 
     def compute_s(self, samples: float, alone: bool = False) -> float:
-        """Seconds of computing; `alone` is one rank without others beside it."""
+        """Returns the seconds of computation. alone: a single rank without others on the
+        machine."""
         seconds = self.fixed_s + self.per_sample_s * samples
         return seconds if alone else seconds * (1 + self.contention)
 
 
 def ring_s(ranks: int, size_bytes: float, link: Link) -> float:
-    """Reduce-scatter and all-gather round a ring: 2 (n - 1) messages of B / n."""
+    """Returns the seconds of a ring allreduce: 2 (n - 1) messages of B / n."""
     return 2 * (ranks - 1) * (link.latency_s + size_bytes / ranks / link.bytes_per_s)
 
 
 def tree_s(ranks: int, size_bytes: float, link: Link) -> float:
-    """Up a binomial tree and down again, with the whole vector each time."""
+    """Returns the seconds of a binomial tree, up and down, with the whole vector in each
+    message."""
     return 2 * math.ceil(math.log2(ranks)) * (link.latency_s + size_bytes / link.bytes_per_s)
 
 
 def halving_doubling_s(ranks: int, size_bytes: float, link: Link) -> float:
-    """Recursive halving, then doubling (Thakur, Rabenseifner, Gropp 2005, section 3.3).
+    """Returns the seconds of recursive halving and doubling (Thakur, Rabenseifner, Gropp 2005,
+    section 3.3).
 
     Ranks beyond a power of two send their vector first and receive the sum last: two more messages
     of the whole vector.
@@ -91,8 +94,8 @@ def flat_s(
 
 
 def hierarchical_ring_s(ranks: int, size_bytes: float, cluster: Cluster) -> float:
-    """Rings inside nodes; between nodes each rank's share of the vector goes round a ring, all
-    shares at the same time."""
+    """Returns the seconds of rings within nodes, and a ring between nodes for each rank's share of
+    the vector, all at the same time."""
     local_ranks = min(ranks, cluster.per_node)
     nodes = math.ceil(ranks / cluster.per_node)
     return ring_s(local_ranks, size_bytes, cluster.inside) + ring_s(
@@ -101,8 +104,8 @@ def hierarchical_ring_s(ranks: int, size_bytes: float, cluster: Cluster) -> floa
 
 
 def hierarchical_tree_s(ranks: int, size_bytes: float, cluster: Cluster) -> float:
-    """Trees inside nodes; between nodes one rank of each node sends the whole vector up and down a
-    tree."""
+    """Returns the seconds of trees within nodes, and a tree between nodes with one rank of each
+    node and the whole vector."""
     local_ranks = min(ranks, cluster.per_node)
     nodes = math.ceil(ranks / cluster.per_node)
     return tree_s(local_ranks, size_bytes, cluster.inside) + tree_s(
@@ -139,8 +142,8 @@ def comm_s(algorithm: str, ranks: int, bucket_bytes: Sequence[float], cluster: C
 
 
 def step_s(model: StepModel, samples: float, comm: float, oversubscription: float = 1.0) -> float:
-    """Seconds of one step with `comm` seconds of communication, 0 for one rank alone. The backward
-    pass hides at most its own length."""
+    """Returns the seconds of a step with `comm` seconds of communication, 0 for a single rank. The
+    backward pass hides at most its own duration."""
     compute = oversubscription * model.compute_s(samples, alone=not comm)
     return compute + max(model.exposed * comm, comm - BACKWARD * compute)
 
@@ -173,7 +176,7 @@ def fit_step(points: Sequence[MeasuredStep]) -> StepModel:
 
 
 def _fit_compute(points: Sequence[MeasuredStep]) -> list[float]:
-    """[fixed_s, per_sample_s, exposed]"""
+    """Returns [fixed_s, per_sample_s, exposed]."""
     samples_vary = len({point.samples for point in points}) > 1
     rows = [
         [
@@ -216,8 +219,8 @@ def split_buckets(total_bytes: int, bucket_bytes: float) -> list[float]:
 
 
 def read_links(text: str) -> tuple[Link, Link]:
-    """ "nvlink:5us:300GB/s,ib:2us:25GB/s" -> the links inside a node and between nodes; one link is
-    both. Raises UserError."""
+    """Parses "nvlink:5us:300GB/s,ib:2us:25GB/s" to the links within a node and between nodes; a
+    single link is used for both. Raises UserError."""
     links = []
     for item in text.split(","):
         match = _LINK.fullmatch(item.strip())

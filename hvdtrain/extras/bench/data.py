@@ -1,5 +1,5 @@
-"""bench data: how fast samples are read and prefetched, compared with how fast the step uses them.
-Rank 0 prints its own numbers."""
+"""bench data: how fast samples are read and prefetched, compared with how fast steps consume them.
+Rank 0 prints its numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.input import Prefetcher, block_shuffle
 
-MAX_STEPS = 20  # of one block
+MAX_STEPS = 20  # steps in one block
 
 
 def bench_data(arguments: Sequence[str]) -> int:
@@ -44,7 +44,7 @@ def bench_data(arguments: Sequence[str]) -> int:
 def measure(
     config: Config, communicator: Communicator, signals: Signals, rounds: int
 ) -> dict[str, Any]:
-    """The result of this rank, as --json prints it. A collective: every rank calls it."""
+    """Returns the result of this rank, in the form of --json. A collective: every rank calls it."""
     began = time.perf_counter()
     datasets = open_datasets(config, communicator)
     prepared_s = time.perf_counter() - began
@@ -78,8 +78,8 @@ def measure(
 def _prefetchers(
     config: Config, communicator: Communicator, trainer: Trainer
 ) -> dict[str, Prefetcher]:
-    """Returns the job's prefetcher, and those with one and two readers if they differ, by name in
-    the table."""
+    """Returns prefetchers by name in the table: the job's, and with one and two readers if
+    different."""
     prefetchers = {"prefetch": trainer.prefetcher}
     if trainer.prefetcher.cached_on_device:
         return prefetchers
@@ -103,8 +103,8 @@ def _prefetchers(
 def _stages(
     trainer: Trainer, prefetchers: Mapping[str, Prefetcher], samples_per_step: int, steps: int
 ) -> dict[str, Callable[[], None]]:
-    """What is timed, by name: reading, prefetching, and the step itself. Each handles the samples
-    of `steps` steps."""
+    """Returns the functions to time, by name: reading, prefetching, and the step itself. Each
+    handles the samples of `steps` steps."""
     samples = len(trainer.datasets.train)
     shuffle = block_shuffle(trainer.job.config.data)
     order = positions_of_rank(0, samples, 0, 1, samples, 0, shuffle=shuffle).samples

@@ -37,7 +37,8 @@ hvdtrain lr-find [--from 1e-6] [--to 10] [--steps 100] [--png FILE] [--json [FIL
   --steps 100                steps; it ends before where the loss is four times its lowest value
   --png FILE                 a picture of loss over rate
   --json FILE                the numbers as JSON; --json or --json - prints them instead of the text"""  # noqa: E501
-# a part of the steps: so many before and after a step are in its mean loss, which has no lag then
+# the mean loss of a step is over the steps before and after it, this part of all steps each, so
+# that it has no lag
 WINDOW = 25
 RECENT = 0.8  # share of the mean before in the next one, of the loss that ends the test
 DIVERGED = 4.0  # times the lowest such loss: the end
@@ -56,12 +57,13 @@ class Point(NamedTuple):
 class Proposal(NamedTuple):
     """The proposed values of optim.base_lr."""
 
-    steepest: float  # where the smoothed loss falls fastest over the logarithm of the rate
-    lowest: float  # where it is lowest
+    steepest: float  # rate at which the smoothed loss falls fastest over the logarithm of the rate
+    lowest: float  # rate at which it is lowest
 
 
 def lr_find(arguments: Sequence[str]) -> int:
-    """The command; returns the exit code. Every rank calls it, rank 0 prints. Raises UserError.
+    """Runs the command; returns the exit code. Every rank calls it, rank 0 prints. Raises
+    UserError.
 
     Source: Smith 2017, arXiv:1506.01186, 3.3, with a rate that rises exponentially.
     """
@@ -128,7 +130,8 @@ def _plain(recipe: RecipeConfig) -> RecipeConfig:
 def measure(
     config: Config, communicator: Communicator, signals: Signals, least: float, steps: int
 ) -> list[Point]:
-    """The loss at each rate from `least` to optim.base_lr, the same on every rank. A collective."""
+    """Returns the loss at each rate from `least` to optim.base_lr, the same on every rank. A
+    collective."""
     trainer = Trainer(config, communicator, signals)
     for line in _begin(trainer, communicator):
         print(f"lr-find: {line.strip()}", file=sys.stderr, flush=True)
@@ -154,7 +157,7 @@ def measure(
         rates.append(rate)
         losses.append(loss)
         recent.append(RECENT * recent[-1] + (1 - RECENT) * loss if recent else loss)
-        if not recent[-1] <= DIVERGED * min(recent):  # also true of NaN
+        if not recent[-1] <= DIVERGED * min(recent):  # also true for NaN
             break
         progress = progress.advance(hyper.batch)
         if communicator.rank == 0 and number % 25 == 24:

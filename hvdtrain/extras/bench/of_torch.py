@@ -25,10 +25,10 @@ def synchronizing_stopwatch(device: torch.device) -> HostStopwatch:
 
 
 def step_flops(learner: Any, micro: Sequence[Batch], hyper: Hyper) -> int:
-    """Operations of the matrix products and convolutions of one step, forward and backward, which
-    this makes; a multiply-add counts as two.
+    """Makes one step and returns the operations of its matrix products and convolutions, forward
+    and backward; a multiply-add counts as two.
 
-    Every rank calls it. What torch.compile fuses is not counted.
+    Every rank calls it. Operations fused by torch.compile are not counted.
     """
     with FlopCounter() as counter:
         learner.step(micro, hyper, 0)
@@ -36,8 +36,8 @@ def step_flops(learner: Any, micro: Sequence[Batch], hyper: Hyper) -> int:
 
 
 def peak_flops(learner: Any, size: int = 2048) -> float:
-    """Operations per second of a square matrix product in the number type of the layers: the median
-    of PRODUCTS, after two to warm up."""
+    """Measures the operations per second of a square matrix product in the dtype of the layers: the
+    median of PRODUCTS, after two warm-ups."""
     dtype = learner.forward.precision.layers or learner.dtype
     a, b = (torch.randn(size, size, device=learner.device).to(dtype) for _ in range(2))
     stopwatch = synchronizing_stopwatch(learner.device)

@@ -21,7 +21,8 @@ class BenchParser(CommandParser):
 
 
 def two_or_more(text: str) -> int:
-    """A count of rounds or steps: quartiles need two values. Raises UserError."""
+    """Parses a count of rounds or steps, at least 2, because quartiles need two values. Raises
+    UserError."""
     if not text.isascii() or not text.isdecimal() or not 2 <= int(text[:9]) <= 10**6:
         raise UserError(
             f"{short(text)} is not a number of rounds or steps",
@@ -32,7 +33,7 @@ def two_or_more(text: str) -> int:
 
 
 def one_or_more(text: str) -> int:
-    """A count. Raises UserError."""
+    """Parses a count. Raises UserError."""
     if not re.fullmatch("[1-9][0-9]{0,8}", text):
         raise UserError(
             f"{text!r} is not a count", "--steps, --repeat, --per-node", "give 1 or more"
@@ -41,7 +42,7 @@ def one_or_more(text: str) -> int:
 
 
 def read_rank_counts(text: str) -> list[int]:
-    """ "4,1,2" -> [1, 2, 4]. Raises UserError."""
+    """Parses "4,1,2" to [1, 2, 4]. Raises UserError."""
     if not re.fullmatch("[1-9][0-9]{0,4}(,[1-9][0-9]{0,4})*", text):
         raise UserError(
             f"cannot read the numbers of ranks {text!r}", "--ranks", "give them as in --ranks 1,2,4"
@@ -50,7 +51,7 @@ def read_rank_counts(text: str) -> list[int]:
 
 
 def read_sizes(text: str) -> list[int]:
-    """ "1KiB,100MB" -> [1024, 100000000] bytes. Raises UserError."""
+    """Parses "1KiB,100MB" to [1024, 100000000] bytes. Raises UserError."""
     sizes = set()
     for item in text.split(","):
         match = re.fullmatch(r"(\d+)\s*(|B|[KMG]i?B)", item.strip(), re.ASCII | re.IGNORECASE)
@@ -66,7 +67,7 @@ def read_sizes(text: str) -> list[int]:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits: 4.21 us, 183 ms"""
+    """Formats seconds with three digits: 4.21 us, 183 ms."""
     if seconds >= 1:
         unit = "s"
         factor = 1.0
@@ -80,7 +81,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_bytes(size: int) -> str:
-    """1024 -> 1 KiB, 100000000 -> 100 MB, 1000 -> 1000 B"""
+    """Formats bytes: 1024 as 1 KiB, 100000000 as 100 MB, 1000 as 1000 B."""
     for unit, factor in (
         ("GiB", 2**30),
         ("GB", 10**9),

@@ -1,7 +1,7 @@
 """bench step: images/s of training, where the time of a step goes, and how much of the processor's
 peak it reaches.
 
-With several ranks the same step is also timed on each rank alone, on all ranks at once: the
+With several ranks, the step is also timed without communication, on all ranks at the same time. The
 difference is the exposed communication.
 """
 
@@ -52,8 +52,8 @@ class OneRank(SingleProcessCommunicator):
         self._all_ranks = communicator
 
     def allgather_object(self, thing: Any) -> list[Any]:
-        """Gathers over all ranks, since fair_threads() shares the cores of a host and all ranks
-        build their learners at the same time."""
+        """Gathers over all ranks, because fair_threads() shares a host's cores, and all ranks build
+        their learners at the same time."""
         return self._all_ranks.allgather_object(thing)
 
 
@@ -114,8 +114,8 @@ def _time_blocks(
 
 
 def _config_of_one_rank(config: Config, size: int) -> Config:
-    """A configuration for one rank without the others: its share of the batch, and nothing that
-    needs several ranks."""
+    """Returns a configuration for a single rank: its share of the batch, and no settings that need
+    several ranks."""
     share = (
         -(-config.batch.size // size) if config.batch.per_rank is None else config.batch.per_rank
     )

@@ -70,15 +70,15 @@ class Trainer:
         self.prefetcher = self.job.prefetcher
 
     def block(self, steps: int) -> float:
-        """Seconds of so many steps, a multiple of log.every_steps; a checkpoint under way is over
-        at the end."""
+        """Returns the seconds of this number of steps, a multiple of log.every_steps; waits for a
+        pending checkpoint."""
         job = self.job
         last_step = self.now.progress.step + steps
         job.communicator.allreduce(np.zeros(1), "begin")  # all ranks begin together
         began_s = time.perf_counter()
         while self.now.progress.step < last_step:
             self.now = train_to_sync_point(job, self.now)
-            # as if it was evaluated
+            # as if it had been evaluated
             self.now = dataclasses.replace(self.now, epoch=self.now.progress.epoch)
             if job.memory_copy:
                 job.memory_copy.keep(self.now)
@@ -90,7 +90,7 @@ class Trainer:
 
 
 def run_on_ranks(config: Config, work: Callable[[Communicator, str], None]) -> int:
-    """work(communicator, why this engine was chosen) on every rank; returns the exit code."""
+    """Calls work(communicator, why this engine was chosen) on every rank; returns the exit code."""
     check_names(config)
     communicator, engine_reason = connect(config, placement(os.environ))
     try:

@@ -36,7 +36,7 @@ from hvdtrain.extras.build_horovod.wheel import (
 )
 
 VERSION = "0.28.1"
-# of Horovod and its setup.py
+# packages that Horovod and its setup.py need
 BUILD_PACKAGES = (
     "setuptools",
     "wheel",
@@ -74,8 +74,8 @@ class BuildTarget(NamedTuple):
 
 
 def detect_target() -> BuildTarget:
-    """The installed torch, and the MPI on the PATH or else in this environment. Raises UserError
-    for what is missing."""
+    """The installed torch, and the MPI on the PATH or else in this environment. Raises UserError if
+    one is missing."""
     mpirun = which("mpirun") or which("mpiexec")
     if mpirun is None:
         raise UserError(
@@ -128,8 +128,8 @@ def installed_version(package: str) -> str | None:
 
 
 def torch_version() -> str | None:
-    """What `torch.__version__` says, without the import: of a CUDA build from PyPI 2.13.0+cu130,
-    where the package's version is 2.13.0."""
+    """Returns `torch.__version__` without importing torch: 2.13.0+cu130 for a CUDA build from PyPI,
+    whose package version is 2.13.0."""
     try:
         path = importlib.metadata.distribution("torch").locate_file("torch/version.py")
     except importlib.metadata.PackageNotFoundError:
@@ -178,8 +178,8 @@ def asks_for_gpu(variables: Mapping[str, str]) -> bool:
 
 
 def cuda_home() -> Path | None:
-    """The toolkit of the nvcc on the PATH; None without one. Raises UserError for an nvcc without a
-    toolkit."""
+    """Returns the CUDA toolkit of the nvcc on the PATH; None without nvcc. Raises UserError for an
+    nvcc without a toolkit."""
     nvcc = which("nvcc")
     if nvcc is None:
         return None
@@ -204,8 +204,8 @@ def build_environment(env: Mapping[str, str], variables: Mapping[str, str]) -> d
         for name, value in env.items()
         if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")
     }
-    # CMake 4 refuses the minimum versions of the libraries inside Horovod unless this raises them
-    # to 3.5.
+    # CMake 4 rejects the minimum versions of the libraries in Horovod unless this raises them to
+    # 3.5.
     toolkit = {}
     if (
         asks_for_gpu(variables)
@@ -388,7 +388,7 @@ def horovod(arguments: Sequence[str], program: str = "hvdtrain horovod") -> int:
         return DONE
     options = parser.parse_args(arguments)
     for stop in (signal.SIGINT, signal.SIGTERM):
-        # SystemExit leaves every block: no compiler is left behind
+        # SystemExit leaves every block, so that no compiler keeps running
         signal.signal(stop, lambda number, _: sys.exit(128 + number))
     try:
         if options.copy_to is not None:
@@ -416,7 +416,7 @@ def _missing(package: str) -> NoReturn:
     )
 
 
-RECORD = "SHA256SUMS"  # of the wheel beside it, as sha256sum writes it
+RECORD = "SHA256SUMS"  # checksum of the wheel beside it, in the format of sha256sum
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -427,10 +427,10 @@ def cache_folder() -> Path:
 
 
 def private_folder(folder: Path, report: Callable[[str], None]) -> None:
-    """Makes a folder in which only this user can write. Where others could, its wheels are removed:
-    anyone may have put them there.
+    """Makes a folder to which only this user can write. If others could, its wheels are removed,
+    because anyone may have put them there.
 
-    Raises UserError for a link, for no folder, and for one that belongs to another user.
+    Raises UserError for a link, for anything but a folder, and for another user's folder.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     found = folder.lstat()
@@ -457,8 +457,8 @@ def private_folder(folder: Path, report: Callable[[str], None]) -> None:
 
 
 def usable_wheel(folder: Path, report: Callable[[str], None]) -> Path | None:
-    """The wheel in a private folder; None if there is none, and where it is not the one that was
-    built: that one is removed."""
+    """Returns the wheel in a private folder; None if there is none. A wheel that differs from the
+    one that was built is removed."""
     for wheel in folder.glob("horovod-*.whl"):
         if (reason := _refused_because(wheel)) is None:
             return wheel

@@ -1,5 +1,5 @@
-"""A wheel of Horovod: its source is downloaded, corrected and compiled, and what is installed from
-it is verified."""
+"""A wheel of Horovod: downloads, corrects and compiles the source, and verifies the
+installation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import IO, NamedTuple
 
 from hvdtrain.errors import UserError
 
-# of horovod-VERSION.tar.gz on PyPI
+# checksums of horovod-VERSION.tar.gz on PyPI
 SHA256 = {"0.28.1": "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"}
 PROGRESS_S = 10
 
@@ -35,14 +35,13 @@ class Correction(NamedTuple):
     new: str
 
 
-# which name the standard of C++ that torch's headers need
+# files that set the C++ standard, which torch's headers determine
 WITH_CXX = (
     "CMakeLists.txt",
     "horovod/torch/CMakeLists.txt",
 )
 CORRECTIONS = (
-    # GCC 14: <string> and <stdexcept> do not come with other headers, and what is assigned cannot
-    # be const.
+    # GCC 14: other headers do not include <string> and <stdexcept>, and a const cannot be assigned.
     Correction(
         "CMakeLists.txt",
         "set(CMAKE_CXX_EXTENSIONS OFF)",
@@ -58,8 +57,8 @@ CORRECTIONS = (
     # The same optimization without debug symbols: a wheel of 1 MB instead of 20. 5:42 minutes of
     # processor time become 4:25.
     Correction("setup.py", "else 'RelWithDebInfo'", "else 'Release'"),
-    # The headers are read once for eight sources, the longest first: 4:25 become 2:36. Not tried
-    # with CUDA.
+    # Compiles eight sources together, the longest first, so that headers are read once: 2:36
+    # instead of 4:25. Not tested with CUDA.
     Correction(
         "horovod/torch/CMakeLists.txt",
         "add_library(${PYTORCH_TARGET_LIB} SHARED ${SOURCES} ${PYTORCH_SOURCES})",
@@ -81,8 +80,8 @@ CPU_ONLY = (
         "set(Pytorch_CUDA FALSE)\nset(Pytorch_ROCM FALSE)\nif(Pytorch_ROCM)\n    execute_process(",
     ),
 )
-# An MPI inside this environment is found by a path relative to the library: the cached wheel works
-# in other environments too.
+# An MPI in this environment is found by a path relative to the library, so that the cached wheel
+# also works in other environments.
 RELATIVE_MPI = Correction(
     "CMakeLists.txt",
     "create_metadata()",
@@ -144,12 +143,12 @@ _ADVICE = (
 
 
 def download_source(version: str, folder: Path, log: Path) -> Path:
-    """horovod-VERSION.tar.gz of a version in SHA256, kept in `folder`; a copy that is there already
-    is used. Output of pip goes to `log`.
+    """Downloads horovod-VERSION.tar.gz, for a version in SHA256, to `folder`, unless it is already
+    there. pip's output is written to `log`.
 
-    pip runs the setup.py of what it downloads, for its metadata: --require-hashes makes it compare
-    the sha256 before that. Raises UserError if the download fails or is another file than the
-    released one; nothing of such a file runs or stays.
+    pip runs the downloaded setup.py for its metadata; --require-hashes makes it check the SHA-256
+    first. Raises UserError if the download fails or differs from the released file, which is then
+    neither run nor kept.
     """
     path = folder / f"horovod-{version}.tar.gz"
     if not path.exists():
@@ -193,8 +192,8 @@ def check_sha256(path: Path, expected: str) -> None:
 
 
 def cxx_of_torch(include: Path) -> int:
-    """The standard of C++ that torch's headers ask for: 17 since torch 2.1, 20 since 2.14. include:
-    the folder of them."""
+    """Returns the C++ standard that torch's headers require: 17 since torch 2.1, 20 since 2.14.
+    include: the folder of the headers."""
     header = include / "torch/csrc/api/include/torch/all.h"
     found = re.search(r"C\+\+(\d+) or later", header.read_text()) if header.is_file() else None
     return int(found[1]) if found else 17
@@ -203,7 +202,7 @@ def cxx_of_torch(include: Path) -> int:
 def corrections(mpi_inside: bool, gpu: bool, cxx: int = 17) -> tuple[Correction, ...]:
     """The corrections of Horovod's source.
 
-    mpi_inside: the MPI is a part of this Python environment. gpu: with operations on GPUs. cxx: as
+    mpi_inside: the MPI is part of this Python environment. gpu: with GPU operations. cxx: as from
     cxx_of_torch().
     """
     standard = [
@@ -219,7 +218,8 @@ def corrections(mpi_inside: bool, gpu: bool, cxx: int = 17) -> tuple[Correction,
 
 
 def apply_correction(text: str, correction: Correction) -> str:
-    """The text of a file, corrected. Raises UserError unless the old text occurs exactly once."""
+    """Returns the corrected text of a file. Raises UserError unless the old text occurs exactly
+    once."""
     count = text.count(correction.old)
     if count != 1:
         raise UserError(
@@ -308,8 +308,8 @@ def run_logged(
 def running(
     command: Sequence[str], env: Mapping[str, str], output: IO[str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that has ended, with its children, when the block is left in whatever way; mpirun
-    gets 5 s to end its ranks."""
+    """Runs a process within the block, and ends it with its children on exit; mpirun gets 5 s to
+    end its ranks."""
     process = subprocess.Popen(
         command,
         env=env,
@@ -337,7 +337,7 @@ def progress_of(log: str) -> str:
 
 
 def first_error(log: str) -> str:
-    """The first error in the log of a build, of CMake with the lines below it; the last lines where
+    """Returns the first error in a build log, with the following lines for CMake; the last lines if
     no error is recognised."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     for index, line in enumerate(lines):
@@ -351,15 +351,15 @@ def first_error(log: str) -> str:
 
 
 def advice_for(error: str) -> str:
-    """What to install or to set after an error of the build."""
+    """Returns what to install or set after a build error."""
     return next(
         (fix for pattern, fix in _ADVICE if re.search(pattern, error)), "the log has the details"
     )
 
 
 def toolkit_of(nvcc: str, dry_run: str) -> Path:
-    """The CUDA toolkit of an nvcc, which may be a link or a script elsewhere, from what `nvcc
-    --dryrun` says. Raises UserError."""
+    """Returns the CUDA toolkit of an nvcc, which may be a link or a script elsewhere, from the
+    output of `nvcc --dryrun`. Raises UserError."""
     found = re.search(r"^#\$ TOP=(.+)$", dry_run, re.M)
     top = Path(found[1].strip()).resolve() if found else None
     if top is None or not any(top.glob("**/include/cuda_runtime.h")):
@@ -436,10 +436,10 @@ def verify(mpirun: Path, mpi_inside: bool, nccl: bool = False, limit_s: float = 
 
 
 def verify_command(command: Sequence[str], env: Mapping[str, str], limit_s: float) -> None:
-    """Runs a command that must verify both ranks; none of its processes is left behind.
+    """Runs a command that must verify both ranks; none of its processes keeps running.
 
-    Raises UserError with the end of its output where it does not, VerificationTimeout where it does
-    not end.
+    Raises UserError with the end of its output if it fails, and VerificationTimeout if it does not
+    end.
     """
     status, output = _run(command, env, limit_s)
     if status == 0 and all(f"verified on rank {rank}" in output for rank in (0, 1)):
@@ -468,8 +468,8 @@ def _run(command: Sequence[str], env: Mapping[str, str], limit_s: float) -> Outc
 
 
 def environment_anywhere(env: Mapping[str, str], mpi_inside: bool) -> dict[str, str]:
-    """`env`, with defaults that let two ranks start on any machine: one core, root, no network. A
-    site's own MPI keeps its transports."""
+    """Returns `env` with defaults with which two ranks can start on any machine: one core, root, no
+    network. A site's MPI keeps its transports."""
     defaults = {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

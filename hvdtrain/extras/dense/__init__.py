@@ -1,2 +1,2 @@
-"""Dense layers divided among ranks, after convolutions that every rank computes on its own samples
-(Krizhevsky 2014, arXiv:1404.5997)."""
+"""Dense layers partitioned over ranks, after convolutions that every rank computes on its own
+samples (Krizhevsky 2014, arXiv:1404.5997)."""

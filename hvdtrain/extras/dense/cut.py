@@ -1,4 +1,4 @@
-"""Dense layers whose neurons are divided among ranks, the exchange of rows for them, and the turns
+"""Dense layers whose neurons are partitioned over ranks, the exchange of their rows, and the turns
 in which rows are sent."""
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from hvdtrain.comm.communicator import Communicator, part_of
 from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError
 
-Sizes = Sequence[int]  # rows of each rank, the same on all ranks; some may be 0
+Sizes = Sequence[int]  # number of rows of each rank, the same on all ranks; some may be 0
 Wait = Callable[[], torch.Tensor]
-# what a rank may do to its own neurons without knowing the others
+# layers that a rank can apply to its neurons without the others
 ELEMENTWISE = (
     *(
         nn.ReLU,
@@ -36,13 +36,13 @@ ELEMENTWISE = (
 
 
 class ColumnParallelChain:
-    """Linear layers cut by output features, as part_of() cuts them: if they do not divide evenly,
-    the first ranks have one neuron more.
+    """Linear layers partitioned by output features with part_of(): if they do not divide evenly,
+    the first ranks have one more neuron.
 
-    A rank's weights are rows of the whole weights and its biases are theirs, in the modules of the
-    chain itself, so that parameters keep their names. Elementwise layers work on a rank's own
-    neurons, before those of all ranks are put together; of dropout each rank needs its own random
-    numbers. `lead` contains the modules before the first linear layer, which are not divided.
+    A rank has rows of the whole weights, with their biases, in the modules of the chain itself, so
+    that parameters keep their names. Elementwise layers are applied to a rank's neurons before all
+    neurons are gathered; for dropout, each rank needs different random numbers. `lead` contains the
+    modules before the first linear layer, which are replicated.
     """
 
     def __init__(self, chain: nn.Module, exchange: AdjointExchange, name: str, where: str) -> None:
@@ -79,7 +79,7 @@ class ColumnParallelChain:
         self.inputs = linear[0].in_features
         self.outputs = linear[-1].out_features
         self.names = [path for path, layer in layers[first:] if isinstance(layer, nn.Linear)]
-        # for each sample, to each other rank, in each pass
+        # numbers sent for each sample to each other rank in each pass
         self.sent_numbers = self.inputs + sum(layer.out_features for layer in linear)
         self._widths = [
             [_length(layer.out_features, rank, exchange.size) for rank in range(exchange.size)]
@@ -91,19 +91,19 @@ class ColumnParallelChain:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x (n, inputs), the same on all ranks -> (n, outputs) on all ranks. A collective, and so
         is its backward pass."""
-        cut = 0  # linear layers behind us
+        cut = 0  # number of completed linear layers
         for layer in self._layers:
             if not isinstance(layer, nn.Linear):
                 x = layer(x)  # (n, own neurons)
                 continue
             x = self._all_neurons(x, cut - 1) if cut else x
-            # layer() would be the whole chain again where that is one layer
+            # layer() would be the whole chain again if the chain is one layer
             x = nn.functional.linear(x, layer.weight, layer.bias)
             cut += 1
         return self._all_neurons(x, cut - 1)
 
     def _all_neurons(self, own: torch.Tensor, number: int) -> torch.Tensor:
-        # of 16 bits under autocast, which not every engine adds up
+        # 16 bits under autocast, which not every engine can sum
         own = own.to(self.parameters[0].dtype)
         if (
             self._exchange.size == 1
@@ -116,11 +116,11 @@ class ColumnParallelChain:
 
 
 def _flattened(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers of sequences inside sequences, in order, with their names."""
+    """Yields the layers of nested sequences in order, with their names."""
     if type(module).forward is not nn.Sequential.forward:
         yield path, module
         return
-    for name, child in module._modules.items():  # also one that is there twice
+    for name, child in module._modules.items():  # includes a module that occurs twice
         if child is not None:
             yield from _flattened(f"{path}.{name}", child)
 
@@ -132,7 +132,7 @@ def _length(outputs: int, rank: int, size: int) -> int:
 
 @torch.no_grad()
 def _keep_part(layer: nn.Linear, exchange: AdjointExchange) -> dict[nn.Parameter, Cut]:
-    """Keeps this rank's part of the layer's parameters; returns which part of the whole it is."""
+    """Reduces the layer's parameters to this rank's part; returns which part it is."""
     cut = Cut(0, 1, exchange.size, exchange.rank, layer.out_features)
     cuts = {}
     for name, p in list(layer.named_parameters()):
@@ -144,13 +144,13 @@ def _keep_part(layer: nn.Linear, exchange: AdjointExchange) -> dict[nn.Parameter
 
 
 class AdjointExchange:
-    """start_gather() and start_sum() are adjoint: each is the other's backward pass if the loss is
-    the sum over ranks.
+    """A pair of adjoint collectives: start_gather() and start_sum() are each other's backward pass
+    if the loss is the sum over ranks.
 
     If several ranks have rows, each sends as many as the rank with the most, so that all parts of a
-    collective have one size; if only one has rows, it is a broadcast from it, or a reduction to it.
-    Every rank calls both with the same sizes and names. With an engine that is not "asynchronous"
-    they wait.
+    collective have the same size. If only one has rows, the collectives are a broadcast from it and
+    a reduction to it. Every rank calls both with the same sizes and names. They block unless the
+    engine is "asynchronous".
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -171,8 +171,8 @@ class AdjointExchange:
         ]
 
     def start_gather(self, own: torch.Tensor, sizes: Sizes, name: str) -> Wait:
-        """own (sizes[rank], ...) -> (sum of sizes, ...), the rows of all ranks in rank order. `own`
-        stays as it is."""
+        """Gathers own (sizes[rank], ...) to (sum of sizes, ...), the rows of all ranks in rank
+        order. `own` is not changed."""
         assert len(own) == sizes[self.rank], (own.shape, sizes)
         device = own.device
         sent = self._ready(own)
@@ -190,8 +190,8 @@ class AdjointExchange:
         return lambda: _without_padding(handle.wait().view(parts.shape), sizes).to(device)
 
     def start_sum(self, x: torch.Tensor, sizes: Sizes, name: str) -> Wait:
-        """x (sum of sizes, ...) -> (sizes[rank], ...), the sum over ranks of the rank's own rows.
-        `x` stays as it is."""
+        """Reduces x (sum of sizes, ...) to (sizes[rank], ...), the sum over ranks of this rank's
+        rows. `x` is not changed."""
         assert len(x) == sum(sizes), (x.shape, sizes)
         device = x.device
         sent = self._ready(x)
@@ -214,15 +214,15 @@ def _only(sizes: Sizes) -> int | None:
 
 
 def _without_padding(parts: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-    """(ranks, most rows, ...) -> (sum of sizes, ...)"""
+    """Removes padding: (ranks, most rows, ...) -> (sum of sizes, ...)."""
     if min(sizes) == max(sizes):
         return parts.flatten(0, 1)
     return torch.cat([part[:rows] for part, rows in zip(parts, sizes, strict=True)])
 
 
 class GatherColumns(torch.autograd.Function):
-    """own (n, widths[rank]) -> (n, sum of widths) on all ranks; backward: the sum over ranks of the
-    gradient of the rank's columns."""
+    """Gathers own (n, widths[rank]) to (n, sum of widths) on all ranks. Backward returns the sum
+    over ranks of the gradient of the rank's columns."""
 
     @staticmethod
     def forward(
@@ -244,7 +244,7 @@ class GatherColumns(torch.autograd.Function):
 
 
 Scheme = Literal["a", "b", "c"]
-Turn = list[range]  # which of its rows each rank gives
+Turn = list[range]  # the rows that each rank contributes
 
 
 def rows_of_turns(scheme: Scheme, rows: list[int]) -> list[Turn]:
@@ -273,8 +273,8 @@ def rows_of_updates(scheme: Scheme, rows: list[int], updates: int) -> list[Turn]
     dense layers.
 
     The rows of all ranks, in rank order, are one batch. A turn has the same rows of it on any
-    number of ranks. In b they are neighbours: the rows of one rank if there are as many updates as
-    ranks, with equal shares. In c a turn has each `updates`-th row, so that all ranks give some.
+    number of ranks. In b they are contiguous: the rows of one rank if there are as many updates as
+    ranks, with equal shares. In c a turn has every `updates`-th row, so that all ranks contribute.
     """
     assert scheme != "a", "a has one turn"
     turns = []
@@ -295,8 +295,7 @@ def turn_learning_rate(lr: float, samples: int, batch: int) -> float:
     """Returns the learning rate of the dense part in a turn of `samples` samples: `lr`, the rate of
     the whole batch, in proportion.
 
-    Krizhevsky 2014, section 5: theory asks for the square root of the ratio of the batches; the
-    ratio itself was what worked best, and with it momentum and the coefficient of weight decay stay
-    as they are.
+    Krizhevsky 2014, section 5: in theory it is the square root of the ratio of the batches, but the
+    ratio itself worked best, with unchanged momentum and weight decay.
     """
     return lr * samples / batch

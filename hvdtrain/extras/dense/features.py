@@ -111,7 +111,7 @@ DENSE_UPDATES = JobFeature(
             "recipe.growth",
             other_than("none", "milestones"),
             words="recipe.grow_at=[1] recipe.grow_to=[512]",
-        ),  # by micro-batches
+        ),  # micro-batches
         Exclusion("recipe.gradient_noise", Values(lambda eta: eta > 0, 0.01)),
         Exclusion("data.sampling", other_than("global", "partition")),
     ),

@@ -44,14 +44,14 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 
 class HybridModel(nn.Module):
-    """A model whose `dense_part`, its last submodule, is divided among ranks; the rest is
+    """A model whose `dense_part`, its last submodule, is partitioned over ranks; the rest is
     replicated.
 
-    forward() gives the outputs of a rank's own samples, and the backward pass of the sum of their
-    losses, made on every rank, gives complete gradients of the rank's part of the dense layers, and
-    in all other parameters the gradients of its own samples, which are to be summed over ranks as
-    ever. Both passes are collectives, on ranks without samples too. Sums over ranks of losses and
-    metrics count each sample once, since a rank has the outputs of its own alone.
+    forward() returns the outputs of a rank's samples. Every rank runs backward from the sum of its
+    losses. That computes complete gradients for the rank's part of the dense layers, and for all
+    other parameters the gradients of its samples, which are summed over ranks as usual. Both passes
+    are collectives, also on ranks without samples. Sums over ranks of losses and metrics count each
+    sample once, because a rank only has the outputs of its samples.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class HybridModel(nn.Module):
         scheme: Scheme,
         where: str = "parallel.dense",
     ) -> None:
-        """Cuts the dense part of `model`, whose weights are the same on all ranks. Raises UserError
-        if it names none that can be cut."""
+        """Partitions the dense part of `model`, whose weights are the same on all ranks. Raises
+        UserError if it has no suitable dense part."""
         super().__init__()
         name = getattr(model, "dense_part", None)
         chain = dict(model.named_modules()).get(name) if isinstance(name, str) else None
@@ -79,7 +79,7 @@ class HybridModel(nn.Module):
         chain.forward = self._dense.__call__  # the names of its parameters stay as they are
 
     def dense_parameters(self) -> list[nn.Parameter]:
-        """The rank's parts, in the order of the layers."""
+        """Returns the rank's parts, in the order of the layers."""
         return self._dense.layers.parameters
 
     def cuts(self) -> dict[nn.Parameter, Cut]:
@@ -87,8 +87,8 @@ class HybridModel(nn.Module):
         return self._dense.layers.cuts
 
     def summary(self, batch: int | None) -> str:
-        """ "dense.fc1, dense.fc cut by outputs over 2 ranks, ...", with what a rank sends in a step
-        of `batch` samples over all ranks."""
+        """Returns "dense.fc1, dense.fc cut by outputs over 2 ranks, ...", with the data that a
+        rank sends in a step of `batch` samples over all ranks."""
         layers = self._dense.layers
         size = self._dense.exchange.size
         cut = (
@@ -109,8 +109,8 @@ class HybridModel(nn.Module):
         return f"{cut}: {sent} of activations a step from each rank"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (n, ...) -> (n, outputs); n may be 0 and differ between ranks. Without samples the
-        convolutions are not called."""
+        """Computes x (n, ...) -> (n, outputs); n may be 0 and differ between ranks. Without
+        samples, the convolutions are not called."""
         if not len(x):
             # backward is a collective
             return self._dense.outputs(
@@ -124,15 +124,15 @@ class HybridModel(nn.Module):
         """The variable batch (section 3.2): the dense part may be updated after each turn, the
         convolutions after all of them.
 
-        For each turn the caller goes backward, on every rank, from the sum of the losses of the
-        turn's outputs / OwnTurn.samples: then the dense parameters' gradients are those of the mean
-        over the turn, and it may update and zero them. Behind the last turn the convolutions have
-        the gradient of own losses / the samples of the step on all ranks. Their samples have met
-        the dense weights of their turn, so it is the gradient of no one model, as the paper says. A
-        turn keeps activations until it is over.
+        For each turn, the caller runs backward on every rank from the sum of the losses of the
+        turn's outputs / OwnTurn.samples. Then the dense parameters have the gradients of the mean
+        over the turn, and the caller may update and zero them. After the last turn, the
+        convolutions have the gradient of local losses / the samples of the step on all ranks. It is
+        not the gradient of a single model, as the paper notes, because each turn used different
+        dense weights. A turn keeps activations until it is over.
 
-        `context`: of each part of the forward pass, as autocast, which keeps 16-bit copies of
-        weights as long as it lasts.
+        `context`: context of each part of the forward pass, such as autocast, which keeps 16-bit
+        copies of weights while it is active.
         """
         with context():
             own = self._inputs_of_dense(x)
@@ -157,7 +157,7 @@ class HybridModel(nn.Module):
             own.backward(gradient)
 
     def _inputs_of_dense(self, x: torch.Tensor) -> torch.Tensor:
-        """(n, features), with the graph of the convolutions."""
+        """Returns (n, features), with the graph of the convolutions."""
         if not len(x):
             return self._dense.no_rows()
         self._dense.returns_inputs = True
@@ -171,14 +171,14 @@ class HybridModel(nn.Module):
 class OwnTurn(NamedTuple):
     """The outputs of a rank in one turn of HybridModel.turns()."""
 
-    rows: slice  # which of the rank's samples; may be none
+    rows: slice  # the rank's samples in this turn; may be empty
     outputs: torch.Tensor  # (n, outputs) of those samples
-    samples: int  # of all ranks in this turn
+    samples: int  # samples of all ranks in this turn
 
 
 class DenseTurns:
-    """Replaces the dense part of a model: own rows (n, ...) -> their outputs (n, outputs). All
-    ranks compute all rows, in turns."""
+    """Replaces the dense part of a model: local rows (n, ...) -> outputs (n, outputs). All ranks
+    compute all rows, in turns."""
 
     def __init__(
         self, chain: nn.Module, name: str, communicator: Communicator, scheme: Scheme, where: str
@@ -186,14 +186,15 @@ class DenseTurns:
         self.exchange = AdjointExchange(communicator)
         self.scheme = scheme
         self.layers = ColumnParallelChain(chain, self.exchange, name, where)
-        self.returns_inputs = False  # of the layers that are cut, in place of outputs
+        # return the inputs of the partitioned layers instead of outputs
+        self.returns_inputs = False
         self._name = name
         self._where = where
         self._calls = 0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """A collective, and so is its backward pass; on ranks without rows too. Raises UserError
-        for a second call in a pass."""
+        """Computes the outputs. A collective, as is its backward pass, also on ranks without rows.
+        Raises UserError for a second call in a pass."""
         self._calls += 1
         self._check_calls(at_least=0)
         own = self.layers.lead(x).to(self.layers.parameters[0].dtype)
@@ -201,7 +202,7 @@ class DenseTurns:
 
     def passed_by(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Runs the whole model. Raises UserError if it does not call its dense part exactly once,
-        as other ranks do."""
+        because other ranks do."""
         self._calls = 0
         features: torch.Tensor = model(x)
         self._check_calls(at_least=1)
@@ -219,19 +220,19 @@ class DenseTurns:
             )
 
     def outputs(self, own: torch.Tensor) -> torch.Tensor:
-        """own (n, inputs) -> (n, outputs)."""
+        """Computes own (n, inputs) -> (n, outputs)."""
         outputs: torch.Tensor = _InTurns.apply(
             own, self, torch.is_grad_enabled(), *self.layers.parameters
         )
         return outputs
 
     def no_rows(self) -> torch.Tensor:
-        """(0, inputs)"""
+        """Returns an empty batch, (0, inputs)."""
         return self.layers.parameters[0].new_zeros(0, self.layers.inputs)
 
     def turns_of(self, own: int, updates: int = 1) -> list[Turn]:
-        """Turns of a step in which this rank has `own` rows, and the layers that many updates. A
-        collective."""
+        """Returns the turns of a step in which this rank has `own` rows and the layers have
+        `updates` updates. A collective."""
         rows = self.exchange.rows_of_ranks(own)
         return (
             rows_of_turns(self.scheme, rows)
@@ -273,8 +274,8 @@ class GatheredTurn(NamedTuple):
     number: int
     sizes: list[int]  # rows of each rank
     x: torch.Tensor  # (sum of sizes, features), a leaf
-    own: slice  # of this rank's rows, in x
-    rows: slice  # where they are among all of this rank's rows, which may be every third one
+    own: slice  # slice of this rank's rows in x
+    rows: slice  # their positions among all rows of this rank; may be every third one
 
     def start_sum(self, exchange: AdjointExchange, gradient: torch.Tensor) -> Wait:
         """Starts to send the gradient of x back to the ranks of its rows."""
@@ -288,9 +289,9 @@ def _as_slice(rows: range) -> slice:
 class _InTurns(torch.autograd.Function):
     """The autograd function of all turns, forward and backward.
 
-    One node of the graph, so that the collectives of all turns have one order on all ranks. The
-    gradient of a turn's rows is on its way back while the next turn is computed. What the layers
-    keep for backward is that of all rows, with every scheme.
+    It is one node of the graph, so that the collectives of all turns have the same order on all
+    ranks. The gradient of a turn's rows is sent while the next turn is computed. With every scheme,
+    the layers keep activations of all rows for backward.
     """
 
     @staticmethod
@@ -318,7 +319,7 @@ class _InTurns(torch.autograd.Function):
         trained = [p for p in ctx.parameters if p.requires_grad]
         sums = [torch.zeros_like(p) for p in trained]
         waits = [ctx.dense.no_rows]
-        while ctx.turns:  # what a turn kept is freed behind it
+        while ctx.turns:  # frees the activations of each turn
             turn, output = ctx.turns.pop(0)
             of_rows, *of_parameters = torch.autograd.grad(
                 output, [turn.x, *trained], gradient[turn.rows]
@@ -339,13 +340,13 @@ class Hybrid(Around):
     """The strategy of parallel.dense: gradients of dense layers are complete after backward; those
     of all other parameters are reduced by ZeRO, stage 1 or 2.
 
-    A reduction to the owners and the spreading of their weights send what an allreduce does. Each
-    element of the training state has one owner: of the dense layers the rank whose part it is in,
-    of all else the one to which ZeRO's buckets give it. So norms over parameters, noise and
-    checkpoints count everything once.
+    A reduction to the owners and a broadcast of their weights send as much as an allreduce. Each
+    element of the training state has one owner: for dense layers the rank with that part, otherwise
+    the rank to which ZeRO's buckets assign it. So norms over parameters, noise and checkpoints
+    count everything once.
     """
 
-    calls_model = False  # without the other ranks
+    calls_model = False  # never without the other ranks
 
     def __init__(
         self,
@@ -360,7 +361,7 @@ class Hybrid(Around):
         self._world = mesh.world
         self._cuts = model.cuts()
         updates = DenseKeys.of(config).dense_updates
-        # else they have no gradient behind the last turn
+        # otherwise they have no gradient after the last turn
         self._reduced = [p for _, p in named if p in self._cuts and updates == 1]
         stage: Literal[1, 2] = 2 if config.shard.stage == 2 else 1
         others = [(name, p) for name, p in named if p not in self._cuts]

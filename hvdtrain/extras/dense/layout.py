@@ -1,4 +1,4 @@
-"""The layers of the dense part, whose neurons are on all ranks, for a picture."""
+"""The layers of the dense part, whose neurons are partitioned over all ranks, for a picture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvdtrain.frameworks.torch.planned import PlannedCommunicator
 def dense_cuts(
     model: nn.Module, config: Config, ranks: int, layers: Sequence[Layer]
 ) -> dict[str, LayerCut]:
-    """Cuts of the layers of the dense part, whose neurons are on all ranks."""
+    """Returns how the layers of the dense part are partitioned over all ranks."""
     scheme = DenseKeys.of(config).dense
     assert scheme != "none", "arrangement_of() asks for it"
     hybrid = HybridModel(

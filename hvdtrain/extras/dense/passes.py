@@ -32,12 +32,12 @@ class DenseUpdates(Passes):
     """The variable batch (Krizhevsky 2014, arXiv:1404.5997, section 3.2): a step's passes with an
     update of the dense part after each turn.
 
-    The step's end is left with the update of all other parameters, from their gradients.
+    At the end of the step, only the other parameters are updated, from their gradients.
 
-    An update of the dense part is made of its turn alone: the mean gradient over the turn's
-    samples, clipped by itself, the turn's share of the learning rate, and a rule's count of
-    updates. Where a step with numbers that are not finite is to be left out, it is from the first
-    such turn on: the updates before it stay.
+    An update of the dense part depends only on its turn: the mean gradient over the turn's samples,
+    clipped separately, the turn's share of the learning rate, and a separate count of updates. If a
+    step with non-finite numbers must be skipped, it is skipped from the first such turn on; earlier
+    updates are kept.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class DenseUpdates(Passes):
     def _all_turns(
         self, batch: DeviceBatch, hyper: Hyper, optimizer: torch.optim.Optimizer
     ) -> Sums:
-        """Forward and backward of this rank's samples of the step, and the updates of the dense
-        part. A collective.
+        """Runs forward and backward for this rank's samples of the step, and the updates of the
+        dense part. A collective.
 
-        Afterwards all other parameters have the gradient of the sum of own losses / weight of the
+        Afterwards all other parameters have the gradient of the sum of local losses / weight of the
         global batch.
         """
         x = only_one(self._forward.inputs_of(batch))
@@ -109,7 +109,7 @@ class DenseUpdates(Passes):
                 optimizer, hyper._replace(lr=lr, step=hyper.step * self._updates + number)
             )
             self._end_turn(update)
-            # of the convolutions, behind the last turn
+            # backward of the convolutions follows the last turn
             self._stopwatch.enter("forward" if number < self._updates - 1 else "backward")
         rule_optimizer.set_hyper(optimizer, hyper)
         return sums
@@ -120,6 +120,6 @@ class DenseUpdates(Passes):
         if not (
             update.may_leave_out and update.anywhere(self._bad)
         ):  # the host waits for the device here
-            update.apply()  # of the parameters that have a gradient: these alone
+            update.apply()  # only updates parameters that have a gradient
         for p in self._dense:
             p.grad = None

@@ -42,8 +42,8 @@ class Harm(NamedTuple):
     """The effects of one fault; None if not observed."""
 
     ranks: list[int]
-    step: int  # of the last sync point before
-    detect_s: float | None  # until the job, or who starts it, says it
+    step: int  # step of the last sync point before
+    detect_s: float | None  # until the job, or its launcher, reports it
     go_on_s: float | None  # until the next sync point
     steps_lost: int | None
 
@@ -113,7 +113,7 @@ def _harm(run: Path, victims: Sequence[RankProcess], wait_s: float) -> Harm:
 
 
 def step_of(events: Sequence[dict[str, Any]]) -> int:
-    """Where the job is: the last event counts, as steps that were lost may have come further."""
+    """Returns the job's step from the last event, because lost steps may have been further."""
     return next(
         (event["step"] for event in reversed(events) if event["kind"] in ("start", "step", "lost")),
         0,
@@ -218,12 +218,13 @@ class RankProcess(NamedTuple):
 
     rank: int
     pid: int
-    start: int  # of the process, in ticks: another process of the same number has another
+    start: int  # start of the process in ticks, which distinguishes processes with the same number
     parent: int  # mpirun, or its daemon of a host
 
 
 def find_ranks(run: Path) -> list[RankProcess]:
-    """By rank. Raises UserError if no job runs in the folder, or not here and as this user."""
+    """Returns the processes by rank. Raises UserError if no job runs in the folder, or if it does
+    not run here as this user."""
     holder = _holder(run)
     first = _read(holder.pid)
     environ = _environ(holder.pid)
@@ -253,8 +254,8 @@ def find_ranks(run: Path) -> list[RankProcess]:
 
 
 def choose(ranks: list[RankProcess], what: What, random: Random) -> list[RankProcess]:
-    """The ranks to kill: one rank, any but rank 0 where there is another; all of a host; rank 0; or
-    one of these ways."""
+    """Returns the ranks to kill: one rank, other than rank 0 if possible; all ranks of a host; rank
+    0; or one of these ways."""
     if what == "random":
         what = random.choice(KINDS[:3])
     if what == "rank0":
@@ -266,7 +267,7 @@ def choose(ranks: list[RankProcess], what: What, random: Random) -> list[RankPro
 
 
 def send(victim: RankProcess, number: int) -> bool:
-    """A signal to that very process; False if it has ended."""
+    """Sends a signal to this process; False if it has ended."""
     try:
         handle = os.pidfd_open(victim.pid)
     except OSError:
@@ -309,7 +310,7 @@ def _holder(run: Path) -> Holder:
 
 
 def _read(pid: int) -> RankProcess | None:
-    """A process of this user that is alive; its rank is not known yet."""
+    """Reads a live process of this user, whose rank is not known yet."""
     try:
         if os.stat(f"/proc/{pid}").st_uid != os.geteuid():
             return None
@@ -333,9 +334,9 @@ _LOOK_S = 0.05
 
 
 def wait(condition: Callable[[], Any], limit_s: float) -> Any:
-    """What the condition returns once that is true; its last value after limit_s.
+    """Waits until the condition is true, and returns its value; its last value after limit_s.
 
-    It takes a fifth of a processor at most: the job is on the same machine.
+    It uses at most a fifth of a core, because the job runs on the same machine.
     """
     end_s = time.monotonic() + limit_s
     while True:
@@ -348,8 +349,8 @@ def wait(condition: Callable[[], Any], limit_s: float) -> Any:
 
 
 def lines_of(path: Path, *, with_step: bool = True) -> list[dict[str, Any]]:
-    """Reads the events of a file that may be growing: its whole lines that have a kind, a time and,
-    if `with_step`, a step."""
+    """Reads the events of a file that may be growing: complete lines with a kind, a time and, if
+    `with_step`, a step."""
     try:
         text = path.read_text(errors="replace")
     except OSError:
@@ -383,13 +384,13 @@ class Pause(NamedTuple):
     """The effects of one pause; None if not observed."""
 
     ranks: list[int]
-    step: int  # of the last sync point before
+    step: int  # step of the last sync point before
     pause_s: float
     usual_s: float | None  # between two sync points, before
     # between the two sync points around the pause, an evaluation there included
     window_s: float | None
-    slowest_rank: int | None  # as the job says; None: one rank, or it ended
-    said: str  # that ended the job or its start: an event and its message
+    slowest_rank: int | None  # as reported by the job; None: one rank, or it ended
+    said: str  # the event and message that ended the job or its start
     go_on_s: float | None  # from the end of the pause to the next sync point
 
 
@@ -438,7 +439,7 @@ def measure_pause(
     before: Sequence[dict[str, Any]],
     after: Sequence[dict[str, Any]],
 ) -> Pause | None:
-    """What the job said of a pause; None while it has said nothing."""
+    """Returns the job's report of a pause; None while there is none."""
     found = _never(ranks, ended_s - began_s, before)
     last = next(
         (event for event in after if event["kind"] in ("failed", "lost", "stop", "end")), None

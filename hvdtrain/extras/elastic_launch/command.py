@@ -1,4 +1,4 @@
-"""What the options of `launch --elastic` ask for: checks, and the supervisor."""
+"""The options of `launch --elastic`: checks, and the start of the supervisor."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def launch_elastic(
 ) -> int:
     """Runs a supervisor; returns the exit code.
 
-    command: launch's line for options with hosts and ranks. find: this machine's mpirun.
-    slots_here: ranks where no hosts are named, and allocation is None: those of the batch job are
-    taken otherwise. Raises UserError.
+    command: composes launch's command line for options with hosts and ranks. find: finds this
+    machine's mpirun. slots_here: number of ranks if no hosts are named and allocation is None;
+    otherwise the hosts of the batch job are used. Raises UserError.
     """
     _refuse_others(options)
     run = _run_folder(program)
@@ -159,7 +159,7 @@ def _offer(options: Namespace, slots_here: int) -> Offer:
 
 
 def _with_hosts(options: Namespace, offer: Offer, hosts: Sequence[Host]) -> Namespace:
-    """The options of launch without --elastic for one start."""
+    """Returns the options of launch without --elastic for one start."""
     names = None if offer.is_local else ",".join(f"{host.name}:{host.slots}" for host in hosts)
     ranks = str(sum(host.slots for host in hosts))
     return Namespace(**{**vars(options), "hosts": names, "hostfile": None, "ranks": ranks})

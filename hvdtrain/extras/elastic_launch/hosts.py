@@ -1,5 +1,5 @@
-"""The hosts of an elastic job: which are offered, answer and are left out for a while; when a job
-starts again on them: pure functions."""
+"""The hosts of an elastic job: which are offered, respond, or are temporarily excluded, and when a
+job restarts on them. All are pure functions."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from hvdtrain.cli.launch.allocation import Host, read_hostfile
 from hvdtrain.cli.launch.launch_commands import ranks_per_host
 from hvdtrain.errors import DONE, LOST, REQUEUE, USER, UserError, short
 
-SCRIPT_S = 10.0  # that the program may take
+SCRIPT_S = 10.0  # time limit of the program
 _LARGEST_BYTES = 2**24
 _SCRIPT_FIX = "a program that prints a host in each line, as n1:4, and ends with 0 within 10 s"
 
 
 class Offer(NamedTuple):
-    """read(): the hosts that are offered now; may be none. It raises UserError if that cannot be
-    told."""
+    """The hosts that are offered. read() returns the current ones, maybe none. It raises UserError
+    if they cannot be read."""
 
     read: Callable[[], tuple[Host, ...]]
-    is_local: bool = False  # this machine alone, without its name
+    is_local: bool = False  # only this machine, without its name
 
 
 def fixed(hosts: tuple[Host, ...]) -> Offer:
@@ -56,8 +56,8 @@ def of_file(path: Path) -> Offer:
 
 
 def of_script(path: Path) -> Offer:
-    """Raises UserError if there is no such program. It is started without a shell and without
-    arguments."""
+    """Returns an offer from a program, which is started without a shell or arguments. Raises
+    UserError if it does not exist."""
     if not (path.is_file() and os.access(path, os.X_OK)):
         raise UserError(f"there is no program {path}", "--hosts-from", f"{_SCRIPT_FIX}: chmod +x")
 
@@ -95,7 +95,7 @@ def of_script(path: Path) -> Offer:
 
 
 def read_lines(text: str, where: str) -> tuple[Host, ...]:
-    """Hosts in lines of a hostfile, which may have none just now. Raises UserError."""
+    """Parses hosts from lines of a hostfile, which may be empty at the moment. Raises UserError."""
     lines = text.splitlines()
     return (
         read_hostfile(lines, where) if any(line.partition("#")[0].strip() for line in lines) else ()
@@ -103,12 +103,12 @@ def read_lines(text: str, where: str) -> tuple[Host, ...]:
 
 
 MOST_S = 900.0
-FORGOTTEN_S = 600.0  # of work without a failure, after which former ones do not count
+FORGOTTEN_S = 600.0  # seconds of work without a failure after which former failures do not count
 
 
 def left_out_s(failures: int, first_s: float) -> float:
-    """How long a host is left out after so many failures: first_s, and twice as long after each
-    further one."""
+    """Returns how long a host is excluded after this number of failures: first_s, doubled after
+    each further one."""
     return float(min(MOST_S, first_s * 2 ** min(failures - 1, 30)))
 
 
@@ -116,11 +116,12 @@ def left_out_s(failures: int, first_s: float) -> float:
 class _State:
     answers: bool = False
     failures: int = 0
-    until_s: float = 0.0  # left out, by the clock of the caller
+    until_s: float = 0.0  # excluded until then, by the caller's clock
 
 
 class HostBook:
-    """Times are those of a monotonic clock, which the caller reads. first_s: as left_out_s()."""
+    """What is known about the hosts. Times are from the caller's monotonic clock. first_s: as in
+    left_out_s()."""
 
     def __init__(self, first_s: float) -> None:
         self._first_s = first_s
@@ -132,19 +133,19 @@ class HostBook:
         return self._offered
 
     def offer(self, hosts: Sequence[Host]) -> None:
-        """From now on these hosts are offered, and no others. What is known of a host outlives that
-        it is gone for a while."""
+        """From now on, only these hosts are offered. Information about a host is kept while it is
+        temporarily not offered."""
         self._offered = tuple(hosts)
 
     def unknown(self, now_s: float) -> list[str]:
-        """Hosts to ask whether they answer: offered, and not left out."""
+        """Returns the hosts to probe: offered and not excluded."""
         found = (
             (host.name, self._states.setdefault(host.name, _State())) for host in self._offered
         )
         return [name for name, state in found if not state.answers and now_s >= state.until_s]
 
     def usable(self) -> tuple[Host, ...]:
-        """The hosts that are offered and answer."""
+        """Returns the hosts that are offered and respond."""
         return tuple(
             host for host in self._offered if self._states.get(host.name, _State()).answers
         )
@@ -153,14 +154,14 @@ class HostBook:
         self._states.setdefault(name, _State()).answers = True
 
     def doubt(self, names: Iterable[str]) -> None:
-        """A job on these hosts failed: each has to answer again, at once."""
+        """Called after a job on these hosts failed; each must respond again before it is used."""
         for name in names:
             state = self._states.setdefault(name, _State())
             state.answers = False
             state.until_s = 0.0
 
     def failed(self, name: str, now_s: float) -> float:
-        """The host does not answer; returns for how many seconds it is left out."""
+        """Called if the host does not respond; returns for how many seconds it is excluded."""
         state = self._states.setdefault(name, _State())
         state.failures += 1
         pause_s = left_out_s(state.failures, self._first_s)
@@ -169,7 +170,7 @@ class HostBook:
         return pause_s
 
     def worked(self, names: Iterable[str], seconds: float) -> None:
-        """A start on these hosts lasted so long."""
+        """Called after a start on these hosts lasted this long."""
         if seconds >= FORGOTTEN_S:
             for name in names:
                 self._states[name].failures = 0
@@ -185,7 +186,8 @@ class HostBook:
 AT_A_TIME = 32
 LOOPBACK_NAME = "localhost"
 PROGRAM = ("echo", "answers")
-# a host that takes so much longer than before, and at least so long, does not answer
+# a host that takes this many times as long as before, and at least the following time, does not
+# respond
 SLOWER = 5.0
 SHORTEST_S = 2.0
 
@@ -193,13 +195,13 @@ SHORTEST_S = 2.0
 class _Probe(NamedTuple):
     process: subprocess.Popen[bytes]
     began_s: float
-    # of the launcher's session: a killed one leaves it behind
+    # temporary folder for the launcher's session, which a killed launcher does not remove
     folder: tempfile.TemporaryDirectory[str]
 
     @property
     def has_answered(self) -> bool:
-        """The word is enough: Open MPI's mpirun may hang when its program has ended (5.0.11: 1 in
-        20)."""
+        """Whether the host has responded. The program's output is enough, because Open MPI's mpirun
+        may hang after its program has ended (5.0.11: 1 in 20)."""
         if self.process.poll() == 0:
             return True
         with suppress(OSError):  # somebody has removed it
@@ -217,13 +219,13 @@ class Probes:
     def __init__(self, command: Callable[[str], Sequence[str]], answer_s: float) -> None:
         self._command = command
         self._answer_s = answer_s
-        self._slowest_s: dict[str, float] = {}  # of each host's answers
+        self._slowest_s: dict[str, float] = {}  # slowest response of each host
         self._running: dict[str, _Probe] = {}
         self._waiting: list[str] = []
-        self.error = ""  # why the last host could not be asked; empty if it was
+        self.error = ""  # why the last host could not be probed; empty if it was
 
     def ask(self, names: Sequence[str]) -> None:
-        """Asks hosts whether they answer; those that are asked already are not asked twice."""
+        """Probes hosts, unless a probe is already running."""
         self._waiting += [
             name for name in names if name not in self._running and name not in self._waiting
         ]
@@ -233,9 +235,10 @@ class Probes:
         return bool(self._waiting or self._running)
 
     def poll(self) -> dict[str, bool]:
-        """The hosts that have answered, or not, since the last call.
+        """Returns the hosts that have responded, or failed to, since the last call.
 
-        Those that cannot be asked now (no room on the disk, no process) are not in it: ask() again.
+        Hosts that cannot be probed now (no room on the disk, no process) are not included; call
+        ask() again.
         """
         reachable = {
             name: True for name in self._waiting if name in (LOOPBACK_NAME, socket.gethostname())
@@ -260,11 +263,11 @@ class Probes:
         return reachable
 
     def _limit_s(self, name: str) -> float:
-        """Once a host has answered it is known how long that takes there, so it is not waited for
-        any longer where it is lost.
+        """Returns the time limit of a probe. The response time of a host is known after its first
+        response, so a lost host is not waited for much longer.
 
-        The others' times say nothing about it: a login that mounts a folder takes ten seconds on
-        one host and none on the next.
+        Other hosts' times are irrelevant: a login that mounts a folder takes ten seconds on one
+        host and none on the next.
         """
         slowest_s = self._slowest_s.get(name)
         return (
@@ -308,8 +311,8 @@ def _output(folder: str) -> Path:
 
 # failures in a row without a step that was not reached before, after which the job is given up
 NO_PROGRESS = 5
-# mpirun ends with 0 where it has lost a host; SIGKILL and SIGTERM come from outside of a rank, as
-# from a host that runs out of memory
+# mpirun exits with 0 if it has lost a host; SIGKILL and SIGTERM come from outside of a rank, for
+# example from a host without memory
 _FROM_OUTSIDE = (
     DONE,
     LOST,
@@ -321,18 +324,16 @@ _STARTING = 128 + signal.SIGUSR2  # a request to stop that came before the ranks
 class Ended(NamedTuple):
     """How a start of the ranks ended."""
 
-    code: int  # of the launcher
-    ending: (
-        str  # kind of the job's last event, where that ends a job: end, stop, failed; else empty
-    )
-    step: int  # that it reached; -1 where it did not start
-    stopped: bool = False  # by a signal to the supervisor
+    code: int  # exit code of the launcher
+    ending: str  # kind of the job's last event if it ends a job: end, stop, failed; else empty
+    step: int  # step that it reached; -1 if it did not start
+    stopped: bool = False  # stopped by a signal to the supervisor
     asked: bool = False  # to stop, by the supervisor, so that the hosts change
 
     @property
     def is_of_a_job_that_was_over(self) -> bool:
-        """It has nothing to do and writes nothing; so looks a job whose host is lost before its
-        first event, too."""
+        """Whether the job was already complete, so that it writes nothing. A job whose host is lost
+        before its first event looks the same."""
         return self.code == DONE and self.ending == "end" and self.step < 0
 
 
@@ -340,12 +341,12 @@ class Failure(NamedTuple):
     """A start that failed while all of its hosts answer."""
 
     code: int
-    step: int  # as Ended's
+    step: int  # see Ended.step
 
     @property
     def is_own(self) -> bool:
-        """An error of the job, which comes again; not a rank that was killed, or a connection that
-        broke."""
+        """Whether it is an error of the job, which would recur, and not a killed rank or a broken
+        connection."""
         return self.code not in _FROM_OUTSIDE
 
 
@@ -363,16 +364,17 @@ def decide(ended: Ended) -> RestartDecision:
         return RestartDecision("finish", ended.code or REQUEUE)
     if ended.asked and ended.code in (REQUEUE, _STARTING):
         return RestartDecision("change")
-    if ended.code == REQUEUE:  # its time limit, or a signal to a rank: as without a supervisor
+    # its time limit, or a signal to a rank, handled as without a supervisor
+    if ended.code == REQUEUE:
         return RestartDecision("finish", REQUEUE)
     return RestartDecision("failed", ended.code)
 
 
 def reason_to_give_up(failures: Sequence[Failure], is_first_start: bool) -> str:
-    """Why the job is not started again after the last of its failures; empty if it is.
+    """Returns why the job is not restarted after the last of its failures; empty if it is.
 
-    is_first_start: of this supervisor; an error that the user can fix is then a mistake in the
-    command.
+    is_first_start: it was this supervisor's first start; then an error that the user can fix is a
+    mistake in the command.
     """
     last = failures[-1]
     own = [failure for failure in failures if failure.is_own]
@@ -387,12 +389,12 @@ def reason_to_give_up(failures: Sequence[Failure], is_first_start: bool) -> str:
 
 
 def at_step(step: int) -> str:
-    """Where a job ended whose last event is of this step; -1: it has none."""
+    """Describes where a job ended, from the step of its last event; -1: it has no event."""
     return f"at step {step}" if step >= 0 else "before its first step"
 
 
 def choose(hosts: Sequence[Host], most: int | None) -> tuple[Host, ...]:
-    """The hosts with the ranks that each gets: slots are filled host by host, up to `most`
+    """Returns the hosts with their numbers of ranks: slots are filled host by host, up to `most`
     ranks."""
     slots = slots_of(hosts)
     return tuple(ranks_per_host(hosts, slots if most is None else min(most, slots)))
@@ -408,11 +410,11 @@ def reason_to_change(
     """Returns why a running job is to stop at its next sync point and resume on other hosts; empty
     if it is to keep running.
 
-    running: its hosts, with `ranks` living ranks; offered: the hosts that are offered now;
-    chosen: those that a start would get now.
+    running: its hosts, with `ranks` living ranks; offered: the hosts that are offered now; chosen:
+    the hosts that a start would get now.
     """
     if slots_of(chosen) < least:
-        return ""  # fewer than it may have: it keeps what it has as long as that lives
+        return ""  # fewer than it may have: it keeps its hosts as long as they live
     names = {host.name for host in offered}
     withdrawn = [host.name for host in running if host.name not in names]
     if withdrawn:

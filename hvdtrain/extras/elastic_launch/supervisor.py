@@ -32,12 +32,12 @@ from hvdtrain.extras.elastic_launch.hosts import (
     slots_of,
 )
 
-LOOK_S = 0.2  # between two looks at the job and the hosts
-LEFT_OUT = 3  # looks at the offered hosts, for which a host is left out after its first failure
-# For a launcher to end after the job's last word, beside what sinks may take: mpirun with ULFM may
-# hang where a rank is lost meanwhile.
+LOOK_S = 0.2  # interval of checks of the job and the hosts
+LEFT_OUT = 3  # checks of the offered hosts for which a host is excluded after its first failure
+# Time for a launcher to end after the job's last event, in addition to its sinks: mpirun with ULFM
+# may hang if a rank dies meanwhile.
 OVER_S = 30.0 + CLOSE_S
-SETTLED = 2  # looks at the offered hosts while a job trains, before its hosts are changed
+SETTLED = 2  # checks of the offered hosts while a job trains, before its hosts are changed
 
 
 class Limits(NamedTuple):
@@ -46,15 +46,15 @@ class Limits(NamedTuple):
     least: int  # ranks
     most: int | None  # ranks; None: all slots
     patience_s: float  # below `least`
-    every_s: float  # between two looks at the offered hosts
+    every_s: float  # interval of checks of the offered hosts
     answer_s: float  # after which a host that does not answer counts as lost
 
 
 class Supervisor:
-    """run: the job's folder, None of a script that has none, whose exit code counts; launcher: for
-    hosts with their ranks.
+    """Starts a job again and again. run: the job's folder, or None for a script without one, whose
+    exit code counts. launcher: composes the command line for hosts with their ranks.
 
-    probe: the launcher's line that runs PROGRAM of hosts.py on a host.
+    probe: composes the command line that runs PROGRAM of hosts.py on a host.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class Supervisor:
         self._book = HostBook(LEFT_OUT * limits.every_s)
         self._failures: list[Failure] = []
         self._starts = 0
-        self._signals = EarlySignals()  # of the time between two starts
+        self._signals = EarlySignals()  # signals between two starts
         self._looked_s = -float("inf")
         self._offer_error = self._probe_error = ""
 
     def run(self) -> int:
-        """Returns the exit code: the job's, or 84 where fewer hosts than it needs are left. Raises
+        """Returns the exit code: the job's, or 84 if fewer hosts than it needs are left. Raises
         UserError from the first offer."""
         former = {number: signal.getsignal(number) for number in STOPPING}
         for number, handler in former.items():
@@ -106,9 +106,9 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _wait_for_hosts(self) -> tuple[Host, ...]:
-        """The hosts to start on; none if the patience is over, or a signal came.
+        """Returns the hosts to start on; none if the time limit is over, or after a signal.
 
-        The patience begins when the first look is over, which may take long, and has found too few.
+        The time limit begins after the first check, which may take long, has found too few.
         """
         since_s: float | None = None
         while not self._signals.received:
@@ -140,7 +140,7 @@ class Supervisor:
         return ()
 
     def _look_at_hosts(self) -> None:
-        """Reads the offer again when it is time, asks hosts, and collects their answers."""
+        """Reads the offer again when it is due, probes hosts, and collects the results."""
         now_s = time.monotonic()
         if now_s - self._looked_s >= self._limits.every_s:
             self._looked_s = now_s
@@ -170,7 +170,8 @@ class Supervisor:
                 )
 
     def _read_offer(self) -> None:
-        """Where it cannot be read, that is said once, and the last one stays."""
+        """Reads the offer. If it cannot be read, that is reported once, and the last offer is
+        kept."""
         try:
             self._book.offer(self._offer.read())
             self._offer_error = ""
@@ -182,8 +183,8 @@ class Supervisor:
             self._offer_error = error.what
 
     def _start(self, hosts: tuple[Host, ...]) -> int | None:
-        """One start of the ranks, to its end; returns the exit code where the job is not started
-        again."""
+        """Runs one start of the ranks until it ends; returns the exit code if the job is not
+        restarted."""
         self._starts += 1
         self._job.begin()
         began_s = time.monotonic()
@@ -259,8 +260,8 @@ class Supervisor:
         return True
 
     def _see_losses(self, start: _Start, now_s: float) -> None:
-        """The job has continued without some of its ranks (guard.lost=shrink): asks their hosts
-        again."""
+        """Called after the job has continued without some of its ranks (guard.lost=shrink); probes
+        their hosts again."""
         before = start.ranks
         start.ranks = self._job.ranks or start.ranks
         if start.ranks < before:
@@ -336,42 +337,43 @@ class _Start:
     def __init__(self, hosts: tuple[Host, ...], launcher: LauncherRun) -> None:
         self.hosts = hosts
         self.launcher = launcher
-        self.ranks = slots_of(hosts)  # that are left
+        self.ranks = slots_of(hosts)  # remaining ranks
         self.asked = False  # to stop
         self.trains_since_s: float | None = None
         self.over_since_s: float | None = None  # the job's last word
-        self.is_cut_off = False  # its launcher, which had not ended
+        self.is_cut_off = False  # whether its launcher, which had not ended, was killed
 
 
 EVENTS = "events.jsonl"
 _READ_BYTES = 2**22  # at a time
-_EVENT = b'{"time":'  # as every event begins
+_EVENT = b'{"time":'  # the beginning of every event
 _ENDINGS = ("end", "stop", "failed")
 
 
 class JobEvents:
-    """The job that writes to the run folder. begin() forgets what the starts before have told.
+    """The events of the job that writes to the run folder. begin() discards events of earlier
+    starts.
 
-    run=None: a script without one, which looks as a job that was over before: its exit code has to
-    tell.
+    run=None: a script without a run folder, which looks like a job that was already complete, so
+    its exit code decides.
     """
 
     def __init__(self, run: Path | None) -> None:
         self._run = run
         self._offset = 0
         self._rest = b""
-        # as Ended's; of the start before until there is an event of this one
+        # see Ended.ending; from the previous start until this start has an event
         self.ending = "" if run else "end"
         self._forget()
 
     def begin(self) -> None:
-        """A start of the ranks follows: what is in the file already is not of it."""
+        """Called before a start of the ranks; the file's current content belongs to earlier
+        starts."""
         self.poll()
         self._forget()
 
     def poll(self) -> None:
-        """Reads what has come since. A folder that is not there yet, or cannot be read, tells
-        nothing."""
+        """Reads new events. A missing or unreadable folder has no events."""
         if self._run is None:
             return
         try:
@@ -386,10 +388,10 @@ class JobEvents:
             return
 
     def _forget(self) -> None:
-        self.exit_code = 1  # that an ending says
-        self.step = -1  # of its last sync point; -1 before it has started
-        self.ranks = 0  # that it has
-        self.trains = False  # whether it has come to a sync point
+        self.exit_code = 1  # exit code from an ending
+        self.step = -1  # step of its last sync point; -1 before it has started
+        self.ranks = 0  # its number of ranks
+        self.trains = False  # whether it has reached a sync point
 
     def _take(self, line: bytes) -> None:
         event = _parse(line)
@@ -407,7 +409,7 @@ class JobEvents:
 
 
 def _parse(line: bytes) -> dict[str, Any]:
-    """The last event of a line: a job that was killed may have left half a line before it."""
+    """Returns the last event in a line; a killed job may have left half a line before it."""
     try:
         event = json.loads(line[max(0, line.rfind(_EVENT)) :])
     except (ValueError, RecursionError):
@@ -419,8 +421,8 @@ FILE = "launch.jsonl"
 
 
 class Record:
-    """The run folder is made by the job: lines wait until its first event is there. Without one
-    (None) they are on the standard error."""
+    """Lines for the run folder, which the job creates; they wait until its first event exists.
+    Without a folder (None) they are printed on the standard error."""
 
     def __init__(self, run: Path | None) -> None:
         self._run = run
@@ -433,7 +435,7 @@ class Record:
         self.write()
 
     def write(self) -> None:
-        """What could not be written yet. A disk that is full loses these lines, but not the job."""
+        """Writes waiting lines. A full disk loses these lines, but does not stop the job."""
         if self._run is None:
             self._waiting.clear()
             return

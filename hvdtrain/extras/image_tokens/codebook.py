@@ -17,11 +17,11 @@ from hvdtrain.data.option_error import OptionError
 from hvdtrain.errors import UserError
 
 MOST_COLOURS = 2**15
-_PIXELS = 2**16  # that are drawn: 1.3 for each image of CIFAR-10
-_ROUNDS = 20  # of k-means at most: the squared error then falls by less than a thousandth a round
-_BLOCK_VALUES = 2**22  # distances computed at once, 16 MB
+_PIXELS = 2**16  # number of pixels to draw: 1.3 for each image of CIFAR-10
+_ROUNDS = 20  # most rounds of k-means: then the squared error falls by less than 0.1 % per round
+_BLOCK_VALUES = 2**22  # distances computed at a time, 16 MB
 _DRAWN = 0x706978  # a stream of counters
-_UNKNOWN = 2**16 - 1  # of the table of colours: not looked up yet
+_UNKNOWN = 2**16 - 1  # entry in the table of colours that was not looked up yet
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,29 +31,29 @@ class Codebook:
     colours: np.ndarray  # uint8 (k, C)
 
     def decode(self, tokens: np.ndarray) -> np.ndarray:
-        """The colours of integer tokens (...), each below k: uint8 (..., C)."""
+        """Returns the colours of integer tokens (...), each below k, as uint8 (..., C)."""
         return self.colours[tokens]
 
     @property
     def values(self) -> int:
-        """How many colours there are."""
+        """The number of colours."""
         return len(self.colours)
 
     def digest(self) -> str:
-        """64 bits, as 16 hex digits."""
+        """Returns a 64-bit digest, as 16 hex digits."""
         return digest({"colours": self.colours})
 
 
 class Encoder:
-    """The nearest colour of pixels. A colour is looked up once: a table has those that were seen,
-    32 MB for three channels."""
+    """Finds the nearest colour of pixels. Each colour is searched once and then kept in a table, 32
+    MB for three channels."""
 
     def __init__(self, codebook: Codebook) -> None:
         self._colours = codebook.colours
         self._table = np.full(256 ** codebook.colours.shape[1], _UNKNOWN, np.uint16)
 
     def encode(self, pixels: np.ndarray) -> np.ndarray:
-        """uint8 (..., C) -> uint16 (...): exact, of two colours at the same distance the first."""
+        """Encodes uint8 (..., C) as uint16 (...), exactly; in a tie, the first colour is used."""
         numbers = _as_numbers(pixels)
         seen = self._table[numbers] != _UNKNOWN
         if not seen.all():
@@ -63,19 +63,19 @@ class Encoder:
 
 
 def make_codebook(images: Images, colours: int, side: int) -> Codebook:
-    """k-means over pixels that counters draw, the same in every run and on every machine: all
-    arithmetic is in whole numbers.
+    """Computes k-means over pixels that counters draw. The result is the same in every run and on
+    every machine, because all arithmetic uses integers.
 
-    The images are reduced to `side` pixels first. Raises UserError if the pixels have fewer
-    colours than are wanted.
+    The images are reduced to `side` pixels first. Raises UserError if the pixels have fewer colours
+    than requested.
     """
     found = k_means(draw_pixels(images, side), colours)
     return Codebook(found[np.lexsort(found.T[::-1])])
 
 
 def draw_pixels(images: Images, side: int) -> np.ndarray:
-    """uint8 (n, C): 65,536 pixels of any images and places, in the order in which they are drawn;
-    or less of large images."""
+    """Draws 65,536 pixels, or fewer from large images, of any images and positions, uint8 (n, C),
+    in the order of the draws."""
     height, width, channels = images.shape
     draws = np.arange(_PIXELS, dtype=np.uint64)
     samples = (fold(_DRAWN, 0, draws) % np.uint64(len(images))).astype(np.int64)
@@ -94,8 +94,8 @@ def draw_pixels(images: Images, side: int) -> np.ndarray:
 
 
 def reduce_images(x: np.ndarray, side: int) -> np.ndarray:
-    """uint8 (n, H, W, C) -> uint8 (n, side, side, C): each pixel is the rounded mean of a square;
-    `side` divides H = W."""
+    """Reduces uint8 (n, H, W, C) to uint8 (n, side, side, C): each pixel is the rounded mean of a
+    square; `side` divides H = W."""
     n, height, _, channels = x.shape
     factor = height // side
     if factor == 1:
@@ -105,11 +105,11 @@ def reduce_images(x: np.ndarray, side: int) -> np.ndarray:
 
 
 def k_means(pixels: np.ndarray, colours: int) -> np.ndarray:
-    """Lloyd's rounds (1982, "Least squares quantization in PCM") on uint8 (n, C), from its first
-    different colours: uint8 (colours, C).
+    """Runs Lloyd's algorithm (1982, "Least squares quantization in PCM") on uint8 (n, C), starting
+    with its first distinct colours; returns uint8 (colours, C).
 
-    Means are rounded to whole numbers. A colour that is the nearest of no pixel becomes the pixel
-    that is farthest from its own. Raises UserError if the pixels have fewer colours.
+    Means are rounded to integers. A colour without pixels is replaced by the pixel that is farthest
+    from its colour. Raises UserError if the pixels have fewer colours.
     """
     channels = pixels.shape[1]
     numbers, firsts, counts = np.unique(_as_numbers(pixels), return_index=True, return_counts=True)
@@ -120,7 +120,7 @@ def k_means(pixels: np.ndarray, colours: int) -> np.ndarray:
     centres = pixels[np.sort(firsts)[:colours]]
     for _ in range(_ROUNDS):
         own = nearest(points, centres)
-        # sums of whole numbers below 2**53: exact
+        # sums of integers below 2**53 are exact
         members = np.bincount(own, counts, minlength=colours).astype(np.int64)
         sums = np.stack(
             [
@@ -142,11 +142,11 @@ def k_means(pixels: np.ndarray, colours: int) -> np.ndarray:
 
 
 def nearest(points: np.ndarray, centres: np.ndarray) -> np.ndarray:
-    """The centre that is nearest to each point, the first of equally near ones: uint8 (n, C), uint8
-    (k, C) -> int64 (n,).
+    """Returns the centre nearest to each point, the first in a tie: uint8 (n, C), uint8 (k, C) ->
+    int64 (n,).
 
-    |p - c|^2 - |p|^2 = |c|^2 - 2 p c: whole numbers below 2**24, so that float32 has them exactly,
-    in whatever order they are added.
+    It uses |p - c|^2 - |p|^2 = |c|^2 - 2 p c: integers below 2**24, which are exact in float32, in
+    any order of summation.
     """
     c = centres.astype(np.float32)
     squares = np.square(c).sum(1)
@@ -159,7 +159,7 @@ def nearest(points: np.ndarray, centres: np.ndarray) -> np.ndarray:
 
 
 def _as_numbers(pixels: np.ndarray) -> np.ndarray:
-    """uint8 (..., C) -> int32 (...): 65,536 r + 256 g + b, or the grey value."""
+    """Converts uint8 (..., C) to int32 (...): 65,536 r + 256 g + b, or the grey value."""
     numbers = np.zeros(pixels.shape[:-1], np.int32)
     for channel in range(pixels.shape[-1]):
         numbers = numbers << 8 | pixels[..., channel]
@@ -167,7 +167,7 @@ def _as_numbers(pixels: np.ndarray) -> np.ndarray:
 
 
 def _as_colours(numbers: np.ndarray, channels: int) -> np.ndarray:
-    """int32 (n,) -> uint8 (n, C), the inverse of _as_numbers()."""
+    """Converts int32 (n,) to uint8 (n, C), the inverse of _as_numbers()."""
     return np.stack(
         [
             (numbers >> 8 * (channels - 1 - channel) & 255).astype(np.uint8)
@@ -177,12 +177,12 @@ def _as_colours(numbers: np.ndarray, channels: int) -> np.ndarray:
     )
 
 
-FILE = "codebook.json"  # of a run folder
-MOST_FILE_BYTES = 2**21  # of that file
+FILE = "codebook.json"  # in a run folder
+MOST_FILE_BYTES = 2**21  # limit for that file
 
 
 def to_json(codebook: Codebook) -> bytes:
-    """The file of a run folder: {"colours": [[255, 0, 0], ...]}."""
+    """Returns the content of the file in a run folder: {"colours": [[255, 0, 0], ...]}."""
     return json.dumps({"colours": codebook.colours.tolist()}).encode() + b"\n"
 
 

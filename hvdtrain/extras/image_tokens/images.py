@@ -28,13 +28,13 @@ from hvdtrain.extras.image_tokens.codebook import (
 if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch
 
-_ENCODED_VALUES = 2**22  # of pixels encoded at once
+_ENCODED_VALUES = 2**22  # values of pixels encoded at a time
 
 
 @dataclass(frozen=True, eq=False)
 class UnencodedImages(Unfinished):
-    """Images whose tokens wait for a codebook, which is the same on all ranks. Raises UserError
-    if sizes do not fit."""
+    """Images that need a codebook, which is the same on all ranks, to become tokens. Raises
+    UserError if sizes do not match."""
 
     array = "codebook"
     images: LabelledImages
@@ -70,19 +70,20 @@ class UnencodedImages(Unfinished):
 
     @property
     def pixels(self) -> int:
-        """The side of the reduced images."""
+        """Height and width of the reduced images, in pixels."""
         return self.side or self.images.shape[0]
 
     def compute(self) -> np.ndarray:
-        """The colours of a codebook: 2 s for 512. Raises UserError if the images have fewer."""
+        """Computes the colours of a codebook; takes 2 s for 512. Raises UserError if the images
+        have fewer."""
         return make_codebook(self.images, self.colours, self.pixels).colours
 
     def read(self, run: Path) -> np.ndarray:
         return read_codebook(run).colours
 
     def finish(self, array: np.ndarray) -> TokenImages:
-        """Encodes all images, once: 5 s for each million different colours of 512, and the images
-        are kept no longer."""
+        """Encodes all images once, and drops them; takes 5 s for each million distinct colours with
+        a codebook of 512."""
         codebook = Codebook(array)
         images = self.images
         side = self.pixels
@@ -101,8 +102,8 @@ class UnencodedImages(Unfinished):
 
 @dataclass(frozen=True, eq=False)
 class TokenImages(Source):
-    """A source of {"tokens": int64 (n, side^2 + 1)}: images after a start token, whose number is
-    that of the colours."""
+    """A source of {"tokens": int64 (n, side^2 + 1)}: a start token, which is equal to the number of
+    colours, and the image."""
 
     pixels: np.ndarray  # uint8 or uint16 (n, side^2), each below the number of colours
     codebook: Codebook
@@ -135,7 +136,7 @@ class TokenImages(Source):
         return {"tokens": tokens}
 
     def digests(self, seed: int) -> dict[str, str]:
-        """A digest of all tokens: 0.05 s for CIFAR-10."""
+        """Returns a digest of all tokens; takes 0.05 s for CIFAR-10."""
         return self.identity()
 
     def identity(self) -> dict[str, str]:

@@ -1,5 +1,5 @@
-"""hvdtrain lab: runs an experiment of the course, whose pages and scripts are in labs/ of the
-repository, or makes a notebook of it."""
+"""hvdtrain lab: runs an experiment of the course in the repository's labs/ folder, or converts it
+to a notebook."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ hvdtrain lab 1 --help
 hvdtrain lab 1 --notebook FILE.ipynb
   the page as a Jupyter notebook, which runs the lab and shows its figures; trains nothing
 each lab is a folder of labs/ with a page (README.md) that says what to see in its figures"""  # noqa: E501
-_LAB_PATIENCE_S = 30.0  # after Ctrl-C; longer than the lab's own with its jobs
+_LAB_PATIENCE_S = 30.0  # after Ctrl-C; longer than a lab waits for its jobs
 
 
 def lab(arguments: Sequence[str]) -> int:
@@ -97,12 +97,13 @@ def _notebook(number: str, folder: Path, options: Sequence[str]) -> int:
 
 
 def _pages(labs: Mapping[str, Path]) -> list[tuple[str, Path]]:
-    """The labs by number, and the assessment, which no command runs."""
+    """Returns the labs by number, and the assessment, which no command runs."""
     return [*labs.items(), ("-", next(iter(labs.values())).parent / "assessment")]
 
 
 def _labs() -> dict[str, Path]:
-    """By number. Raises UserError if hvdtrain was installed without its repository."""
+    """Returns the labs by number. Raises UserError if hvdtrain was installed without its
+    repository."""
     root = Path(__file__).resolve().parents[3] / "labs"
     folders = {
         match[1]: path.parent
@@ -131,15 +132,15 @@ def start_process(
     output: IO[bytes] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Process:
-    """output: for its standard output and error, in place of ours."""
+    """Starts a process. output: receives its standard output and error."""
     return start_child(
         command, os.environ if environ is None else environ, signal.SIGTERM, output=output
     )
 
 
 def wait_for(processes: Sequence[Process], patience_s: float = PATIENCE_S) -> list[int]:
-    """Their exit codes, 128 + N where signal N ended one. Raises KeyboardInterrupt after Ctrl-C,
-    once all have ended."""
+    """Waits and returns the exit codes, 128 + N if signal N ended a process. After Ctrl-C, raises
+    KeyboardInterrupt when all have ended."""
     try:
         codes = [process.wait() for process in processes]
     except KeyboardInterrupt:
@@ -152,7 +153,7 @@ def wait_for(processes: Sequence[Process], patience_s: float = PATIENCE_S) -> li
 
 
 def _running(processes: Sequence[Process], most_s: float) -> list[Process]:
-    """Returns the processes that are still running after so many seconds."""
+    """Returns the processes that are still running after most_s seconds."""
     until_s = time.monotonic() + most_s
     while (
         running := [process for process in processes if process.poll() is None]
@@ -172,9 +173,9 @@ class Cell(NamedTuple):
 
 
 def write_notebook(number: str, folder: Path, to: Path) -> None:
-    """`to` is for the folder in which it is written: links and imports are relative to it.
+    """Writes a lab as a notebook to `to`, whose folder links and imports are relative to.
 
-    Raises FileExistsError: it may have a reader's work.
+    Raises FileExistsError, because the file may contain a reader's work.
     """
     with to.open("x") as file:
         file.write(
@@ -186,8 +187,8 @@ def write_notebook(number: str, folder: Path, to: Path) -> None:
 
 
 def cells(number: str, folder: Path, beside: Path) -> Iterator[Cell]:
-    """The page of `folder`, whose first block of commands becomes the cell that runs the lab;
-    blocks of Python are cells as they are."""
+    """Returns the cells of the page in `folder`. Its first block of commands becomes the cell that
+    runs the lab; Python blocks become cells unchanged."""
     page = (folder / "README.md").read_text()
     to_folder = Path(os.path.relpath(folder, beside)).as_posix()
     imports = [
@@ -220,7 +221,8 @@ def cells(number: str, folder: Path, beside: Path) -> Iterator[Cell]:
 
 
 def _pieces(page: str) -> Iterator[tuple[bool, str]]:
-    """(is code, text): the commands, figures and Python of the page, and the text between them."""
+    """Yields (is code, text): the commands, figures and Python of the page, and the text between
+    them."""
     begin = 0
     commands = 0
     for found in sorted(
@@ -264,15 +266,15 @@ def notebook(all_cells: Iterator[Cell]) -> dict[str, Any]:
     }
 
 
-STAMP = "lab.json"  # in the folder of a lab: which one, and with which options
-_PLACES = ("out", "data_root")  # options that say where something is, not what is trained
+STAMP = "lab.json"  # in the folder of a lab: its number and options
+_PLACES = ("out", "data_root")  # options for locations, which do not affect the training
 
 
 class Parser(CommandParser):
     """The options of one lab."""
 
     def __init__(self, script: str, about: str | None, quick: str) -> None:
-        """script: its file; about: its docstring; quick: what --quick leaves out."""
+        """script: its file; about: its docstring; quick: what --quick skips."""
         self.number = Path(script).resolve().parent.name.partition("-")[0]
         command = f"hvdtrain lab {self.number}"
         more = (
@@ -327,7 +329,7 @@ def _interrupted(program: str) -> int:
 
 
 def take_folder(out: Path, what: dict[str, Any]) -> None:
-    """Makes the folder, or takes it up where the same lab ran in it with the same options. Raises
+    """Creates the folder, or reuses it if the same lab ran in it with the same options. Raises
     UserError."""
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Where horovod.common.util has what there is to know of a build."""
+"""The build information of horovod.common.util."""
 
 from hvdtrain.horovod.basics import (
     ccl_built,

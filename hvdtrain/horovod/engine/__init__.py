@@ -1,2 +1,1 @@
-"""How collectives of Horovod's kind are queued, agreed on by the ranks, fused, and made by a
-communicator."""
+"""Queues, negotiates and fuses Horovod-style collectives, and runs them on a communicator."""

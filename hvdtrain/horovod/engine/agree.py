@@ -14,7 +14,7 @@ from hvdtrain.horovod.engine.requests import Key, Request, Signature, combined, 
 
 
 class Asked(NamedTuple):
-    """A request of a rank that the others may see."""
+    """A rank's request that is visible to the other ranks."""
 
     signature: Signature
     bucket: int
@@ -23,19 +23,19 @@ class Asked(NamedTuple):
 class Standing(NamedTuple):
     """A rank's requests in a round."""
 
-    rank: int  # of the job
+    rank: int  # rank in the job
     asked: Sequence[Asked]  # in the order of its program
-    joined: bool = False  # takes part in everything, with nothing of its own
-    leaving: bool = False  # asks for nothing more
+    joined: bool = False  # takes part in everything without contributing
+    leaving: bool = False  # makes no more requests
     blocked: bool = False  # every thread waits, and requests nothing more until it has its result
-    overdue: bool = False  # has waited for long without any progress
+    overdue: bool = False  # has waited for a long time without progress
 
 
 class Ready(NamedTuple):
     """A request that every participating rank has made."""
 
     signature: Signature
-    buckets: tuple[int, ...]  # of each rank that asked
+    buckets: tuple[int, ...]  # bucket of each requesting rank
 
 
 class Refusal(NamedTuple):
@@ -48,12 +48,13 @@ class Refusal(NamedTuple):
 class NegotiationResult(NamedTuple):
     ready: list[Ready]  # in the order of the first active rank
     refused: dict[Key, Refusal]
-    # the ranks that still have to request it; only for requests that are neither ready nor refused
+    # the ranks that have not requested it yet; only for requests that are neither ready nor
+    # rejected
     missing: dict[Key, list[int]]
 
 
 def decide(standings: Sequence[Standing]) -> NegotiationResult:
-    """standings: in rank order."""
+    """Decides what to run. standings: in rank order."""
     by_rank = {
         standing.rank: {asked.signature.key: asked for asked in standing.asked}
         for standing in standings
@@ -101,7 +102,7 @@ def _is_deadlock(
 
 
 def _deadlock(standings: Sequence[Standing], missing: dict[Key, list[int]]) -> dict[Key, Refusal]:
-    """A refusal of every request, with what each rank waits for."""
+    """Returns a rejection of every request, with what each rank waits for."""
     text = "; ".join(_waits(standing) for standing in standings)
     return {
         key: Refusal(f"{ranks_text(absent)} did not ask for it and cannot: {text}", True)
@@ -120,7 +121,7 @@ def _waits(standing: Standing) -> str:
 
 
 def differing(signatures: dict[int, Signature]) -> str:
-    """The difference between two ranks, and their values; empty if there is none."""
+    """Returns a difference between two ranks and their values; empty if there is none."""
     (first, one), *others = signatures.items()
     for rank, other in others:
         if other != one:
@@ -147,8 +148,8 @@ FIELDS = {
 
 
 def _value(signature: Signature, field: str) -> str:
-    """A field as a message shows it: the tensor itself where there is one alone, "any" for a length
-    that may differ."""
+    """Formats a field for a message: a single tensor's value directly, and "any" for a length that
+    may differ."""
     value = getattr(signature, field)
     if field in ("dtypes", "shapes", "devices") and len(value) == 1:
         value = value[0]
@@ -156,22 +157,22 @@ def _value(signature: Signature, field: str) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 0, 2" """
+    """Formats ranks: "rank 3", "ranks 0, 2"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-HEADER = 6  # numbers: how many requests, digest, special flags, bytes inline, own flags, unused
-# special flags: ranks do not only make what all of them ask for
+HEADER = 6  # numbers: count of requests, digest, special flags, inline bytes, own flags, unused
+# special flags: ranks do not just run the common requests
 JOINED = 1
 LEAVING = 2
 # own flags
 BLOCKED = 1
 OVERDUE = 2
-_COMPARED = 4  # numbers at the beginning that are equal where nothing needs a second exchange
-_BYTES = 8  # of a number
+_COMPARED = 4  # leading numbers that are equal if no second exchange is needed
+_BYTES = 8  # size of a number
 _PLACES = 16  # bytes; tensors begin at multiples, so that they can be viewed as complex128
-# of small tensors: with the header 496 bytes of every rank, which take no longer than the header
-# alone
+# limit for small tensors: with the header 496 bytes from every rank, which take no longer than the
+# header alone
 INLINE_BYTES = 448
 INLINE_RANKS = 8  # sets of more ranks exchange only headers
 INLINE_REQUESTS = 16
@@ -191,7 +192,7 @@ class NegotiationBlock:
     """The block of one rank, and the blocks of all ranks."""
 
     def __init__(self, size: int) -> None:
-        """size: ranks of the set."""
+        """size: number of ranks in the set."""
         self._has_inline = size <= INLINE_RANKS
         length = HEADER + (INLINE_BYTES // _BYTES if self._has_inline else 0)
         self.own = np.zeros(length, np.int64)
@@ -199,7 +200,8 @@ class NegotiationBlock:
         self._places: dict[tuple[int, int, torch.dtype], TensorViews] = {}
 
     def fill(self, requests: Sequence[Request], special: int, own: int) -> None:
-        """requests: what this rank asks for, in order; buckets count relative to the first."""
+        """Fills in this rank's block. requests: this rank's requests, in order; buckets are
+        relative to the first."""
         self.own[:HEADER] = (
             len(requests),
             _digest(requests),
@@ -210,7 +212,7 @@ class NegotiationBlock:
         )
 
     def is_equal(self) -> bool:
-        """Whether every rank has the same requests, and none has joined or is leaving."""
+        """Whether every rank has the same requests, and no rank has joined or is leaving."""
         first = self.rows[0, :_COMPARED].tobytes()
         return not self.rows[0, 2] and all(
             row[:_COMPARED].tobytes() == first for row in self.rows[1:]
@@ -243,7 +245,8 @@ class NegotiationBlock:
         return TensorViews(own, of_ranks)
 
     def _put_inline(self, requests: Sequence[Request]) -> int:
-        """The number of bytes; 0 if the tensors do not fit, -1 if there is nothing to send."""
+        """Writes small tensors into the block. Returns the number of bytes; 0 if they do not fit,
+        -1 if there is nothing to send."""
         if not self._has_inline or not 0 < len(requests) <= INLINE_REQUESTS:
             return 0
         total = sum(_inline_bytes(request) for request in requests)
@@ -265,7 +268,7 @@ def _digest(requests: Sequence[Request]) -> int:
 
 
 def _inline_bytes(request: Request) -> int:
-    """The bytes to send inline; more than fits for requests that cannot be sent inline."""
+    """Returns the bytes to send inline; more than fits for requests that cannot be sent inline."""
     signature = request.signature
     if not (
         signature.kind == "allreduce" and signature.op in _INLINE_OPS
@@ -277,7 +280,7 @@ def _inline_bytes(request: Request) -> int:
 
 
 def _rounded(tensor: torch.Tensor) -> int:
-    """Its bytes, in whole places of the block."""
+    """Returns a tensor's bytes, rounded up to whole numbers of the block."""
     return -(-tensor.numel() * tensor.element_size() // _PLACES) * _PLACES
 
 

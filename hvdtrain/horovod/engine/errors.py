@@ -1,4 +1,5 @@
-"""The exceptions of Horovod's API, by its names; each says what, where and how to fix it."""
+"""The exceptions of Horovod's API, with its names. Each reports what is wrong, where, and how to
+fix it."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class HorovodVersionMismatchError(ImportError):
-    """A library has another version than Horovod was built with. Never raised here, where nothing
-    is built; a script may catch it."""
+    """In Horovod, raised if a library's version differs from the build. Never raised here, because
+    nothing is built, but a script may catch it."""
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
         super().__init__(
@@ -35,8 +36,8 @@ class BadCall(UserError, ValueError):
 
 
 class NoSuchReduction(BadCall, HorovodInternalError):
-    """An op that a collective does not support. Also a HorovodInternalError, as in Horovod, where
-    it comes from a round."""
+    """Raised for an op that a collective does not support. Also a HorovodInternalError, as in
+    Horovod, where a round raises it."""
 
 
 class Mismatch(UserError, HorovodInternalError):
@@ -45,7 +46,8 @@ class Mismatch(UserError, HorovodInternalError):
 
 
 class Missing(UserError, HorovodInternalError):
-    """A rank has ended, or waits for something else, so that a collective will never be made."""
+    """Raised if a collective will never run, because a rank has ended or waits for something
+    else."""
 
     code = LOST
 

@@ -11,8 +11,10 @@ from hvdtrain.horovod.engine.requests import Request, Signature
 
 ALONE_BYTES = (
     1 << 20
-)  # a tensor of so many is moved where it is: two copies would cost more than a collective of its own  # noqa: E501
-# their sizes differ over ranks, so that nothing may depend on them
+    # bytes from which a tensor is sent in place: two copies would take longer than a separate
+    # collective
+)
+# their sizes differ between ranks, so nothing may depend on them
 _ANY_ROWS = (
     "allgather",
     "alltoall",
@@ -27,30 +29,31 @@ class RequestTensor(NamedTuple):
     source: torch.Tensor
 
     def target(self) -> torch.Tensor | None:
-        """The caller's tensor that receives the result, if there is one."""
+        """The caller's tensor that receives the result, if any."""
         return self.request.outputs[self.place] if self.request.outputs else None
 
 
 class Batch(NamedTuple):
     """Units that share one collective."""
 
-    signature: Signature  # of the first; the others have its kind, op, factors and root
+    # signature of the first; the others have the same kind, op, factors and root
+    signature: Signature
     units: list[RequestTensor]
-    # ranks that asked for it: an average is over these, and not over those that have joined
+    # number of ranks that requested it; an average is over these, and excludes joined ranks
     givers: int
 
 
 def batches(requests: Sequence[tuple[Request, tuple[int, ...]]], fusion_bytes: int) -> list[Batch]:
-    """In the order of their first units, which is the same on every rank. requests: each with the
-    buckets that it has on the ranks.
+    """Returns batches in the order of their first units, which is the same on every rank. requests:
+    each with its buckets on the ranks.
 
-    Only requests of one bucket on every rank share a batch: a bucket ends where its rank waits, so
-    that batches do not depend on the time at which ranks come to an agreement.
+    Only requests in the same bucket on every rank share a batch. A bucket ends where its rank
+    waits, so batches do not depend on the time at which ranks agree.
     """
     made: list[Batch] = []
     last: dict[
         tuple[object, ...], tuple[list[RequestTensor], int]
-    ] = {}  # what can be fused -> its newest batch, the bytes of that
+    ] = {}  # fusion key -> its newest batch and the bytes in it
     for request, buckets in requests:
         signature = request.signature
         kind = signature.kind
@@ -74,7 +77,8 @@ def batches(requests: Sequence[tuple[Request, tuple[int, ...]]], fusion_bytes: i
 
 
 def runs(sizes: Sequence[int], fusion_bytes: int) -> list[tuple[int, int]]:
-    """(first, end) of each group of tensors that travel together, from their sizes in order."""
+    """Returns (first, end) of each group of tensors that are sent together, from their sizes in
+    order."""
     ranges: list[tuple[int, int]] = []
     so_far = fusion_bytes
     for place, size in enumerate(sizes):

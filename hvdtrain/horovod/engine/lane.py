@@ -21,16 +21,16 @@ from hvdtrain.horovod.engine.settings import Settings
 from hvdtrain.horovod.engine.timeline import Timeline
 from hvdtrain.horovod.engine.waiting import Callers
 
-IDLE_S = 0.005  # between two rounds in which nothing could be made
-# between two looks of a thread whether another one, which makes the rounds, has made its request
+IDLE_S = 0.005  # between two rounds without progress
+# how often a thread checks whether the thread that runs the rounds has completed its request
 LOOK_S = 0.001
 
 
 class Lane:
     """The requests of one process set that this process belongs to.
 
-    Other ranks see a request once this rank waits for any of its requests, or once enough are
-    queued: the collectives of a round depend only on the ranks' programs, not on time.
+    Other ranks see a request when this rank waits for any of its requests, or when enough are
+    queued. So the collectives of a round depend only on the ranks' programs, not on time.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class Lane:
         change: Callable[[Signature], Any],
         streams: Streams | None = None,
     ) -> None:
-        """ranks: the communicator's, numbered in the job. callers: threads of this process.
-        streams: only of this set.
+        """ranks: the communicator's ranks, as numbered in the job. callers: threads of this
+        process. streams: only for this set.
 
-        change: makes or removes a process set that all ranks have agreed on.
+        change: adds or removes a process set that all ranks have agreed on.
         """
         self._settings = settings
         self._callers = callers
@@ -65,12 +65,12 @@ class Lane:
             change,
             lambda: callers.all_wait(self),
         )
-        self._turn = threading.Lock()  # held by the thread that makes rounds
-        self._starting = threading.Lock()  # of start()
+        self._turn = threading.Lock()  # held by the thread that runs rounds
+        self._starting = threading.Lock()  # lock of start()
         self._thread: CommThread | None = None
         self._is_queued = False  # start() was called, but its rounds are still queued
-        self._wanted = False  # by another thread: rounds until nothing is asked for
-        self.has_left = False  # once every rank has
+        self._wanted = False  # another thread wants rounds until there are no requests
+        self.has_left = False  # set when every rank has left
 
     def submit(self, request: Request) -> bool:
         """Queues a request; True if enough are queued. Raises BadCall if one of this name is under
@@ -88,8 +88,8 @@ class Lane:
         return self._queue.has_shown()
 
     def finish(self, request: Request) -> None:
-        """Returns once it is done, by rounds of this thread or of another one. Raises Stalled if it
-        is not done in time."""
+        """Waits until a request is done, by rounds of this thread or of another one. Raises Stalled
+        if it is not done in time."""
         start = time.monotonic()
         self._callers.wait(self)
         try:
@@ -106,14 +106,14 @@ class Lane:
             self._callers.go_on()
 
     def result(self, request: Request) -> Any:
-        """The result of a request that is done. On a GPU it is there for what the present streams
-        of this thread are given from now on."""
+        """Returns the result of a completed request. On a GPU, it is available to later work in the
+        current streams of this thread."""
         self._streams.receive(request)
         return request.result
 
     def step(self, request: Request) -> bool:
-        """Whether it is done; runs what is possible without waiting for absent ranks. Raises
-        Stalled as finish() does."""
+        """Whether a request is done; runs what is possible without waiting for absent ranks. Raises
+        Stalled like finish()."""
         if not request.done and self._turn.acquire(blocking=False):
             if request.polled_s is None:
                 request.polled_s = time.monotonic()
@@ -164,10 +164,10 @@ class Lane:
         return attendance.last_joined
 
     def leave(self) -> None:
-        """Makes what is asked for until every rank leaves; they may come back, also after a round
-        in which one gave up.
+        """Runs requests until every rank leaves; ranks may return, even after a round in which one
+        gave up.
 
-        It waits without end for a rank that still works alone.
+        It waits without a limit for a rank that is still working.
         """
         self._wanted = False  # so that the thread of this set leaves the rounds to this one
         self.show()
@@ -177,7 +177,7 @@ class Lane:
             while not attendance.all_leaving:
                 if isinstance(self.rounds.broken, Stalled):
                     self.rounds.come_together()
-                with contextlib.suppress(Stalled):  # of another rank, which this one comes late for
+                with contextlib.suppress(Stalled):  # another rank gave up waiting for this one
                     self.rounds.make()
                 self._pause()
             attendance.end_leave()
@@ -209,11 +209,12 @@ class Lane:
         raise Stalled(what, request.signature.where, FIX_NAMES)
 
     def _has_waited(self, start: float) -> bool:
-        """Since time.monotonic() was `start`, as long as a rank waits for others."""
+        """Whether a rank has waited since `start`, a time of time.monotonic(), as long as the limit
+        for waiting."""
         return self._settings.end_s is not None and time.monotonic() - start > self._settings.end_s
 
     def _pause(self) -> None:
-        """After a round in which nothing could be made. Not within the lock of the rounds where
-        another thread may be waiting for it."""
+        """Pauses after a round without progress. Called without the lock of the rounds, for which
+        another thread may be waiting."""
         if self.rounds.is_idle:
             time.sleep(IDLE_S)

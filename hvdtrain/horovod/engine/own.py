@@ -1,4 +1,4 @@
-"""The engine of our own: a lane for each process set, over a communicator."""
+"""hvdtrain's engine: a lane for each process set, over a communicator."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hvdtrain.horovod.engine.waiting import Callers
 
 class OwnEngine:
     """The engine with a lane for each process set. Several threads may call it. With several
-    process sets, each runs its rounds on its own thread while one waits."""
+    process sets, each runs its rounds on a separate thread while another waits."""
 
     def __init__(self, communicator: Communicator, settings: Settings) -> None:
         """A collective."""
@@ -95,7 +95,7 @@ class OwnEngine:
         self._show()
         for other in list(
             self._lanes.values()
-        ):  # another rank may wait for what this one has asked there
+        ):  # another rank may wait for this rank's requests in that set
             if other is not lane and other.has_shown():
                 other.start()
         if is_done := lane.step(request):
@@ -148,7 +148,7 @@ class OwnEngine:
         return True
 
     def _free(self, lane: Lane) -> None:
-        """Frees a process set that every rank of it has left. A collective of these ranks."""
+        """Frees a process set that all its ranks have left. A collective of these ranks."""
         lane.close()
         if lane.communicator is not self._communicator:  # the single engine returns itself
             cast(Any, self._communicator).free_group(lane.communicator)
@@ -167,9 +167,7 @@ class OwnEngine:
             return
         try:
             elastic(self._communicator, "hvd.elastic.run()").be_ready_to_shrink(gpu=True)
-        except (
-            UserError
-        ):  # on every rank: this job ends with a loss, as it would without elastic.run()
+        except UserError:  # on every rank, so that a loss ends the job, as without elastic.run()
             return
         self._can_shrink = True
         for lane in self._lanes.values():
@@ -252,7 +250,8 @@ class OwnEngine:
             self._callers,
             self._change,
         )
-        lane.rounds.names_lost = not self._can_shrink  # else the survivors continue at once
+        # otherwise the survivors continue immediately
+        lane.rounds.names_lost = not self._can_shrink
         return lane
 
     def _agree_on(self, kind: str, ranks: Sequence[int]) -> Any:
@@ -260,7 +259,7 @@ class OwnEngine:
         return self.wait(self.submit(GLOBAL, Request(signature, list[torch.Tensor]())))
 
     def _change(self, signature: Signature) -> int | None:
-        """Adds or removes a set, at the same place among the requests of all ranks; returns its id,
+        """Adds or removes a set, at the same position in the requests of all ranks; returns its id,
         None if it already existed."""
         ranks = list(signature.ranks)
         known = next((set_id for set_id, members in self._sets.items() if members == ranks), None)
@@ -284,8 +283,8 @@ class OwnEngine:
 
     @contextmanager
     def _others_going_on(self, lane: Lane) -> Iterator[None]:
-        """While this thread waits, its requests to other process sets are carried out, too: other
-        ranks may wait for them first."""
+        """While this thread waits, its requests to other process sets also run, because other ranks
+        may wait for them first."""
         self._show()
         others = [other for other in list(self._lanes.values()) if other is not lane]
         with self._lock:

@@ -27,7 +27,7 @@ from hvdtrain.horovod.engine.reduce import (
 from hvdtrain.horovod.engine.requests import Request
 from hvdtrain.horovod.engine.timeline import Timeline
 
-Results = dict[tuple[int, int], Any]  # (id of the request, index of the tensor) -> what it gets
+Results = dict[tuple[int, int], Any]  # (id of the request, index of the tensor) -> result
 
 
 class Packed(NamedTuple):
@@ -57,7 +57,7 @@ class Performer:
         timeline: Timeline,
         streams: Streams,
     ) -> None:
-        """ranks: the communicator's, numbered in the job."""
+        """ranks: the communicator's ranks, as numbered in the job."""
         self._streams = streams
         self._communicator = communicator
         self._ranks = list(ranks)
@@ -76,7 +76,7 @@ class Performer:
 
     def perform(self, requests: Sequence[tuple[Request, tuple[int, ...]]]) -> None:
         """Runs the requests. Every rank of the set calls it with the same requests, in the same
-        order. Each request comes with the buckets of the ranks that made it."""
+        order. Each request is paired with the buckets of the ranks that made it."""
         results: Results = {}
         with self._streams.behind([request for request, _ in requests]) as streams:
             waits = [self._begin(batch, results) for batch in batches(requests, self._fusion_bytes)]
@@ -103,7 +103,7 @@ class Performer:
         signature = batch.signature
         targets = [self._target(unit) for unit in batch.units]
         is_alone = len(targets) == 1 and self._stays(targets[0]) and targets[0].is_contiguous()
-        # A collective under way needs a buffer of its own: the shared one is for engines whose
+        # A pending collective needs a separate buffer; the shared one is for engines whose
         # start_allreduce() waits.
         packed = (
             Packed(targets[0].view(-1), targets)
@@ -217,7 +217,7 @@ class Performer:
     ) -> None:
         """Gathers units. lengths: of axis 0, of each rank's units."""
         flats = [as_bytes(self._placed(unit.source).reshape(-1)) for unit in units]
-        # what one rank gathers from itself is its own memory
+        # on a single rank, the gathered data is the rank's own memory
         is_copy = len(units) == 1 and self._communicator.size > 1
         widths = [_row_bytes(unit.source) for unit in units]
         gathered = self._gathered(
@@ -230,7 +230,7 @@ class Performer:
                 for length, width in zip(row, widths, strict=True)
             ]
         )
-        for index, unit in enumerate(units):  # of rank 0 every unit, of rank 1 every unit, ...
+        for index, unit in enumerate(units):  # every unit of rank 0, every unit of rank 1, ...
             whole = gathered if is_copy else torch.cat(parts[index :: len(units)])
             whole = whole.view(unit.source.dtype).view(
                 int(lengths[:, index].sum()), *unit.source.shape[1:]
@@ -238,8 +238,8 @@ class Performer:
             results[id(unit.request), unit.place] = whole.to(unit.source.device)
 
     def _gathered(self, flat: torch.Tensor, of_ranks: np.ndarray, name: str) -> torch.Tensor:
-        """Gathers the bytes of every rank. of_ranks: how many each has, so that the engine does not
-        ask, which would make the host wait for its GPU."""
+        """Gathers the bytes of every rank. of_ranks: how many each has; otherwise the engine would
+        exchange lengths, and the host would wait for its GPU."""
         if len(set(of_ranks.tolist())) > 1 or self._communicator.size == 1:
             return self._communicator.allgather(flat, name)
         rows = flat.new_empty((self._communicator.size, len(flat)))
@@ -271,8 +271,8 @@ class Performer:
         return lambda: None
 
     def _reducescatter(self, batch: Batch, results: Results) -> Callable[[], None]:
-        """Each rank gets its rows from all, and reduces them: the first ranks have one more if they
-        do not split evenly."""
+        """Each rank receives its rows from all ranks and reduces them. The first ranks have one
+        more if they do not divide evenly."""
         signature = batch.signature
         size = self._communicator.size
         rank = self._communicator.rank
@@ -394,9 +394,9 @@ class Streams:
     """The streams of one process set, one for each GPU with tensors of its requests, so that sets
     do not wait for each other.
 
-    They see what the caller's stream has computed, and that stream sees their results. A stream is
-    a queue of work for a GPU; different streams run side by side. Events order two streams on the
-    GPU, so the host waits for neither; only later work in the waiting stream waits.
+    They run after the earlier work in the caller's stream, and that stream waits for their results.
+    A stream is a queue of work for a GPU; different streams run concurrently. Events order two
+    streams on the GPU, so the host does not wait; only later work in the waiting stream does.
     """
 
     def __init__(self, gpus: Accelerator | None = None) -> None:
@@ -405,8 +405,8 @@ class Streams:
         self._latest: torch.device | None = None  # GPU of a request
 
     def ask(self, request: Request) -> None:
-        """Called by the requesting thread: the collective will run after the present work of its
-        current streams."""
+        """Called by the requesting thread. The collective will run after the work that is now in
+        its current streams."""
         if self._gpus.kind not in request.signature.devices:
             return
         devices = self._devices(request.inputs)
@@ -421,8 +421,8 @@ class Streams:
             self._gpus.set_device(self._latest)
 
     def behind(self, requests: Sequence[Request]) -> AbstractContextManager[Sequence[Stream]]:
-        """Called by the thread that runs collectives: inside, its current streams are the set's,
-        after the work that the requests follow."""
+        """Called by the thread that runs collectives. Within the context, its current streams are
+        the set's streams, ordered after the requests' inputs."""
         on_gpus = [request for request in requests if self._gpus.kind in request.signature.devices]
         return self._behind(on_gpus) if on_gpus else nullcontext(())
 
@@ -446,7 +446,7 @@ class Streams:
         self._gpus.present(device).synchronize()
 
     def receive(self, request: Request) -> None:
-        """Called by the thread that waited for the request: its current streams then wait for the
+        """Called by the thread that waited for the request. Its current streams then wait for the
         results."""
         for event in request.made:
             self._gpus.present(event.device).wait_event(event)
@@ -457,7 +457,7 @@ class Streams:
                     self._gpus.keep(tensor, self._gpus.present(tensor.device))
 
     def _devices(self, tensors: Iterable[torch.Tensor]) -> list[torch.device]:
-        """GPUs, each once."""
+        """Returns the GPUs of tensors, each once."""
         return list(
             dict.fromkeys(
                 tensor.device for tensor in tensors if tensor.device.type == self._gpus.kind

@@ -14,10 +14,11 @@ from hvdtrain.horovod.engine.agree import INLINE_BYTES, INLINE_RANKS, Negotiatio
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.engine.requests import ANY, Request, Signature, name_of
 
-SWAP_TAG = 22  # of the messages of swap()
-GATHER_BYTES = 4 << 20  # of one piece that every rank gets from every other, on a device
-WHOLE_BYTES = 64 << 10  # so much is sent whole to every rank: one exchange instead of two
-# of more each rank reduces a part; a part of each piece, which bounds the memory that it takes
+SWAP_TAG = 22  # tag of the messages of swap()
+GATHER_BYTES = 4 << 20  # size of a piece that every rank receives from every other, on a device
+# up to this size, a tensor is sent to every rank in one exchange instead of two
+WHOLE_BYTES = 64 << 10
+# above it, each rank reduces a part of each piece of this size, which bounds the memory
 PIECE_BYTES = 16 << 20
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -41,8 +42,8 @@ _OPS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def check_op(op: str, dtype: torch.dtype, has_factors: bool, where: str) -> None:
-    """Raises BadCall for a reduction that is undefined or that torch does not support: within a
-    round it would end the job."""
+    """Raises BadCall for a reduction that is undefined or that torch does not support, because
+    within a round it would end the job."""
     wrong = ""
     if dtype not in _COMPUTED:
         wrong = "torch does not compute with it"
@@ -78,11 +79,11 @@ def check_moved(dtype: torch.dtype, where: str) -> None:
 def start_reduce_(
     communicator: Communicator, flat: torch.Tensor, op: str, name: str
 ) -> Callable[[], None]:
-    """Begins to replace a contiguous tensor of one dimension by its reduction over ranks; what it
-    returns waits for the result.
+    """Starts to replace a contiguous one-dimensional tensor by its reduction over ranks; the
+    returned function waits for the result.
 
-    op: sum, min, max, product, adasum. A bool is a sum or maximum where any is, a minimum or
-    product where all are.
+    op: sum, min, max, product, adasum. For bools, sum and max mean "any", min and product mean
+    "all".
     """
     if flat.numel() == 0 or communicator.size == 1:
         return lambda: None
@@ -102,11 +103,11 @@ def start_reduce_(
 
 
 def is_for_engine(communicator: Communicator, flat: torch.Tensor, op: str) -> bool:
-    """Whether the engine reduces it, in its own order, which depends on the buffer's size.
+    """Whether the engine reduces the tensor, in an order that depends on the buffer's size.
 
-    It does not for minima and maxima of floating-point numbers, because MPI and Gloo lose a nan.
-    Nor for sums small enough for a round's blocks, where they are computed in rank order: their
-    bits must not depend on whether they travel there.
+    It is not used for minima and maxima of floating-point numbers, because MPI and Gloo lose a nan.
+    It is not used for sums that fit into a round's blocks, either. Blocks are summed in rank order,
+    and the bits must not depend on whether a sum is sent in a block.
     """
     dtype = name_of(flat.dtype)
     if op == "product" or not (
@@ -124,11 +125,11 @@ def is_for_engine(communicator: Communicator, flat: torch.Tensor, op: str) -> bo
 def scattered_sums(
     communicator: Communicator, tensors: Sequence[torch.Tensor], name: str
 ) -> list[torch.Tensor]:
-    """This rank's rows of each tensor's sum over ranks, by reduce-scatters of the engine: one for
-    all whose rows split evenly.
+    """Returns this rank's rows of each tensor's sum over ranks, using the engine's reduce-scatter:
+    one call for all tensors whose rows divide evenly.
 
-    tensors: of one dtype, contiguous, of at least one dimension; they may be overwritten. The first
-    ranks have a row more of the others.
+    tensors: of one dtype, contiguous, with at least one dimension; they may be overwritten. For
+    other tensors, the first ranks have one more row.
     """
     size = communicator.size
     rows = [
@@ -148,7 +149,7 @@ def scattered_sums(
             own = next(parts).reshape(len(tensor) // size, *tensor.shape[1:])
         else:
             own = communicator.start_reduce_scatter(tensor, name).wait()
-        # memory of its own: the engine may have made it a view of the whole
+        # a copy, because the engine may return a view of the whole
         sums.append(own.clone())
     return sums
 
@@ -186,7 +187,7 @@ def _reduced_of_all(
 
 
 def _reduce_gathered_(communicator: Communicator, flat: torch.Tensor, op: str, name: str) -> None:
-    """Gathers all ranks' tensors on every rank and reduces them in rank order: there are no
+    """Gathers all ranks' tensors on every rank and reduces them in rank order, because there are no
     messages between devices."""
     step = max(1, GATHER_BYTES // flat.element_size())
     for start in range(0, flat.numel(), step):
@@ -203,7 +204,7 @@ def _reduce_gathered_(communicator: Communicator, flat: torch.Tensor, op: str, n
 
 
 def reduced(op: str, parts: Sequence[torch.Tensor], own: int) -> torch.Tensor:
-    """In the order of ranks. parts: of each rank; all except rank `own`'s may be overwritten."""
+    """Reduces in rank order. parts: of each rank; all except rank `own`'s may be overwritten."""
     if len(parts) == 1:
         return parts[0].clone()
     total = combine(op, parts[0], parts[1], parts[1] if own == 0 else parts[0])
@@ -215,8 +216,8 @@ def reduced(op: str, parts: Sequence[torch.Tensor], own: int) -> torch.Tensor:
 def combine(
     op: str, one: torch.Tensor, other: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Elementwise, into `out` or new memory. By numpy for the unsigned integers that torch does not
-    compute with."""
+    """Combines two tensors elementwise, into `out` or new memory. Uses NumPy for unsigned integers
+    that torch does not support."""
     if name_of(one.dtype) in ("uint16", "uint32", "uint64"):
         function = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}[op]
         total = torch.from_numpy(function(one.cpu().numpy(), other.cpu().numpy())).to(one.device)
@@ -236,7 +237,7 @@ def scale_(tensor: torch.Tensor, factor: float) -> None:
 
 
 def average_(tensor: torch.Tensor, ranks: int, factor: float) -> None:
-    """The sum over so many ranks, divided, and multiplied by `factor`, in place. Integers are
+    """Divides the sum by the number of ranks and multiplies it by `factor`, in place. Integers are
     divided exactly, then truncated."""
     if factor != 1.0 or tensor.is_floating_point() or tensor.is_complex():
         scale_(tensor, factor / ranks)
@@ -252,7 +253,7 @@ def average_(tensor: torch.Tensor, ranks: int, factor: float) -> None:
 
 
 def finish_reduction_(flat: torch.Tensor, op: str, ranks: int, postscale: float) -> None:
-    """ranks: that gave something to it."""
+    """ranks: the number of ranks that contributed."""
     if op == "average":
         average_(flat, ranks, postscale)
     else:
@@ -260,7 +261,7 @@ def finish_reduction_(flat: torch.Tensor, op: str, ranks: int, postscale: float)
 
 
 def neutral(op: str, dtype: torch.dtype) -> float | bool:
-    """The neutral element, which a joined rank contributes."""
+    """Returns the neutral element, which a joined rank contributes."""
     if op not in ("min", "max", "product"):
         return 0
     if op == "product":
@@ -274,8 +275,8 @@ def neutral(op: str, dtype: torch.dtype) -> float | bool:
 
 
 def stand_in(signature: Signature, size: int) -> Request:
-    """A joined rank's stand-in for a request of the others, which does not change their results.
-    size: ranks of the set."""
+    """Returns a joined rank's stand-in for a request of other ranks, which does not change their
+    results. size: number of ranks in the set."""
     inputs = []
     for dtype_name, shape, device in zip(
         signature.dtypes, signature.shapes, signature.devices, strict=True
@@ -309,7 +310,7 @@ def finish_inline(
 
 
 def _result(request: Request, place: TensorViews, ranks: Sequence[int]) -> torch.Tensor:
-    """The result in new memory."""
+    """Returns the result in new memory."""
     signature = request.signature
     if signature.kind == "broadcast":
         return place.of_ranks[ranks.index(signature.root)].clone()
@@ -332,10 +333,10 @@ def swap(
     theirs: Sequence[torch.Tensor],
     name: str,
 ) -> None:
-    """Exchanges tensors in host memory: mine[r] goes to rank r; theirs[r], which is contiguous,
-    takes what rank r sends.
+    """Exchanges tensors in host memory: mine[r] is sent to rank r; theirs[r], which must be
+    contiguous, receives rank r's tensor.
 
-    Of this rank both may be the same memory.
+    For this rank, both may be the same memory.
     """
     rank = communicator.rank
     if theirs[rank].data_ptr() != mine[rank].data_ptr():
@@ -359,24 +360,24 @@ def swap(
 
 
 def as_bytes(flat: torch.Tensor) -> torch.Tensor:
-    """A view as bytes, of a contiguous tensor of one dimension."""
+    """Returns a contiguous one-dimensional tensor as a view of bytes."""
     if not flat.numel():
         return flat.new_empty(0, dtype=torch.uint8)
     if (
         flat.stride(0) != 1
-    ):  # of one number, as of a row of a transposed tensor: any stride is contiguous then
+    ):  # for a single number, such as a row of a transposed tensor, any stride is contiguous
         flat = flat.as_strided((1,), (1,))
     return flat.view(torch.uint8)
 
 
-ADASUM_TAG = 21  # of its messages
+ADASUM_TAG = 21  # tag of its messages
 
 
 def adasum_of_two(
     a: torch.Tensor, b: torch.Tensor, aa: float, bb: float, ab: float
 ) -> torch.Tensor:
-    """Adasum of two vectors (section 3.1: (1 - ab / 2 aa) a + (1 - ab / 2 bb) b), or of a part of
-    each; aa, bb, ab of the whole vectors."""
+    """Computes Adasum of two vectors (section 3.1: (1 - ab / 2 aa) a + (1 - ab / 2 bb) b), or of a
+    part of each; aa, bb, ab are products of the whole vectors."""
     of_a = 1.0 - ab / (2.0 * aa) if aa else 1.0
     of_b = 1.0 - ab / (2.0 * bb) if bb else 1.0
     return a * of_a + b * of_b
@@ -388,8 +389,8 @@ def adasum_(communicator: Communicator, flat: torch.Tensor, name: str) -> None:
 
     Pairs of ranks, then pairs of pairs (section 4.2: halves of the vector, twice the distance).
 
-    The ranks beyond the largest power of two come first: each adds its vector to a lower rank's.
-    Products are float64.
+    Ranks beyond the largest power of two are combined first: each adds its vector to a lower
+    rank's. Products are float64.
     """
     if communicator.size == 1:
         return
@@ -424,7 +425,7 @@ def _halve_and_double_(wire: _Wire, flat: torch.Tensor, rank: int, power: int) -
         a, b = (mine, other) if is_lower else (other, mine)
         products = torch.tensor(_products(a, b), dtype=torch.float64, device="cpu")
         step = 1
-        while step <= distance:  # over the ranks that have the other parts of these two vectors
+        while step <= distance:  # over the ranks that hold the other parts of these two vectors
             products += wire.swap(products, products, rank ^ step)
             step *= 2
         part = adasum_of_two(a, b, *products.tolist())
@@ -437,8 +438,8 @@ def _halve_and_double_(wire: _Wire, flat: torch.Tensor, rank: int, power: int) -
 def _spread_(
     wire: _Wire, flat: torch.Tensor, part: torch.Tensor, kept: list[tuple[int, int]], rank: int
 ) -> None:
-    """The parts of all ranks on every one, the way back. kept: the ranges that this rank has had,
-    the whole first."""
+    """Gathers the parts of all ranks on every rank, in reverse order. kept: the ranges that this
+    rank has had, the whole first."""
     start, end = kept[-1]
     flat[start:end] = part
     for level in range(len(kept) - 2, -1, -1):
@@ -470,7 +471,7 @@ class _Wire:
         return found.to(like.device)
 
     def swap(self, mine: torch.Tensor, like: torch.Tensor, partner: int) -> torch.Tensor:
-        """What the partner sends, a tensor like `like`."""
+        """Returns the partner's tensor, which has the shape of `like`."""
         receiving = self._communicator.start_recv(_on_host(like), partner, self._name, ADASUM_TAG)
         self._communicator.start_send(
             mine.cpu().contiguous(), partner, self._name, ADASUM_TAG

@@ -1,5 +1,4 @@
-"""The requests of a rank that are not made yet, in the order of its program, and which of them the
-other ranks may see."""
+"""The pending requests of a rank, in program order, and which of them other ranks may see."""
 
 from __future__ import annotations
 
@@ -12,13 +11,13 @@ from hvdtrain.horovod.engine.timeline import Timeline
 
 
 class RequestQueue:
-    """Requests in buckets: the one that is being filled is not shown to the other ranks.
+    """Requests in buckets; the bucket that is being filled is not visible to other ranks.
 
-    Several threads use it.
+    Thread-safe.
     """
 
     def __init__(self, enough_bytes: int, timeline: Timeline) -> None:
-        """enough_bytes: so many in the bucket that is being filled are enough to make."""
+        """enough_bytes: a bucket with this many bytes is complete."""
         self._enough_bytes = enough_bytes
         self._timeline = timeline
         self._requests: dict[Key, Request] = {}  # in the order of the program
@@ -50,7 +49,7 @@ class RequestQueue:
             return self._bucket_bytes >= self._enough_bytes
 
     def show(self) -> None:
-        """The requests so far are seen by the other ranks from the next round on."""
+        """Makes the requests so far visible to the other ranks from the next round on."""
         with self._lock:
             if not self._bucket_is_empty:
                 self._bucket = self._bucket + 1

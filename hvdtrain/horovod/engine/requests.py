@@ -1,5 +1,4 @@
-"""A rank's requests to an engine, and which of them travel together; the engine's interface, and
-its settings from environment variables."""
+"""A rank's requests to an engine, and the engine's interface."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ Kind = Literal[
 ]
 ReduceOp = Literal["average", "sum", "adasum", "min", "max", "product"]
 ANY = -1  # a length that may differ over ranks
-# what a request is known by among those under way: kind, name, whether it has several tensors
+# identifies a pending request: kind, name, whether it has several tensors
 Key = tuple[str, str, bool]
 _DTYPE_NAMES = {
     dtype: str(dtype).removeprefix("torch.")
@@ -39,13 +38,13 @@ class Signature(NamedTuple):
     name: str
     kind: str
     op: str = ""
-    dtypes: tuple[str, ...] = ()  # of each tensor: "float32"
+    dtypes: tuple[str, ...] = ()  # dtype of each tensor: "float32"
     shapes: tuple[tuple[int, ...], ...] = ()
     root: int = ANY  # a rank of the job
     prescale: float = 1.0
     postscale: float = 1.0
-    ranks: tuple[int, ...] = ()  # of a process set that is added or removed
-    devices: tuple[str, ...] = ()  # of each tensor: "cpu"
+    ranks: tuple[int, ...] = ()  # ranks of a process set that is added or removed
+    devices: tuple[str, ...] = ()  # device of each tensor: "cpu"
 
     @property
     def where(self) -> str:
@@ -74,10 +73,10 @@ class Request:
         outputs: Sequence[torch.Tensor] = (),
         splits: Sequence[int] = (),
     ) -> None:
-        """inputs: contiguous, not changed unless they are outputs too. outputs: whose memory takes
-        the results; new memory where empty.
+        """inputs: contiguous, not changed unless they are also outputs. outputs: receive the
+        results; if empty, new memory is used.
 
-        splits: of alltoall, the rows for each rank of the set.
+        splits: for alltoall, the rows for each rank of the set.
         """
         self.signature = signature
         self.inputs = inputs
@@ -85,24 +84,20 @@ class Request:
         self.splits = splits
         self.key = signature.key
         self.bucket = 0  # requests of one bucket may be fused
-        self.is_stand_in = (
-            False  # of a rank that has joined: its tensors leave the results to the others
-        )
+        self.is_stand_in = False  # the rank has joined, so its tensors do not affect the results
         self.polled_s: float | None = None  # time.monotonic() of the first poll()
-        self.asked: Sequence[
-            Any
-        ] = ()  # events of streams of GPUs: the inputs are there behind them
-        self.made: Sequence[Any] = ()  # the same, of the results
+        self.asked: Sequence[Any] = ()  # GPU stream events after which the inputs are ready
+        self.made: Sequence[Any] = ()  # GPU stream events after which the results are ready
         self.done = False
         self.result: Any = None  # a list: of each tensor
         self.error: BaseException | None = None
 
     def finish(self, result: Any, made: Sequence[Any] = ()) -> None:
-        """made: events of streams, behind which tensors of the result that are on a GPU are
-        there."""
+        """Completes the request. made: stream events after which result tensors on a GPU are
+        ready."""
         self.result = result
         self.made = made
-        self.done = True  # last: another thread may look
+        self.done = True  # set last, because another thread may check it
 
     def fail(self, error: BaseException) -> None:
         self.error = error
@@ -114,12 +109,12 @@ class Request:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """ "float32" """
+    """Returns the name of a dtype: "float32"."""
     return _DTYPE_NAMES[dtype]
 
 
 def digest(signature: Signature) -> int:
-    """64 bits of a signature, the same in every process."""
+    """Returns a 64-bit digest of a signature, the same in every process."""
     number = _digests.get(signature)
     if number is None:
         if len(_digests) > _MOST_DIGESTS:
@@ -129,7 +124,7 @@ def digest(signature: Signature) -> int:
 
 
 def combined(digests: Sequence[int]) -> int:
-    """One digest of several, in this order: 63 bits."""
+    """Combines several digests in this order into 63 bits."""
     return digests[0] if len(digests) == 1 else xxhash.xxh64_intdigest(repr(digests).encode()) >> 1
 
 
@@ -137,7 +132,8 @@ GLOBAL = 0  # id of the process set of all ranks
 
 
 class Engine(Protocol):
-    """An engine: either our own, whose ranks agree and use a communicator, or Horovod itself."""
+    """An engine: either hvdtrain's, whose ranks negotiate and use a communicator, or Horovod
+    itself."""
 
     name: str
     rank: int
@@ -153,17 +149,18 @@ class Engine(Protocol):
         """See Communicator.secret."""
 
     def submit(self, set_id: int, request: Request) -> int:
-        """A handle. Raises BadCall if this rank is not in the set, or a request of this name is
-        under way."""
+        """Submits a request and returns a handle. Raises BadCall if this rank is not in the set, or
+        if a request with this name is pending."""
 
     def poll(self, handle: int) -> bool:
-        """Whether wait() would return at once."""
+        """Whether wait() would return immediately."""
 
     def wait(self, handle: int) -> Any:
-        """The result of a request, once for each handle. Raises the error of the request."""
+        """Waits and returns the result of a request, once for each handle. Raises the error of the
+        request."""
 
     def join(self) -> int:
-        """Takes part in what other ranks ask for until all have joined; returns the rank that came
+        """Takes part in other ranks' requests until all have joined; returns the rank that joined
         last."""
 
     def add_set(self, ranks: Sequence[int]) -> int:
@@ -180,23 +177,22 @@ class Engine(Protocol):
         """Prepares for recover(), if the engine can exclude ranks. A collective."""
 
     def confirm(self) -> None:
-        """Called before results are kept: raises HorovodInternalError on every surviving rank if
-        one was lost. A collective."""
+        """Called before results are kept. Raises HorovodInternalError on every surviving rank if a
+        rank died. A collective."""
 
     def recover(self, error: BaseException) -> None:
-        """After an error on every surviving rank: excludes lost ranks. Raises the error if no rank
-        is lost, or if the engine cannot."""
+        """Called after an error on every surviving rank; excludes dead ranks. Raises the error if
+        no rank died, or if the engine cannot recover."""
 
     def start_timeline(self, path: str, *, mark_cycles: bool) -> None:
-        """Traces the requests from now on, on rank 0, or on every rank where the path has
-        "{rank}"."""
+        """Traces requests from now on, on rank 0, or on every rank if the path has "{rank}"."""
 
     def stop_timeline(self) -> None:
-        """Completes the file; does nothing if none is written."""
+        """Completes the trace file; does nothing if no trace is being written."""
 
     def leave(self) -> None:
-        """Ends pending requests, and every process set except the global one, once every rank calls
-        it."""
+        """Ends pending requests and every process set except the global one, when every rank has
+        called it."""
 
     def abort(self, code: int) -> NoReturn:
-        """Ends every rank at once."""
+        """Ends every rank immediately."""

@@ -1,4 +1,4 @@
-"""The rounds in which the ranks of a process set agree on what to make, and make it."""
+"""The rounds in which the ranks of a process set agree on requests and run them."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class Attendance:
     """Which ranks of a process set have joined, and which leave, as they said in the last round."""
 
     def __init__(self) -> None:
-        self.own = 0  # what this rank says: JOINED, LEAVING
+        self.own = 0  # flags of this rank: JOINED, LEAVING
         self.last_joined = -1
         self.all_joined = self.all_leaving = False
-        # ranks, where the others have joined: they will not join any more
+        # ranks that ended while others had joined; they will never join
         self.ended_meanwhile: list[int] = []
         self._joined_before = set[int]()
 
@@ -84,9 +84,9 @@ class Attendance:
 
 
 class Rounds:
-    """Rounds of one process set, one after the other. One thread at a time may use them.
+    """Consecutive rounds of one process set. One thread at a time may use them.
 
-    Once one has failed, no round is possible any more.
+    After a failed round, no further round is possible.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Rounds:
         all_wait: Callable[[], bool],
     ) -> None:
         """ranks: the communicator's, numbered in the job. all_wait: whether every thread of this
-        process that may ask for something waits for these rounds.
+        process that may make requests waits for these rounds.
 
         change: makes or removes a process set that all ranks have agreed on.
         """
@@ -117,21 +117,22 @@ class Rounds:
         self._streams = streams
         self._performer = Performer(communicator, ranks, settings.fusion_bytes, timeline, streams)
         self._block = NegotiationBlock(len(self.ranks))
-        self._asked: list[Request] | None = None  # of a round that has begun
-        # time.monotonic() where the last round began, and the one before
+        self._asked: list[Request] | None = None  # requests of a round that has begun
+        # time.monotonic() at the beginning of the last round and the previous one
         self._begun_s = self._before_s = 0.0
-        self._last_asked: list[Request] = []  # of the last one
-        self.names_lost = True  # in the error where a connection breaks; which takes a moment
+        self._last_asked: list[Request] = []  # requests of the last round
+        # whether to name dead ranks in the error for a broken connection, which takes a moment
+        self.names_lost = True
         self.attendance = Attendance()
         self._own_flags = 0
-        self._idle_since: float | None = None  # of rounds without progress
-        # the ranks that still have to make a request of this rank
+        self._idle_since: float | None = None  # beginning of the rounds without progress
+        # the ranks that have not made a request of this rank yet
         self.missing: dict[Key, list[int]] = {}
         self.broken: BaseException | None = None
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing could be made in the last round."""
+        """Whether the last round made no progress."""
         return self._idle_since is not None
 
     def others_have_come(self) -> bool:
@@ -139,7 +140,7 @@ class Rounds:
         return self._exchange.done()
 
     def make(self) -> None:
-        """A whole round."""
+        """Runs a round."""
         self.begin()
         self.end()
 
@@ -154,7 +155,7 @@ class Rounds:
         if self._idle_since is not None:
             overdue = time.monotonic() - self._idle_since > self._settings.deadlock_s
             self._own_flags = BLOCKED * self._all_wait() + OVERDUE * overdue
-        # after that: a thread that waits has shown what it asks for before
+        # after that, because a waiting thread has shown its requests before
         asked = self._queue.shown()
         try:
             self._block.fill(asked, self.attendance.own, self._own_flags)
@@ -183,8 +184,8 @@ class Rounds:
             raise broken from (None if broken is error else error)
 
     def come_together(self) -> None:
-        """After a round in which a rank gave up: every rank has begun it, at the latest here, and
-        none makes what it was for."""
+        """Called after a round in which a rank gave up. Here, at the latest, every rank has begun
+        the round, and no rank runs its requests."""
         if self._asked is not None:
             wait_without_word(self._waiting([], Settings(end_s=None, warn_s=self._settings.warn_s)))
         self._asked = self.broken = self._idle_since = None
@@ -250,7 +251,8 @@ class Rounds:
         self._forget(asked)
 
     def _make_agreed(self, asked: Sequence[Request]) -> None:
-        """Where ranks ask for different things: each tells all, and all decide the same."""
+        """Handles different requests on ranks: each broadcasts its requests, and all make the same
+        decision."""
         standings = self._standings(asked)
         decision = decide(standings)
         own = {request.key: request for request in asked}
@@ -309,7 +311,7 @@ class Rounds:
                 if self._timeline.is_on:
                     self._timeline.negotiated([request])
                 request.fail(error := kind(refusal.what, request.signature.where, FIX_NAMES))
-                if self.attendance.own & LEAVING:  # nobody will ask for its result
+                if self.attendance.own & LEAVING:  # no one will read its result
                     print(
                         f"hvdtrain.horovod: never synchronized: {error}",
                         file=sys.stderr,
@@ -322,8 +324,8 @@ class Rounds:
         self.note_progress(progress=True)
 
     def _break(self, error: BaseException) -> BaseException:
-        """No round is possible any more: what is asked for fails, and so does every later call.
-        Returns what this one raises."""
+        """Makes all pending and later requests fail, because no further round is possible. Returns
+        the error that this call raises."""
         broken = error
         if not isinstance(error, (UserError, HorovodInternalError)):
             broken = self._named(error)
@@ -333,8 +335,8 @@ class Rounds:
         return broken if isinstance(error, Exception) else error
 
     def _named(self, error: BaseException) -> HorovodInternalError:
-        """An error of a collective: with the ranks that are lost, and the call, where a connection
-        broke."""
+        """Returns an error of a collective; if a connection broke, with the dead ranks and the
+        call."""
         text = f"{type(error).__name__}: {error}"
         if (
             exit_code_of(error) != LOST

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from hvdtrain.errors import UserError
 
-FUSION_BYTES = 4 << 20  # on processors more makes an allreduce slower: docs/performance.md
+FUSION_BYTES = 4 << 20  # on CPUs, a larger size makes an allreduce slower: docs/performance.md
 
 
 class Settings(NamedTuple):

@@ -16,8 +16,7 @@ from hvdtrain.config.sections.comm import CommConfig
 from hvdtrain.horovod.engine.errors import BadCall, HorovodInternalError
 from hvdtrain.horovod.engine.requests import GLOBAL, Request, Signature
 
-# What Horovod does not take, as what it takes: bytes are moved for it, and sums are made in the
-# wider type.
+# Unsupported dtype -> the dtype passed to Horovod: bytes for copies, a wider type for sums.
 _MOVED_AS = {
     torch.bool: torch.uint8,
     torch.bfloat16: torch.int16,
@@ -33,7 +32,7 @@ _REDUCED_AS = {
 
 
 class HorovodEngine:
-    """The engine that passes requests to Horovod, with Horovod's own messages and stall check."""
+    """The engine that passes requests to Horovod, with Horovod's messages and stall check."""
 
     def __init__(self, place: Placement) -> None:
         os.environ.setdefault(GROUPS, "1")
@@ -120,10 +119,10 @@ class HorovodEngine:
         return list(self._sets[set_id].ranks)
 
     def be_ready_to_shrink(self) -> None:
-        """Does nothing: Horovod's elastic jobs need its own launcher and state."""
+        """Does nothing, because Horovod's elastic jobs need its launcher and state."""
 
     def confirm(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def recover(self, error: BaseException) -> None:
         raise error

@@ -13,7 +13,7 @@ from typing import IO, Any
 from hvdtrain.horovod.engine.fusion import Batch
 from hvdtrain.horovod.engine.requests import Request
 
-RANK = "{rank}"  # in a path: each rank has a file of its own; otherwise rank 0 alone has one
+RANK = "{rank}"  # in a path: each rank writes a separate file; otherwise only rank 0 writes
 
 
 class Timeline:
@@ -26,19 +26,19 @@ class Timeline:
         self._lock = threading.Lock()
 
     def start(self, path: Path, rank: int, *, marks_rounds: bool) -> None:
-        """Into a new file; one that is being written ends."""
+        """Starts a trace in a new file; a trace that is being written ends."""
         self.stop()
         self._file = path.open("w")
         self._rank = rank
         self._marks_rounds = marks_rounds
         self._rows: dict[str, int] = {}  # name -> number of its row
-        self._asked: dict[int, int] = {}  # id of a request -> when it was asked for
+        self._asked: dict[int, int] = {}  # id of a request -> when it was made
         self._separator = "["
         self._write({"name": "process_name", "ph": "M", "args": {"name": f"rank {rank}"}})
         self.is_on = True
 
     def stop(self) -> None:
-        """Nothing where it is off."""
+        """Ends the trace; does nothing if there is none."""
         with self._lock:
             self.is_on = False
             file = self._file
@@ -51,7 +51,7 @@ class Timeline:
         self._asked[id(request)] = now_us()
 
     def negotiated(self, requests: Sequence[Request]) -> None:
-        """Every rank has asked for them: they are made next, or refused."""
+        """Records that every rank has made these requests; they run next, or are rejected."""
         now = now_us()
         for request in requests:
             begun = self._asked.pop(id(request), None)
@@ -59,8 +59,8 @@ class Timeline:
                 self._range(f"NEGOTIATE_{request.signature.kind.upper()}", request, begun, now)
 
     def round_ends(self) -> None:
-        """What is written so far is in the file before the calls of the round return: a job that is
-        killed loses nothing of it."""
+        """Writes the trace to the file before the calls of the round return, so that a killed job
+        does not lose it."""
         with self._lock:
             if self._file is not None:
                 self._file.flush()
@@ -72,8 +72,8 @@ class Timeline:
     def timed(
         self, batch: Batch, start: Callable[[], Callable[[], None]], *, is_done_at_once: bool
     ) -> Callable[[], None]:
-        """What start() returns. is_done_at_once: the collective is made when start() returns, not
-        when what it returns was called."""
+        """Returns the result of start(). is_done_at_once: the collective is complete when start()
+        returns, not when the returned function has been called."""
         begun = now_us()
         wait = start()
         if is_done_at_once:
@@ -87,7 +87,8 @@ class Timeline:
         return finish
 
     def came_inline(self, requests: Sequence[Request], begun: int) -> None:
-        """Their tensors came with the agreement. begun: now_us() of then."""
+        """Records requests whose tensors were sent with the negotiation. begun: now_us() at its
+        beginning."""
         now = now_us()
         for request in requests:
             self._range(

@@ -1,9 +1,9 @@
-"""Waits for the other ranks of a set: reports who is missing, and ends the wait if they do not
-come. Also detects whether all threads of a rank wait.
+"""Waits for the other ranks of a set. Reports missing ranks, and gives up after a time limit. Also
+detects whether all threads of a rank wait.
 
-Ranks agree on whether an exchange counts. One that waits for long says "here", and how its wait
-ends: "taken" or "given up". One that was away for long looks for these words, and takes the result
-only if nobody gives up.
+Ranks agree on whether an exchange counts. A rank that waits for a long time publishes "here", and
+how its wait ends: "taken" or "given up". A rank that arrives late looks for these words, and takes
+the result only if no rank gives up.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from hvdtrain.horovod.engine.agree import ranks_text
 from hvdtrain.horovod.engine.errors import Stalled
 from hvdtrain.horovod.engine.settings import Settings
 
-SPIN_S = 0.0002  # without a sleep: the others are about to come
-# of what it has waited, it sleeps one in so many at once: a rank that looks all the time slows down
-# its neighbour on the same core
+SPIN_S = 0.0002  # without sleeping, because the others are about to arrive
+# each sleep is one in this many of the time waited so far: a rank that polls all the time slows
+# down its neighbour on the same core
 SHARE = 8
 SLEEP_S = 0.0005  # at most
-ANNOUNCE_S = 0.5  # of waiting, until it is announced to the others
-WORD_S = 0.002  # between two looks for how the waits of the others end
-LOOK_S = 0.1  # after that, between two looks whether another rank gives up
-NOTICE_S = 1.0  # for the "here" of other ranks to come
-END_S = 10.0  # for the other ranks to say how their wait ends; one that is killed never does
+ANNOUNCE_S = 0.5  # waiting time until it is announced to the others
+WORD_S = 0.002  # interval of checks for how the waits of the others end
+LOOK_S = 0.1  # after that, interval of checks whether another rank gives up
+NOTICE_S = 1.0  # time for the "here" of other ranks to arrive
+END_S = 10.0  # time for the other ranks to publish how their wait ends; a killed rank never does
 _FIX = (
     "look at what these ranks do instead (py-spy dump); or "
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=... (0: wait forever)"
@@ -41,9 +41,9 @@ _FIX_LATE = (
     "look at which rank came late, in the message of the one that gave up; or "
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=... (0: wait forever)"
 )
-POLLING_S = 5.0  # of poll() after poll() of a thread, until it is taken for one that waits
-_PAUSE_S = 1.0  # a longer one between two of them is work of its own
-# which run a compiled function, and what it calls, on threads of their own
+POLLING_S = 5.0  # how long a thread must only poll until it counts as waiting
+_PAUSE_S = 1.0  # a longer pause between two polls counts as other work
+# libraries that run a compiled function, and the functions that it calls, on separate threads
 _COMPILERS = (
     "tensorflow",
     "jax",
@@ -51,7 +51,7 @@ _COMPILERS = (
 )
 # innermost only while the thread waits for work
 _POOL_WORKER = concurrent.futures.thread._worker.__code__
-_WAIT = threading.Condition.wait.__code__  # of a queue's get(), of an event, of a semaphore
+_WAIT = threading.Condition.wait.__code__  # used by a queue's get(), an event, a semaphore
 
 
 class ExchangeWait(NamedTuple):
@@ -65,15 +65,15 @@ class ExchangeWait(NamedTuple):
 
 
 def wait_for(waiting: ExchangeWait, since: float) -> None:
-    """Returns once every rank is in the exchange and takes it. Raises Stalled on all of them where
-    one gives up, after settings.end_s.
+    """Waits until every rank is in the exchange and takes it. Raises Stalled on all of them if one
+    gives up, after settings.end_s.
 
-    since: time.monotonic() where this rank started the exchange before, which the others may have
-    been waiting from.
+    since: time.monotonic() when this rank started the previous exchange; the others may have waited
+    since then.
     """
     exchange = waiting.exchange
     wait_without_word(waiting, lambda: _raise_if_given_up(waiting))
-    if time.monotonic() - since < ANNOUNCE_S:  # as in nearly every round: nobody has said a word
+    if time.monotonic() - since < ANNOUNCE_S:  # as in nearly every round, nothing was announced
         return
     if waiting.rank in exchange.said()["here"]:
         exchange.say("taken")
@@ -83,8 +83,8 @@ def wait_for(waiting: ExchangeWait, since: float) -> None:
 
 
 def wait_without_word(waiting: ExchangeWait, look: Callable[[], object] = lambda: None) -> None:
-    """Returns once every rank is in the exchange; other ranks are not told that it is taken. Raises
-    what look() raises, and Stalled."""
+    """Waits until every rank is in the exchange, without telling the others that it is taken.
+    Raises the errors of look(), and Stalled."""
     exchange = waiting.exchange
     settings = waiting.settings
     start = time.perf_counter()
@@ -108,7 +108,7 @@ def wait_without_word(waiting: ExchangeWait, look: Callable[[], object] = lambda
 
 
 def _give_up(waiting: ExchangeWait) -> None:
-    """Returns where the ranks come meanwhile."""
+    """Gives up and raises Stalled; returns if the missing ranks arrive meanwhile."""
     missing = _missing(waiting.exchange, waiting.ranks)
     if waiting.exchange.done():
         return
@@ -131,7 +131,7 @@ def _raise_if_given_up(waiting: ExchangeWait) -> bool:
 
 
 def _warn(waiting: ExchangeWait, waited_s: float) -> None:
-    """Said by the first rank that waits."""
+    """Prints a warning, on the first rank that waits."""
     missing = _missing(waiting.exchange, waiting.ranks)
     present = [other for other in waiting.ranks if other not in missing]
     if missing and present and waiting.ranks[waiting.rank] == present[0]:
@@ -152,14 +152,14 @@ def _missing(exchange: OrderedExchange, ranks: Sequence[int]) -> list[int]:
 
 
 def lost_ranks(exchange: OrderedExchange, ranks: Sequence[int], rank: int) -> list[int]:
-    """After a connection broke, the ranks that do not announce themselves; may include ranks that
-    are still busy."""
+    """Returns the ranks that do not announce themselves after a connection broke; may include ranks
+    that are still busy."""
     others = {place for place in range(len(ranks)) if place != rank}
     absent = set(others)
     end = time.monotonic() + NOTICE_S
     with contextlib.suppress(
         Exception
-    ):  # the store of torch.distributed is gone with the rank that has it
+    ):  # the store of torch.distributed ends with the rank that hosts it
         exchange.say("here")
         while len(absent) > 1 and time.monotonic() < end:
             absent = others - exchange.said()["here"]
@@ -168,7 +168,7 @@ def lost_ranks(exchange: OrderedExchange, ranks: Sequence[int], rank: int) -> li
 
 
 class Polling(NamedTuple):
-    """The polling of a thread that has asked for nothing meanwhile."""
+    """The polling of a thread that has made no requests meanwhile."""
 
     place: object
     first_s: float
@@ -176,7 +176,7 @@ class Polling(NamedTuple):
 
 
 class Stay(NamedTuple):
-    """The place of a thread in its program, where it was found again and again."""
+    """The position of a thread in its program, where it was observed repeatedly."""
 
     place: tuple[int, int]  # frame, instruction
     first_s: float
@@ -190,16 +190,16 @@ class Callers:
         self._known = WeakSet[
             threading.Thread
         ]()  # threads that have made a request; thread numbers may be reused
-        self._waiting: dict[int, object] = {}  # thread -> where it waits
+        self._waiting: dict[int, object] = {}  # thread -> its waiting place
         self._polling: dict[int, Polling] = {}
 
     def ask(self) -> None:
-        """Notes that the thread that calls it asks for something."""
+        """Records that the calling thread makes a request."""
         self._known.add(threading.current_thread())
         self._polling.pop(threading.get_ident(), None)
 
     def poll(self, place: object) -> None:
-        """Notes that what the calling thread polls is not there yet."""
+        """Records that the calling thread polled an unfinished request."""
         now = time.monotonic()
         thread = threading.get_ident()
         known = self._polling.get(thread)
@@ -215,15 +215,15 @@ class Callers:
         self._waiting.pop(threading.get_ident(), None)
 
     def all_wait(self, place: object) -> bool:
-        """Whether every thread that may ask for something waits at `place`, or has done nothing but
-        poll there for POLLING_S.
+        """Whether every thread that may make requests waits at `place`, or has only polled there
+        for POLLING_S.
 
-        A thread may if it has asked before, or if it is not a daemon: libraries' threads are
-        daemons, and call nothing here. Threads that Python did not start belong to autograd, and
-        ask within a backward() that another thread waits for, or run a function that TensorFlow or
-        JAX compiled: if one of them waits, so does the thread that called the function. The idle
-        thread of a pool may not, and one that has never asked may not while it waits without a
-        limit for what other threads put or set.
+        A thread may make requests if it has made one before, or if it is not a daemon, because
+        libraries' threads are daemons and make no calls here. Threads that Python did not start
+        belong to autograd, within a backward() that another thread waits for, or run a function
+        that TensorFlow or JAX compiled. If one of them waits, so does the thread that called the
+        function. Exceptions are idle threads of a pool, and threads that have never made a request
+        while they wait without a limit for other threads.
         """
         frames = sys._current_frames()
         return all(
@@ -238,7 +238,7 @@ class Callers:
         )
 
     def _is_idle(self, thread: threading.Thread, frame: FrameType | None) -> bool:
-        """frame: where the thread is."""
+        """Whether a thread is idle. frame: its current frame."""
         if frame is None or thread.ident in self._waiting:
             return False
         found = frame.f_locals
@@ -246,7 +246,7 @@ class Callers:
             return bool(found["work_queue"].empty())
         if frame.f_code is not _WAIT or thread in self._known or thread is threading.main_thread():
             return False
-        # which lacks it once it is woken
+        # it is removed when the thread is woken
         return found["timeout"] is None and found.get("waiter") in found["self"]._waiters
 
     def _is_within_compiled(self, thread: int, frame: FrameType | None) -> bool:

@@ -201,7 +201,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     ) -> None:
         def multiplier(epoch: float) -> float:
             assert self._steps, "the rate of a batch, before on_train_begin()"
-            epoch += 1.0 / self._steps  # the last batch has the whole rate
+            epoch += 1.0 / self._steps  # the last batch has the full rate
             return 1.0 / JOB.engine.size * (epoch * (JOB.engine.size - 1) / warmup_epochs + 1)
 
         super().__init__(
@@ -254,7 +254,7 @@ def rate_of(optimizer: Any) -> float:
 
 
 def _velocities(optimizer: Any) -> list[Any]:
-    """The momentum variables that include the learning rate: of SGD and RMSprop."""
+    """Returns the momentum variables that include the learning rate: of SGD and RMSprop."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if not getattr(inner, "momentum", 0):
         return []

@@ -34,8 +34,8 @@ def allreduce(
     compression: type[Compressor] = Compression.none,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The reduction over ranks. op: Average (default), Sum, Min, Max or Product; `average` is a
-    former name of it."""
+    """Returns the reduction over ranks. op: Average (default), Sum, Min, Max or Product; `average`
+    is the deprecated argument."""
     (reduced,) = collectives.allreduce(
         [_tensor(value)],
         given_op(op, average),
@@ -51,8 +51,8 @@ def allreduce(
 def allgather(
     value: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The values of all ranks along axis 0, whose lengths may differ, except inside of a function
-    that JAX compiles."""
+    """Returns the values of all ranks, concatenated along axis 0. Lengths may differ, except in a
+    function that JAX compiles."""
     return collectives.allgather([_tensor(value)], name=name, process_set=process_set)[0]
 
 
@@ -62,7 +62,7 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The value of rank `root_rank`."""
+    """Returns the value of rank `root_rank`."""
     return collectives.broadcast(_tensor(value), root_rank, name=name, process_set=process_set)
 
 
@@ -72,7 +72,8 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The rows that every rank sends to this one; (rows, received splits) if splits are given."""
+    """Returns the rows that every rank sends to this one; (rows, received splits) if splits are
+    given."""
     return collectives.alltoall(_tensor(value), splits, name=name, process_set=process_set)
 
 
@@ -84,7 +85,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """This rank's rows of the reduction over ranks."""
+    """Returns this rank's rows of the reduction over ranks."""
     factors: dict[str, Any] = {"prescale": prescale_factor, "postscale": postscale_factor}
     return collectives.reducescatter(
         [_tensor(value)], op, name=name, process_set=process_set, **factors
@@ -97,6 +98,6 @@ def _tensor(value: Any) -> Any:
     is_array = isinstance(value, (np.ndarray, np.generic))
     if hasattr(value, "shape") and not (
         is_array and is_in_graph()
-    ):  # where the call would be made once, with the graph
+    ):  # where the call would run once, when the graph is built
         return value
     return keras.ops.convert_to_tensor(value)

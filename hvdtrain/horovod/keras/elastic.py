@@ -1,4 +1,4 @@
-"""hvd.elastic for Keras: a model that continues from its last commit when a rank is lost, and
+"""hvd.elastic for Keras: a model that continues from its last commit when a rank dies, and
 callbacks that commit in fit()."""
 
 from __future__ import annotations

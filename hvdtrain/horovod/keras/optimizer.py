@@ -37,10 +37,10 @@ def DistributedOptimizer(
     """Returns the optimizer, as a subclass of its class and with its variables, which combines
     gradients over ranks before it applies them.
 
-    name: of the reductions. backward_passes_per_step: the sum of so many gradients is applied, with
-    average_aggregated_gradients their mean; it is Keras' gradient_accumulation_steps, and ranks
-    reduce once in so many passes. With a LossScaleOptimizer, which must check the gradients of all
-    ranks, they reduce in every pass; under the policy mixed_float16 an optimizer without a loss
+    name: of the reductions. backward_passes_per_step: number of gradients whose sum, or mean with
+    average_aggregated_gradients, is applied. It sets Keras' gradient_accumulation_steps, and ranks
+    reduce once in this many passes. With a LossScaleOptimizer, which must check the gradients of
+    all ranks, they reduce in every pass; under the policy mixed_float16 an optimizer without a loss
     scale gets one here.
 
     register_local_var(variable) of the returned optimizer makes a variable local to each rank: its
@@ -150,8 +150,8 @@ def load_model(
     """Loads a model as keras.saving.load_model() does; its optimizer is a DistributedOptimizer with
     the saved state.
 
-    arguments: of DistributedOptimizer. Keras alone can load the file, too: it does not record
-    DistributedOptimizer.
+    Other arguments are passed to DistributedOptimizer. Keras alone can load the file, too, because
+    it does not record DistributedOptimizer.
     """
     if legacy_opts:
         raise BadCall(
@@ -184,7 +184,7 @@ class Reducing:
     """The methods of an optimizer that DistributedOptimizer overrides."""
 
     _reduction: GradientReduction
-    _factor: float  # of reduced gradients
+    _factor: float  # factor of reduced gradients
     _trainable_variables: list[Any]
     gradient_accumulation_steps: int | None
 
@@ -256,7 +256,7 @@ class Reducing:
     @loss_scale_factor.setter
     def loss_scale_factor(self, value: float | None) -> None:
         """Raises BadCall if a LossScaleOptimizer wraps this one, for example by compile(): it would
-        check only each rank's own gradients."""
+        only check each rank's local gradients."""
         if value is None and "loss_scale_factor" in self.__dict__:
             what = (
                 "a LossScaleOptimizer around a DistributedOptimizer skips a step on one rank "

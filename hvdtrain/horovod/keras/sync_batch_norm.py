@@ -48,7 +48,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             else ops.cast(ops.broadcast_to(mask[..., None], ops.shape(inputs)), inputs.dtype)
         )
         count, total = self._summed("mean", ops.sum(counts, axes), ops.sum(inputs * counts, axes))
-        count = count if mask is None else count + keras.config.epsilon()  # as Keras divides
+        count = count if mask is None else count + keras.config.epsilon()  # as in Keras
         mean = total / count
         per_channel = [1] * len(inputs.shape)
         per_channel[self.axis] = -1
@@ -57,5 +57,5 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         return mean, squares / count
 
     def _summed(self, what: str, *sums: Any) -> list[Any]:
-        """Sums each over ranks; its gradient is the sum of the gradients of all ranks."""
+        """Sums each tensor over ranks; the gradient is the sum of the gradients of all ranks."""
         return allreduce(sums, Sum, name=f"{self.name}.{what}")

@@ -1,1 +1,1 @@
-"""Checkpoints: their files, when they are written, and what a job resumes from."""
+"""Checkpoints: their files, when they are written, and how a job resumes from them."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from hvdtrain.core.arrays import ArrayInFile, Arrays, Readable, in_memory
 
-_NAMES = {  # of number types in a safetensors file
+_NAMES = {  # names of dtypes in a safetensors file
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
@@ -109,7 +109,7 @@ def from_bfloat16(numbers: np.ndarray) -> np.ndarray:
 class ArrayPlace(NamedTuple):
     """Where a safetensors file has the numbers of an array."""
 
-    code: str  # of their type: "F32"
+    code: str  # name of their dtype: "F32"
     shape: tuple[int, ...]
     begin: int  # in bytes, from the end of the header
     end: int

@@ -16,11 +16,11 @@ from hvdtrain.core.folder import Folder
 UNKNOWN_MTBF_S = 24 * 3600.0
 LONGEST_S = 24 * 3600.0  # if checkpoint.every_minutes sets no bound
 SHORTEST_S = 10.0
-# times the duration of a checkpoint, including the write in the background: nine tenths of the
-# disk's time stay free for others
+# times the duration of a checkpoint, including the background write, so that nine tenths of the
+# disk's time remain free
 SHORTEST = 10.0
-# the number of checkpoints in the median of costs: on a shared machine one may take ten times as
-# long as the next
+# number of checkpoints in the median of costs: on a shared machine, one may take ten times as long
+# as the next
 _OF_LAST = 5
 _TOLD = 1.5  # a line reports an interval that has changed by this factor
 
@@ -73,7 +73,7 @@ def faults_of(run: Path) -> Faults:
                 except ValueError:  # a damaged line
                     continue
                 if kind == "start":
-                    count += not math.isnan(open_since)  # the one before was killed
+                    count += not math.isnan(open_since)  # the previous start was killed
                     seconds += 0.0 if math.isnan(open_since) else max(0.0, last_s - open_since)
                     open_since = time_s
                 elif kind in ("end", "stop", "failed") and not math.isnan(open_since):

@@ -29,7 +29,7 @@ from hvdtrain.training.progress.triggers import (
     time_is_over,
 )
 
-PLACE = ("run", "resume")  # where a job is, not what it is: neither saved nor compared
+PLACE = ("run", "resume")  # where a job is stored; neither saved nor compared
 
 # If only these keys differ, a job is the same job: they select where it runs, how fast, and what it
 # writes. Results are equal up to rounding.
@@ -71,13 +71,13 @@ _SAME_JOB = (
     ),
     *("hooks", "checkpoint.", "guard.", "log.", "profile."),
 )
-# where comm.local_steps averages the weights, too
+# comm.local_steps also averages the weights at these points
 _SYNC_POINTS = (
     "log.every_steps",
     "checkpoint.every_steps",
     "evaluate.every_steps",
 )
-_COLUMNS = "data.fields."  # of a table, which runs of earlier versions do not record
+_COLUMNS = "data.fields."  # columns of a table, which earlier versions do not record
 _LENGTH = ("epochs", "stop.")  # when it ends
 _FORM = "form"  # an option of lars: its momentum has the learning rate inside, or outside
 _MOST_SHOWN = 6  # changes in a message

@@ -26,7 +26,7 @@ from hvdtrain.training.checkpoint.saver import LOOK_S, Saved, Saver
 from hvdtrain.training.checkpoint.shards import CheckpointShard, WrittenByAll, write_parts
 from hvdtrain.training.progress.train_state import TrainState
 
-GRACE_S = 10.0  # at the end of a job, for rank 0 to create the folder that the others write into
+GRACE_S = 10.0  # time at the end of a job for rank 0 to create the folder that the others write to
 
 
 class LastWrite(NamedTuple):
@@ -59,13 +59,13 @@ class Checkpoints:
         self.saver = saver
         self._hosts = list(hosts) or [""] * communicator.size
         self._go_on = go_on
-        self._moves = 0  # of rank 0's saver, as last known to all ranks
+        self._moves = 0  # progress of rank 0's saver, as last known on all ranks
         self._expected = (
             False  # whether the last sync point may be one at which a checkpoint is due
         )
         self._disk_is_shared: bool | None = None
         self._thread: threading.Thread | None = None  # writes this rank's part
-        # a part still queued is not needed any more; or nobody waits for this rank
+        # set if a queued part is no longer needed, or if no rank waits for this one
         self._over = threading.Event()
         self._lost = threading.Event()
 
@@ -188,7 +188,7 @@ class Checkpoints:
         if self._communicator.rank == 0:
             with contextlib.suppress(OSError), Folder.open(self.run) as folder:
                 folder.create(name).close()
-        self._communicator.allgather_object(None)  # it is there by now
+        self._communicator.allgather_object(None)  # the writer has ended by now
         seen = self._communicator.allgather_object((self.run / name).exists())
         blind = [rank for rank, sees in enumerate(seen) if not sees]
         if self._communicator.rank == 0:

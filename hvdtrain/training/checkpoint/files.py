@@ -50,10 +50,10 @@ ASIDE = (
     ".replaced"  # suffix of a checkpoint that is about to be replaced by a new one of the same step
 )
 _WRONG = "its checksum is not the one in SHA256SUMS"
-_PROGRESS_BYTES = 2**26  # of a progress.json, enough for the names of some 500,000 parameters
+_PROGRESS_BYTES = 2**26  # limit for progress.json, enough for the names of some 500,000 parameters
 
 OpenFolder = Callable[[Path], Folder]  # RunLock.open, or Folder.open without a lock
-# what must not change within a job, as JSON: the seed, and facts about the data set
+# values that must not change within a job, as JSON: the seed, and facts about the data set
 Identity = dict[str, Any]
 
 
@@ -66,7 +66,7 @@ class Checkpoint(NamedTuple):
 
 
 class Damaged(UserError):
-    """A checkpoint differs from what was written."""
+    """Raised if a checkpoint differs from what was written."""
 
 
 def write(
@@ -78,12 +78,12 @@ def write(
     open_run: OpenFolder = Folder.open,
     moved: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Writes checkpoints/step-00000120/ of an existing run folder; returns it. Raises OSError if it
-    cannot; nothing of it stays then.
+    """Writes checkpoints/step-00000120/ of an existing run folder; returns it. Raises OSError if
+    that fails, and then leaves no files.
 
     moved: called as more of it reaches the disk. The checkpoint is complete or absent even after a
-    power failure: every file and both folders are synced before and after the rename. Two writers
-    of one step never mix their files: each writes into its own folder.
+    power failure, because every file and both folders are synced before and after the rename. Two
+    writers of one step never mix their files, because each writes to a separate folder.
     """
     numbers = {
         "format": FORMAT,
@@ -296,8 +296,8 @@ def _checksum(file: BufferedReader, on_piece: Callable[[], None]) -> str:
 
 
 def _load(file: BufferedReader) -> Arrays:
-    """Reads the arrays of the checked file into memory of their own, even if its name now belongs
-    to another file. By the open file, which needs no /proc."""
+    """Reads the arrays of the checked file into new memory, even if its name now belongs to another
+    file. Uses the open file, which does not need /proc."""
     return {name: np.array(array) for name, array in map_arrays(file).items()}
 
 
@@ -335,7 +335,7 @@ def _number(name: str) -> str:
 
 def remove_leftovers_from(checkpoints: Folder) -> None:
     """Removes what interrupted writes and removals left. A checkpoint that was about to be replaced
-    stays if there is no new one."""
+    is kept if there is no new one."""
     names = set(checkpoints.names())
     for name in names:
         if name.startswith(".step-") or (
@@ -357,8 +357,8 @@ def remove_leftovers(run: Path) -> None:
 
 
 def remove_from(checkpoints: Folder, name: str) -> None:
-    """Removes a folder, under another name first: a half-removed checkpoint must not look complete.
-    What cannot be removed stays until the next time."""
+    """Removes a folder, renaming it first, because a half-removed checkpoint must not look
+    complete. Files that cannot be removed are left for the next time."""
     hidden = f".{name.lstrip('.')}.{secrets.token_hex(8)}.removed"
     with contextlib.suppress(OSError):
         checkpoints.rename(name, hidden)
@@ -395,7 +395,7 @@ def check_length(file: BufferedReader, most_bytes: int, has_header: bool) -> Non
 
 @contextlib.contextmanager
 def naming(folder: Path, name: str) -> Iterator[None]:
-    """Raises Damaged for what reading the file `name` of a checkpoint raises."""
+    """Converts errors of reading the file `name` of a checkpoint to Damaged."""
     try:
         yield
     except (OSError, *PARSE_ERRORS) as error:

@@ -1,7 +1,7 @@
-"""Loads a checkpoint into every rank: where ranks have parts of the state and wrote it together,
-each reads its own elements from the disk; otherwise rank 0 reads all of it and broadcasts it.
+"""Loads a checkpoint into every rank. If the state is sharded and ranks wrote it together, each
+reads its elements from the disk; otherwise rank 0 reads all of it and broadcasts it.
 
-A damaged chunk is noticed by the rank that reads it; all ranks then load the checkpoint before it.
+The rank that reads a damaged chunk detects it; all ranks then load the previous checkpoint.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Find = Callable[[Reading], tuple[T, Arrays | CheckpointInParts | None]]
 
 
 class LoadedState(NamedTuple, Generic[T]):
-    """What rank 0 found, and what was loaded; the same on all ranks."""
+    """The checkpoint that rank 0 found, and the loaded state; the same on all ranks."""
 
     found: T
-    digest: str | None  # of the replicated arrays; None: nothing was loaded
+    digest: str | None  # digest of the replicated arrays; None: nothing was loaded
     extra: Arrays  # arrays of the checkpoint that are not the learner's
 
 
@@ -55,7 +55,7 @@ def load_found(
 
     find: called again for another checkpoint if this one is damaged; it raises UserError if none is
     good, which is raised on all ranks. go_on: called on every rank as reading progresses. is_extra:
-    tells by its name whether an array is not the learner's.
+    whether an array does not belong to the learner, by its name.
     """
     damaged: dict[str, str] = {}  # why, by the name of the checkpoint's folder
     in_parts = learner.is_sharded and communicator.size > 1
@@ -98,7 +98,7 @@ def load_found(
 
 
 def _blind_ranks(communicator: Communicator, parts: CheckpointInParts) -> list[int]:
-    """Ranks that do not see the checkpoint of rank 0. A collective."""
+    """Returns the ranks that do not see rank 0's checkpoint. A collective."""
     seen = communicator.allgather(np.array([sees(parts)], np.uint8), "checkpoint.seen")
     return np.flatnonzero(seen == 0).tolist()
 
@@ -167,7 +167,7 @@ class OwnElements:
                 self.extra[name] = self._from_one_rank(name, array, source)
 
     def _sources(self, arrays: dict[str, ArrayInFile]) -> list[int]:
-        """The rank that reads each array, where one reads it for all: a chunk has one reader."""
+        """Returns the rank that reads each array that is broadcast; each chunk has one reader."""
         begins = itertools.accumulate((array.nbytes for array in arrays.values()), initial=0)
         chunks = [begin // CHUNK_BYTES for begin in begins][:-1]
         return [chunk % self._communicator.size for chunk in chunks]

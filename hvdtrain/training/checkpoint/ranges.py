@@ -50,7 +50,7 @@ def find_parts(folder: Path, limit_bytes: int) -> CheckpointInParts | None:
         text = files.read_checksums(opened)
         checksums = files.parse_checksums(text)
     if any(sums_of(file) not in checksums for file in files.ARRAYS):
-        return None  # a file has a single checksum, which tells nothing of a part of it
+        return None  # a file has a single checksum, which cannot verify a part of it
     with open_arrays(folder, limit_bytes) as arrays:
         shapes = {name: array.shape for name, array in arrays.items()}
     return CheckpointInParts(folder, hashlib.sha256(text).hexdigest(), shapes)
@@ -58,10 +58,10 @@ def find_parts(folder: Path, limit_bytes: int) -> CheckpointInParts | None:
 
 @contextlib.contextmanager
 def open_arrays(folder: Path, limit_bytes: int) -> Iterator[dict[str, ArrayInFile]]:
-    """Inside, the arrays of a checkpoint that several ranks wrote can be read.
+    """Opens the arrays of a checkpoint that several ranks wrote, for reading within the context.
 
-    Raises Damaged, and so does reading an array, where a chunk of a file does not match its
-    checksum, or a file has more than limit_bytes.
+    Raises Damaged, also when an array is read, if a chunk of a file does not match its checksum, or
+    if a file has more than limit_bytes.
     """
     with ExitStack() as stack:
         with files.naming(folder, files.CHECKSUMS):

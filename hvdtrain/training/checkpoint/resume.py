@@ -34,7 +34,7 @@ from hvdtrain.training.checkpoint.ranges import CheckpointInParts, find_parts
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.progress.triggers import stop_reason, time_is_over
 
-# of a script that gives a task as functions
+# keys of a script that passes a task as functions
 _OF_OBJECTS = (
     "data.task",
     "data.loss.",
@@ -101,8 +101,8 @@ def find_resume_point(
     """On rank 0, finds the state to resume from and its arrays; None for a new job, whose state is
     `beginning`.
 
-    run: as former_run(); shapes: of the job's own arrays, with which advice is compared. Raises
-    UserError if no checkpoint is good, or the newest good one is of another job.
+    run: as from former_run(); shapes: of the job's arrays, used for advice. Raises UserError if no
+    checkpoint is good, or if the newest good one belongs to another job.
     """
     if run is None:
         return ResumePoint(None, beginning, [], []), None
@@ -162,7 +162,7 @@ def find_resume_point(
 def _misfit(config: Config, job: Shapes, checkpoint: Shapes) -> str:
     """Why a checkpoint's arrays do not match this job's, such as "the state lacks
     b.norm1.running_mean"; empty if they match."""
-    # the state of a user's class comes with its first step
+    # a user's class creates its state in the first step
     compared = ("p.", "b.") if is_dotted(config.optim.name) else ("p.", "b.", "s.")
     ours = {name: shape for name, shape in job.items() if name.startswith(compared)}
     theirs = {name: shape for name, shape in checkpoint.items() if name.startswith(compared)}
@@ -191,8 +191,8 @@ def former_run(config: Config) -> Path | None:
 
 
 def began_from(run: Path) -> str:
-    """resume= of the command that began a run: the field resumed_from of its first event; empty if
-    it cannot be read."""
+    """Returns resume= of the command that began a run, from the field resumed_from of its first
+    event; empty if it cannot be read."""
     try:
         with Folder.open(run) as folder, folder.open_file("events.jsonl") as file:
             first = json.loads(file.readline(_FIRST_EVENT_BYTES))
@@ -273,9 +273,9 @@ def check_identity(found: Checkpoint, identity: Identity) -> None:
     """Raises UserError if a checkpoint belongs to another data set or another shuffle."""
     theirs = flat(found.identity)
     ours = flat(identity)
-    if "data.tokenizer" not in theirs:  # of an earlier version; the tokens have a digest as well
+    if "data.tokenizer" not in theirs:  # from an earlier version; the tokens have a digest, too
         ours = {name: value for name, value in ours.items() if name != "data.tokenizer"}
-    if "data.shuffle" in theirs:  # of blocks: a full shuffle of most sets has no name
+    if "data.shuffle" in theirs:  # for blocks: a full shuffle of most sets has no name
         ours = {"data.shuffle": None, **ours}
     if all(theirs.get(name) == value for name, value in ours.items() if name not in _OF_INPUTS):
         _check_inputs(found, theirs, ours)

@@ -97,7 +97,8 @@ def _before_the_newest_good(run: Path, limit_bytes: int) -> list[Path]:
     for place in reversed(range(len(folders))):
         try:
             files.read_numbers(folders[place])
-            files.read_arrays(folders[place], limit_bytes, names=())  # their checksums
+            # only verifies their checksums
+            files.read_arrays(folders[place], limit_bytes, names=())
             return folders[:place]
         except Damaged:
             continue

@@ -57,7 +57,7 @@ class WriteResult(NamedTuple):
     """The result of one write."""
 
     step: int
-    evaluated: int  # as TrainState's
+    evaluated: int  # see TrainState.evaluated
     pause_s: float  # pause of training
     write_s: float
     megabytes: float
@@ -111,8 +111,8 @@ class Saver:
         self._result: WriteResult | None = None
         self._tried_s = clock()  # when the last write began
         self._failed = False
-        self._due_step = -1  # the last step at which one was due
-        self._kept_step = -1  # of the newest checkpoint to keep
+        self._due_step = -1  # the last step at which a checkpoint was due
+        self._kept_step = -1  # step of the newest checkpoint to keep
         # (step, step of its last evaluation) of the newest checkpoint of this run on the disk
         self.newest = (
             -1,
@@ -124,7 +124,7 @@ class Saver:
         self._last_attempts = 0  # attempts to write the last one
         self.moves = 0  # grows while a write progresses
         self.longest_s = limit_bytes / 8 / SLOW_DISK  # pause and write together
-        self.measured_s = 0.0  # of the slowest write of this process
+        self.measured_s = 0.0  # seconds of the slowest write of this process
         longest_s = None if config.every_minutes is None else 60 * config.every_minutes
         self._auto: AutoInterval | None = None
         if config.every == "auto":
@@ -134,8 +134,8 @@ class Saver:
         self._fixed_s = longest_s
 
     def resume_from(self, now: TrainState) -> None:
-        """Records the checkpoint that the job resumes from, so that it is not written again: for a
-        moment there would be none."""
+        """Records the checkpoint that the job resumes from, so that it is not written again; during
+        the write there would be no checkpoint."""
         if any(
             folder.name == files.name_of(now.progress.step) for folder in files.finished(self._run)
         ):
@@ -258,7 +258,7 @@ class Saver:
         note = ""
         needed_bytes = room.needed_bytes(array_bytes)
         try:
-            if not isinstance(arrays, WrittenByAll):  # each rank checks its own
+            if not isinstance(arrays, WrittenByAll):  # each rank checks its arrays
                 check_finite(arrays)
             names = {} if names == plain_names(arrays) else names
             folder = files.write(
@@ -266,7 +266,7 @@ class Saver:
             )
             with contextlib.suppress(
                 OSError
-            ):  # what cannot be removed now is removed after the next one
+            ):  # files that cannot be removed now are removed after the next checkpoint
                 prune.prune(
                     self._run,
                     self._config.keep_last,

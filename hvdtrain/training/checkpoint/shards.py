@@ -1,13 +1,11 @@
 """A checkpoint into which every rank writes its own byte ranges: the bytes of its files are the
 same for any number of ranks.
 
-Ranks tell each other by files in its folder, since the main threads train meanwhile:
-1. each rank writes its ranges, and a report with a ByteSum of what it had in memory;
-2. once rank 0 has all reports it writes a word, and each rank reads an equal share of the files'
-  chunks, whoever wrote them: it reports
-   their SHA-256, and a ByteSum of what it read;
-3. rank 0 compares the two sums of each file. A report has the same few bytes on any number of
-  ranks, and the checksums of a share.
+Ranks communicate by files in its folder, because the main threads are training. 1. Each rank writes
+its ranges, and a report with a ByteSum of the bytes in memory. 2. When rank 0 has all reports, it
+writes a signal file. Each rank then reads an equal share of the files' chunks, whoever wrote them,
+and reports their SHA-256 and a ByteSum of the bytes on disk. 3. Rank 0 compares the two sums of
+each file. A report has a few bytes on any number of ranks, plus the checksums of a share.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from hvdtrain.training.checkpoint.array_file import in_order, make_header, to_by
 from hvdtrain.training.checkpoint.shared_file import SYNC_BYTES, PartWriter, WholeBlocks, join
 from hvdtrain.training.checkpoint.sums import CHUNK_BYTES, ByteSum, count_chunks, read_chunk
 
-# how long rank 0 waits for a rank without any progress, and the others for rank 0
+# how long rank 0 waits for a rank without progress, and the others for rank 0
 WAIT_S = 300.0
 CLOSING_S = 30.0  # how long a rank whose job ends waits for rank 0
 LOOK_S = 0.05  # before the second check for a file; doubled each time
@@ -40,7 +38,7 @@ MOST_LOOK_S = 1.0
 PROGRESS_S = 10.0  # between two checks of a rank's progress
 TELL_S = 1.0  # between two reports of a rank's progress
 _READERS = 16  # reports that rank 0 reads at a time: each takes a round trip to the disk's server
-_REPORT_BYTES = 2**26  # of a rank: 67 for each chunk of its share
+_REPORT_BYTES = 2**26  # limit for a rank's report: 67 bytes for each chunk of its share
 WORD = "all-have-written"  # the file that rank 0 writes: how many ranks there are
 
 
@@ -52,7 +50,7 @@ class CheckpointLayout:
         self, pieces: Sequence[Piece], files: Sequence[str], file_of: Callable[[str], str]
     ) -> None:
         self.headers: dict[str, bytes] = {}
-        self.sizes: dict[str, int] = {}  # of the files, in bytes
+        self.sizes: dict[str, int] = {}  # sizes of the files, in bytes
         self._begins: dict[str, int] = {}
         self._file_of = file_of
         self.names = [piece.name for piece in pieces]
@@ -100,7 +98,8 @@ class CheckpointShard:
         *,
         several_hosts: bool = False,
     ) -> None:
-        """several_hosts: this rank writes whole blocks alone, and rank 0 what is left of them."""
+        """several_hosts: this rank only writes whole blocks, and rank 0 writes the remaining
+        bytes."""
         self.rank = rank
         self.several_hosts = several_hosts
         self.layout = CheckpointLayout(pieces, files, file_of)
@@ -230,7 +229,7 @@ def write_parts(
     that rank 0 creates, and reads back its share.
 
     is_over: whether a part that has not begun is no longer needed; is_lost: whether no rank waits
-    for this one any more.
+    for this one any longer.
     """
     folder = _wait_for_folder(run, unfinished, is_over)
     if folder is None:
@@ -238,7 +237,7 @@ def write_parts(
     with (
         folder,
         contextlib.suppress(OSError),
-    ):  # of a report that cannot be written: rank 0 gives up in time
+    ):  # the report cannot be written; rank 0 gives up after a timeout
         tell = Teller(folder, parts.rank)
         if not _report(
             folder, of_written(parts.rank), lambda: {"sums": _checked_write(parts, folder, tell)}
@@ -303,7 +302,7 @@ def _tell_progress(folder: Folder, rank: int) -> None:
 
 
 def _looks() -> Iterator[None]:
-    """Yields once for each look at the files of other ranks, endlessly; sleeps in between."""
+    """Yields forever, once for each look at the files of other ranks, and sleeps in between."""
     seconds = LOOK_S
     while True:
         yield
@@ -328,8 +327,8 @@ def _wait_for_word(
     is_over: Callable[[], bool],
     is_lost: Callable[[], bool],
 ) -> int:
-    """Returns the number of ranks once all have written; 0 if no rank waits for this one, or rank 0
-    is gone or has given up."""
+    """Returns the number of ranks when all have written; 0 if no rank waits for this one, or if
+    rank 0 has ended or given up."""
     patience = Patience(folder, rank=0)
     for _ in _looks():
         with contextlib.suppress(FileNotFoundError):
@@ -356,7 +355,7 @@ class WrittenByAll:
         is_over: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """ranks: the others, which write, too; is_over: whether some of them are lost."""
+        """ranks: the other ranks, which write, too; is_over: whether some of them have died."""
         self.unfinished = unfinished
         self.parts = parts
         self._ranks = ranks
@@ -478,7 +477,7 @@ class WrittenByAll:
         for _ in _looks():
             there = set(folder.names())
             before = len(missing)
-            # NFS may list what was there a while ago
+            # NFS may return an outdated list
             come = [rank for rank in missing if name_of(rank) in there] or missing[:1]
             for rank, report in zip(come, readers.map(read, come), strict=True):
                 if report is not None:

@@ -1,8 +1,8 @@
-"""A file into which every rank writes its own bytes, from several hosts too: a block that two ranks
-share is written by rank 0 alone.
+"""A file to which every rank writes its bytes, even from several hosts. Only rank 0 writes a block
+that two ranks share.
 
-An NFS client may write the whole page around a changed byte, with the rest as the client last read
-it: two hosts that write into one page undo each other's bytes.
+An NFS client may write the whole page around a changed byte, with the other bytes as it last read
+them. So two hosts that write to one page undo each other's bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hvdtrain.training.checkpoint.array_file import PIECE_BYTES
 from hvdtrain.training.checkpoint.sums import ByteSum
 
 BLOCK_BYTES = 2**16  # the largest page of a system that Linux runs on
-# after so many the disk is waited for: what a rank has written is then seen while it writes
+# bytes after which a rank waits for the disk, so that its progress is visible while it writes
 SYNC_BYTES = 2**28
 _APART = struct.Struct(
     "<QQQ"
@@ -29,8 +29,7 @@ class WholeBlocks:
     file."""
 
     def __init__(self, stretches: Iterable[tuple[int, int]], size: int) -> None:
-        """stretches: (first byte, the one behind the last), in any order; size: of the file, in
-        bytes."""
+        """stretches: (first byte, last byte + 1), in any order; size: of the file, in bytes."""
         self._begins: list[int] = []
         self._ends: list[int] = []
         for begin, end in _joined(stretches):
@@ -41,9 +40,9 @@ class WholeBlocks:
                 self._ends.append(behind)
 
     def split(self, begin: int, end: int) -> Iterator[tuple[int, int, bool]]:
-        """Splits a stretch, or a piece of one, into parts: (first byte, behind the last, whether it
+        """Splits a stretch, or a piece of one, into parts: (first byte, last byte + 1, whether it
         lies in these blocks)."""
-        # of the only run of whole blocks that may lie in it
+        # index of the only run of whole blocks that may lie in it
         place = bisect_right(self._ends, begin)
         first = behind = end
         if place < len(self._ends):
@@ -91,7 +90,7 @@ class PartWriter:
         self._number = number
         self._on_disk = on_disk
         self._unsynced_bytes = 0
-        self.sum = ByteSum()  # of what was in memory
+        self.sum = ByteSum()  # sum of the bytes in memory
 
     def write(self, begin: int, data: memoryview) -> None:
         """Raises OSError."""
@@ -117,7 +116,7 @@ class PartWriter:
                 self._apart.write(part)
 
     def sync(self) -> None:
-        """Returns once everything is on disk."""
+        """Waits until everything is on disk."""
         os.fsync(self._file.fileno())
         if self._apart is not None:
             self._apart.flush()

@@ -1,9 +1,9 @@
 """Checksums of a checkpoint's files that several ranks or threads compute together: SHA-256 of each
 chunk, and ByteSum.
 
-With ByteSum, ranks compare what they had in memory with what others read from disk: each sends two
-numbers, however many stretches it has. The chunks by hand: split -b 4M --filter=sha256sum
-weights.safetensors | cut -c 1-64 | cmp - weights.safetensors.chunks
+With ByteSum, ranks compare the bytes that they had in memory with the bytes that others read from
+disk. Each sends two numbers, however many stretches it has. The chunks by hand: split -b 4M
+--filter=sha256sum weights.safetensors | cut -c 1-64 | cmp - weights.safetensors.chunks
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ import numpy as np
 
 _SPAN_BYTES = (
     2**20
-)  # of a file, whose words have random numbers of their own; those of another span are multiples of them  # noqa: E501
+    # bytes of a file whose words have separate random numbers; other spans use multiples of them
+)
 _WORD_BYTES = 4
 _MODULUS = 2**64
 
 
 class ByteSum(NamedTuple):
-    """Sums over stretches of a file. If the sum of all stretches has the edges of the whole file,
+    """Sums over stretches of a file. If the edges of the total equal the edges of the whole file,
     the stretches cover each byte once.
 
-    value: the 32-bit words of the file, low byte first, each times a random number of its place,
-    modulo 2**64: multilinear hashing (Lemire and Kaser 2012, arXiv:1202.4961, section 2). Different
-    bytes have the same value with probability 2**-32. edges: for each stretch, the random number of
-    its end minus the one of its beginning; where stretches touch, the numbers cancel.
+    value: the 32-bit words of the file, low byte first, each times a random number for its
+    position, modulo 2**64: multilinear hashing (Lemire and Kaser 2012, arXiv:1202.4961, section 2).
+    Different bytes have the same value with probability 2**-32. edges: for each stretch, the random
+    number of its end minus the one of its beginning; where stretches touch, the numbers cancel.
     """
 
     value: int = 0
@@ -65,8 +66,8 @@ def _value(begin: int, data: memoryview) -> int:
 
 
 def _value_in_span(offset: int, data: memoryview) -> int:
-    """The value of bytes that begin `offset` bytes behind the first of a span; words that they fill
-    in part are filled up with zeros."""
+    """Returns the value of bytes that begin `offset` bytes after the start of a span; incomplete
+    words are padded with zeros."""
     first, lead = divmod(offset, _WORD_BYTES)
     words = np.zeros(-(-(lead + len(data)) // _WORD_BYTES), "<u4")
     words.view(np.uint8)[lead : lead + len(data)] = data
@@ -81,7 +82,7 @@ def _random_words() -> np.ndarray:
 
 
 def _random(place: int, purpose: bytes) -> int:
-    """A random 64-bit number that depends only on the place."""
+    """Returns a random 64-bit number that depends only on the position."""
     return int.from_bytes(
         hashlib.blake2b(place.to_bytes(8, "little"), digest_size=8, person=purpose).digest(),
         "little",
@@ -89,8 +90,8 @@ def _random(place: int, purpose: bytes) -> int:
 
 
 CHUNK_BYTES = 2**22
-LINE_BYTES = 65  # of a chunk in the text file
-_THREADS = 4  # that read and hash
+LINE_BYTES = 65  # length of a chunk's line in the text file
+_THREADS = 4  # threads that read and hash
 _AT_A_TIME = 64  # chunks that are handed to them
 
 
@@ -129,7 +130,8 @@ class ChunkedFile:
         self._expected = text.splitlines()
         self._size = os.fstat(file.fileno()).st_size
         _check_count(self._size, self._expected)
-        self._number = -1  # of the chunk that was read last: the next bytes are often in it too
+        # number of the chunk that was read last, because the next bytes are often in it, too
+        self._number = -1
         self._chunk = b""
 
     def read(self, begin: int, end: int) -> Iterator[memoryview]:

@@ -18,11 +18,11 @@ from hvdtrain.frameworks.learner import CurrentPass
 class Heartbeat:
     """The current phase and position of this rank; a beat costs less than a microsecond."""
 
-    # what the main thread is doing, for people: "reading samples", "step", "evaluation"
+    # activity of the main thread, for people: "reading samples", "step", "evaluation"
     phase: str = "starting"
     epoch: int = 0  # whole epochs done
     step: int = 0  # steps done
-    beats: int = 0  # grows with every beat: while it does not, the rank makes no progress
+    beats: int = 0  # incremented at every beat; while it is constant, the rank makes no progress
     limit: Literal["start_s", "stall_s"] = "start_s"  # the key of guard that limits the phase
     training: bool = False  # the loop has begun: a signal stops the job with a checkpoint
     started_s: float = field(default_factory=time.monotonic)
@@ -32,7 +32,7 @@ class Heartbeat:
     # when each phase of the startup began; "": the end of the first step
     start_marks: dict[str, float] = field(default_factory=dict)
     in_start: bool = True  # until the first step ends
-    place: str = ""  # of this rank in the mesh: "stage 1, data 0"
+    place: str = ""  # place of this rank in the mesh: "stage 1, data 0"
     # the stage or the layer that this rank is in; from any thread
     under_way: Callable[[], CurrentPass | None] = lambda: None
 

@@ -1,5 +1,5 @@
-"""What stops a job early or rolls it back: signals, the time limit, numbers that are not finite,
-replicas that differ.
+"""Reasons to stop a job early or to roll it back: signals, the time limit, non-finite numbers,
+differing replicas.
 
 All ranks make the same decisions: their flags are summed over ranks at sync points.
 """
@@ -50,7 +50,7 @@ class HealthMonitor:
     heartbeat: Heartbeat
     hosts: list[str]  # of each rank
     checkpoints: Checkpoints
-    deadline: Deadline | None = None  # of rank 0, whose clock decides for all
+    deadline: Deadline | None = None  # on rank 0, whose clock decides for all
     probe: Probe | None = None  # compares outputs at the next sync point
     longest_s: float = 0.0  # between two updates of the flags
     updated_s: float | None = None  # time.monotonic() of the last update
@@ -171,7 +171,8 @@ class HealthMonitor:
             check_equal(self.communicator, learner, last, self.hosts)
 
 
-WINDOWS_LEFT = 1.5  # of the longest time between two sync points: the next one must be in time
+# times the longest interval between two sync points, so that the next one is in time
+WINDOWS_LEFT = 1.5
 SAVES_LEFT = 2.0  # times the longest checkpoint: file systems are busy when many jobs end
 MAX_TIME_MARGIN_S = 2.0
 SLURM_MARGIN_S = 10.0  # SLURM kills the job, and its clock may differ from this host's
@@ -185,8 +186,8 @@ class RemainingTime(NamedTuple):
 
 
 class Deadline:
-    """The earlier of max_time after started_s and the end that SLURM has set. Only on rank 0: it
-    runs squeue.
+    """The earlier of max_time after started_s and SLURM's end of the job. Only on rank 0, because
+    it runs squeue.
 
     started_s is a time of `clock`, which is monotonic; now_s is the time since the epoch
     (time.time()). SLURM's time of day is converted to the monotonic clock here, once: setting the

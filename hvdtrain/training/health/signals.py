@@ -28,10 +28,10 @@ ECHO_S = 1.0
 class Signals:
     """`received` is "", or the name of the first of HANDLED that came ("SIGUSR2").
 
-    A context manager, in the main thread; in another one no signal is received. The handlers do
-    nothing else, so Ctrl-C raises no KeyboardInterrupt. Python runs handlers only between bytecodes
-    of the main thread, never in an MPI call that hangs. So signal numbers also go through a socket,
-    which another thread reads with poll(); a second signal there ends this process.
+    A context manager for the main thread; in another thread, no signal is received. The handlers do
+    nothing else, so Ctrl-C does not raise KeyboardInterrupt. Python runs handlers only between
+    bytecodes of the main thread, never in an MPI call that hangs. So signal numbers also go through
+    a socket, which another thread reads with poll(); a second signal there ends this process.
     """
 
     def __init__(self, rank: int) -> None:
@@ -96,8 +96,8 @@ class Signals:
         for number in HANDLED:
             former = signal.getsignal(number)
             if former is signal.SIG_IGN:
-                # the parent process ignores it, as a shell does with SIGINT for what runs in the
-                # background
+                # the parent process ignores it, as a shell does with SIGINT for background
+                # processes
                 continue
             if isinstance(former, EarlySignals) and former.received:
                 self.received = signal.Signals(former.received).name

@@ -18,7 +18,7 @@ from hvdtrain.errors import STALLED
 STACKS = 3  # ranks whose stack is shown
 DEPTHS = {1: 12, 2: 10, 3: 8}  # stacks shown -> lines of each
 DEPTH = max(DEPTHS.values())
-# what runs a script under `launch`
+# the program that runs a script under `launch`
 _LAUNCHER = str(Path(__file__).parents[2] / "cli" / "launch" / "rank.py")
 _WAITS_FOR_DEVICE = "hvdtrain.core.metrics.host_value"
 GROUPS = 3  # lines of one section without stacks
@@ -37,9 +37,10 @@ class StallReport:
     epoch: int
     step: int
     idle_s: float
-    since: str  # the same as a wall-clock time of that host
-    waiting: bool  # for other ranks, in a collective or for the device: they are behind
-    stack: tuple[str, ...]  # of its main thread, innermost last: "file:line in function: source"
+    since: str  # the same as a wall-clock time on that host
+    waiting: bool  # waits for other ranks, which are behind, in a collective or for the device
+    # stack of its main thread, innermost last: "file:line in function: source"
+    stack: tuple[str, ...]
     place: str = ""  # in the mesh: "stage 1, data 0"
     doing: str = ""  # the pass of a pipeline: "forward pass of micro-batch 2 in stage 1"
     waits_for: int | None = None  # the rank whose message it waits for
@@ -103,8 +104,8 @@ def is_waiting(frames: Sequence[FrameType]) -> bool:
     """Whether hvdtrain's innermost call is one of hvdtrain.comm, or goes through Horovod, or waits
     for the device.
 
-    With NCCL collectives run on the device: there the host of a rank waits for its device, which
-    waits for the other ranks.
+    With NCCL, collectives run on the device: the host waits for its device, which waits for the
+    other ranks.
     """
     for frame in frames:
         name = f"{frame.f_globals.get('__name__')}."
@@ -146,8 +147,8 @@ def render(
     limit_key: str,
     places: Sequence[str] = (),
 ) -> str:
-    """The report of all ranks; None stands for a rank that sent nothing. places: each rank's place
-    in the mesh, if there is one."""
+    """The report of all ranks; None means that a rank sent no report. places: each rank's place in
+    the mesh, if there is one."""
     received = [report for report in reports if report is not None]
     silent = [rank for rank, report in enumerate(reports) if report is None]
     title, behind, shown = _behind(received, silent)
@@ -183,7 +184,7 @@ def _behind(
 ) -> tuple[str, list[StallReport], list[StallReport]]:
     """A title, the ranks that are behind, and the ranks to show in detail."""
     busy = sorted((report for report in received if not report.waiting), key=_progress)
-    if busy or silent or not received:  # those that do not answer are behind too
+    if busy or silent or not received:  # ranks that do not answer are also behind
         return "behind:" * bool(busy), busy, busy[:STACKS]
     awaited = {report.waits_for for report in received}
     if roots := [
@@ -267,8 +268,8 @@ def _by_host(silent: Sequence[int], hosts: Sequence[str], places: Sequence[str])
 
 
 def _cut(groups: Sequence[tuple[str, list[int]]], rest: str) -> list[str]:
-    """A line for each (template with {} for the ranks, ranks); of more than GROUPS groups, the
-    first ones and a line for the rest."""
+    """A line for each (template with {} for the ranks, ranks); if there are more than GROUPS
+    groups, the first ones and a line for the rest."""
     if len(groups) > GROUPS:
         groups = [
             *groups[: GROUPS - 1],

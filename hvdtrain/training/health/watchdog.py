@@ -35,9 +35,9 @@ T = TypeVar("T")
 CHECK_S = 0.5  # between two checks of the heartbeat
 POLL_S = 0.05  # between two checks whether other ranks' reports are there
 RANK_0_FIRST_S = 2.0  # rank 0 prints and ends the job this long before the others do
-AT_END_S = 1.0  # for giving back the lock of the run folder
-END_S = 5  # for the report and the end of all ranks
-# mpirun passes output on in pieces of 4 KB; its own message about the abort would come between them
+AT_END_S = 1.0  # time to release the lock of the run folder
+END_S = 5  # time for the report and the end of all ranks
+# mpirun forwards output in pieces of 4 KB; its message about the abort would come between them
 FLUSH_S = 0.2
 
 
@@ -71,7 +71,7 @@ class Watchdog:
         self._check_s = min([CHECK_S, *(limit_s / 10 for limit_s in limits_s)])
         self._host = socket.gethostname()
         self._hosts: list[str] = []  # of each rank
-        self.places: list[str] = []  # of each rank in the mesh, once that is known
+        self.places: list[str] = []  # place of each rank in the mesh, when it is known
         self._communicator: Communicator | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -142,8 +142,7 @@ class Watchdog:
             report = self._try(lambda: self._report(idle_s, sources=True), RANK_0_FIRST_S, goes_on)
             message = self._message(report or without_sources, limit, goes_on)
         except Exception:
-            # a fault of hvdtrain's, with which this thread would end, and the job would hang for
-            # ever
+            # a bug in hvdtrain, which would end this thread, so that the job could hang forever
             what = (
                 f"no progress for {limit.seconds:g} s ({limit.key}); the job ends with exit code "
                 f"{STALLED}; the report of it failed:"
@@ -178,7 +177,8 @@ class Watchdog:
             )
         if (
             reports is None
-        ):  # no side channel: ranks that are behind print before those that wait for them
+            # without a side channel, ranks that are behind print before ranks that wait for them
+        ):
             self._wait(
                 (RANK_0_FIRST_S if self._rank else 0.0)
                 + (1.5 * RANK_0_FIRST_S if report.waiting else 0.0),
@@ -234,7 +234,9 @@ class Watchdog:
         last_resort.start()
         signal.alarm(
             2 * END_S
-        )  # mpi4py holds the interpreter in MPI_Abort, so where that hangs no thread can end this process  # noqa: E501
+            # mpi4py holds the interpreter lock in MPI_Abort: if that hangs, no thread can end this
+            # process
+        )
         write_stderr(message)
         self._try(self._at_end, AT_END_S, lambda: False)  # on a disk that may hang
         if self._communicator is not None and self._communicator.size > 1:

@@ -46,10 +46,10 @@ def nonfinite_fields(config: Config, now: TrainState) -> dict[str, Any]:
 def epoch_fields(
     config: Config, task: Task, before: TrainState, now: TrainState, val: Sums, noise_scale: float
 ) -> dict[str, Any]:
-    """Fields of an evaluation. before: has the sums of training since the last one; now: the state
-    after it.
+    """Fields of an evaluation. before: the state with the training sums since the last evaluation;
+    now: the state after it.
 
-    The epoch is the one that the evaluation ends or lies in, counted from 1.
+    The epoch is the one that contains or ends with the evaluation, counted from 1.
     """
     trained = before.trained_samples
     return {
@@ -68,7 +68,7 @@ def epoch_fields(
             for metric in task.metrics
         },
         **{f"val_{metric.name}": metric.of(val) for metric in task.metrics},
-        "val_count": int(val[task.counted]),  # what its metrics are means over
+        "val_count": int(val[task.counted]),  # the divisor of its metrics
         f"best_{now.objective}": now.best,
         "lr": now.lr,
         "batch": now.batch,
@@ -88,8 +88,8 @@ def target_fields(reached: Reached, objective: str) -> dict[str, Any]:
 
 
 def energy_fields(now: TrainState, kinds: Collection[str], wall_s: float) -> dict[str, Any]:
-    """Energy fields of the event "epoch": what was used since the last evaluation, by the samples
-    of `now.sums`."""
+    """Energy fields of the event "epoch": the energy since the last evaluation, divided by the
+    samples of `now.sums`."""
     joules = epoch_energy(now, kinds)
     if not joules or not wall_s:
         return {"joules": {}}

@@ -23,7 +23,7 @@ Seconds = Annotated[float, Field(allow_inf_nan=False, ge=0, le=1e11)]
 NumberOrNaN = Annotated[
     Number, WrapValidator(lambda value, number: math.nan if value is None else number(value))
 ]
-# What metrics give: a division by 0 is theirs.
+# The values of metrics, which may divide by 0.
 Objective = Annotated[
     NumberOrInfinity,
     WrapValidator(lambda value, number: math.nan if value is None else number(value)),
@@ -31,8 +31,8 @@ Objective = Annotated[
 
 
 def _no_sums() -> dict[str, Any]:
-    """The sums of classification: like the other defaults of TrainState, for tests and old
-    checkpoints."""
+    """Returns the sums of classification. Like the other defaults of TrainState, they are for tests
+    and old checkpoints."""
     return zero_sums(("loss", "right"))
 
 
@@ -71,14 +71,12 @@ class TrainState:
     seconds: Seconds = 0.0  # spent in this job so far
     epoch: Count = 0  # whole epochs done at the last evaluation
     evaluated: Count = 0  # steps done at the last evaluation
-    evaluates: Count = 0  # samples of an evaluation; 0: of a checkpoint that does not tell
-    views: Count = 1  # of each of these samples: evaluate.views
+    evaluates: Count = 0  # samples of an evaluation; 0: unknown, in an old checkpoint
+    views: Count = 1  # evaluate.views of each of these samples
     epoch_s: Seconds = 0.0  # seconds of training since the last evaluation
     # over all ranks, since the last evaluation
     sums: dict[str, Objective | tuple[Objective, ...]] = field(default_factory=_no_sums)
-    objective: str = (
-        "accuracy"  # the metric that the next fields are of, and which of its values are better
-    )
+    objective: str = "accuracy"  # the metric of the next fields, and which of its values are better
     better: Better = "max"
     at_target: Count = 0  # evaluations in a row, up to now, at the value `target`
     target: Number | None = None
@@ -88,19 +86,19 @@ class TrainState:
     to_beat: Objective = math.nan  # the last value that was
     last: Objective = math.nan  # of the last evaluation
     best: Objective = math.nan  # of all evaluations
-    best_epoch: Count = 0  # that this evaluation ended or lay in, counted from 1
+    best_epoch: Count = 0  # epoch that contains or ends with this evaluation, counted from 1
     evaluated_s: Seconds = 0.0  # `seconds` at the last evaluation
     trained_s: Seconds = 0.0  # `seconds` in steps not discarded, up to the last evaluation
     trained_images: Count = 0  # samples of those steps
-    gpu_j: NumberOrNaN = 0.0  # joules of the whole job, NaN where some were not measured
+    gpu_j: NumberOrNaN = 0.0  # joules of the whole job; NaN if some were not measured
     cpu_j: NumberOrNaN = 0.0
     epoch_gpu_j: NumberOrNaN = 0.0  # since the last evaluation
     epoch_cpu_j: NumberOrNaN = 0.0
     reached: tuple[Reached, ...] = ()
     nonfinite: Count = 0  # steps skipped, or rollbacks
-    lr: NumberOrNaN = 0.0  # of the last step; NaN where a script's transformation alone knows it
+    lr: NumberOrNaN = 0.0  # rate of the last step; NaN if only a script's transformation knows it
     batch: Count = 0  # of the last step
-    plateau: Plateau = field(default_factory=Plateau)  # what evaluations have made of the rate
+    plateau: Plateau = field(default_factory=Plateau)  # the effect of evaluations on the rate
     # the moving sums of the gradient noise scale: signal, noise
     noise: tuple[Number, Number] = (
         0.0,
@@ -246,7 +244,7 @@ def from_json(tree: dict[str, Any]) -> TrainState:
     tree["progress"] = _pick(tree["progress"], [each.name for each in fields(Progress)])
     _pick(tree["sums"], ("loss", "count"))
     try:
-        # as JSON: a list is a tuple, and true or "1" no number
+        # as JSON: a list is a tuple, and true or "1" is not a number
         return _adapter().validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
         raise ValueError(_summary(error)) from None
@@ -263,7 +261,7 @@ def _adapter() -> TypeAdapter[TrainState]:
 
 
 def _summary(error: ValidationError) -> str:
-    """One line: progress.step: Input should be a valid integer, not 'x'."""
+    """Formats an error on one line: progress.step: Input should be a valid integer, not 'x'."""
     first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"])
     return f"{where}: {first['msg']}, not {first['input']!r:.40}"

@@ -43,9 +43,9 @@ def broadcast_state(
     no optimizer state; each rank keeps its own. on_array: called after each array is sent.
 
     Weights, buffers and optimizer state are sent as data: creating optimizer state with a step
-    would change the weights. They are sent one by one, and a rank keeps its shards. Of an initial
-    state, which is a function of the seed, ranks compare digests, and only arrays that differ are
-    sent. Sharded initial optimizer state is not: it does not depend on the weights.
+    would change the weights. They are sent one by one, and a rank keeps its shards. For an initial
+    state, which is a function of the seed, ranks compare digests and send only arrays that differ.
+    Sharded initial optimizer state is never sent, because it does not depend on the weights.
 
     Raises RuntimeError if digests differ after that.
     """
@@ -86,7 +86,7 @@ def _different(communicator: Communicator, pieces: list[Piece]) -> list[Piece]:
     numbers = digests_of_pieces((piece.name, piece) for piece in pieces)
     is_same = same_on_all_ranks(communicator, [numbers[piece.name] for piece in pieces])
     names = {piece.name for piece, same in zip(pieces, is_same, strict=True) if not same}
-    if any(name.startswith("s.") for name in names):  # load() checks which class made it
+    if any(name.startswith("s.") for name in names):  # load() checks the class that made it
         names |= {piece.name for piece in pieces if piece.name.startswith(MADE_BY)}
     return [piece for piece in pieces if piece.name in names]
 

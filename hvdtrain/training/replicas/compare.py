@@ -20,7 +20,7 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import Diverged
 from hvdtrain.frameworks.learner import HasState
 
-MOST_RANKS = 8  # that a message names
+MOST_RANKS = 8  # ranks named in a message
 
 
 def check_equal(
@@ -33,7 +33,7 @@ def check_equal(
     tables = digest_tables(learner.pieces())
     tables.whole.update({"learning rate": _bits(last.lr), "step": last.step})
     combined = combine(tables.whole)
-    # the second says which parts this rank has
+    # the second identifies the parts of this rank
     numbers = [
         combined,
         combine(dict.fromkeys(tables.parts, 0)),
@@ -86,8 +86,8 @@ class Minority(NamedTuple):
     """The ranks whose value is not the most frequent one."""
 
     usual: Any  # the most frequent value
-    majority: list[int]  # its ranks
-    value: Any  # of the first rank of the minority
+    majority: list[int]  # the ranks with the most frequent value
+    value: Any  # the value of the first rank in the minority
     ranks: list[int]
     where: str  # for messages: the ranks of the minority with their hosts
 

@@ -1,8 +1,8 @@
 """Checks that the model gives the same outputs on all ranks, by its loss for a fixed batch before
 the first step and at the first sync point.
 
-It detects what digests of weights do not show: a forward that depends on a file, a library or the
-rank.
+It detects differences that digests of weights do not show, such as a forward pass that depends on a
+file, a library or the rank.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from hvdtrain.training.replicas.compare import describe_minority
 # numbers of threads. TensorFloat-32, if only one GPU has it, causes 1e-3; bfloat16 keeps 8 bits.
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3}
 _TOLERANCE_16 = 2e-2
-# at most; fewer if a pass of the job has fewer, so that the probe takes no more memory than
-# training
+# most samples; fewer if a pass of the job has fewer, so that the probe does not need more memory
+# than training
 _SAMPLES = 8
-_VALUES = 2**24  # of a field, at most
+_VALUES = 2**24  # most values of a field
 _FIX = (
     "give every rank the same model: its code and the files, variables and libraries that its "
     "forward uses must not differ"
@@ -44,7 +44,7 @@ class Probe:
     def __init__(self, config: Config, task: Task) -> None:
         self._task = task
         self._tolerance = TOLERANCE.get(config.speed.precision, _TOLERANCE_16)
-        has_parts = config.parallel.ranks > 1  # of one model: not every rank has its outputs
+        has_parts = config.parallel.ranks > 1  # of one model, so not every rank has outputs
         self._off = config.speed.compile != "none" or not config.guard.equal_steps or has_parts
         self._batch = config.batch
 
@@ -124,7 +124,8 @@ def group_close(losses: Sequence[float], tolerance: float) -> list[int]:
 
     def close_to(
         loss: float,
-    ) -> np.ndarray:  # of each distinct one; never of pairs of ranks: 67 million on 8,192
+        # for each distinct loss, never for pairs of ranks, which are 67 million on 8,192 ranks
+    ) -> np.ndarray:
         with np.errstate(invalid="ignore"):
             return np.where(
                 np.isfinite(distinct) & np.isfinite(loss),
@@ -133,5 +134,5 @@ def group_close(losses: Sequence[float], tolerance: float) -> list[int]:
             )
 
     near = np.array([counts[close_to(loss)].sum() for loss in distinct])
-    usual = close_to(distinct[which[near[which].argmax()]])  # of ranks that have as many, the first
+    usual = close_to(distinct[which[near[which].argmax()]])  # in a tie, the first
     return np.where(usual, 0, np.arange(1, len(distinct) + 1))[which].tolist()

@@ -66,7 +66,7 @@ VARIABLES = (
         "HOROVOD_HIERARCHICAL_ALLGATHER",
     ),
 )
-FIXES = {  # kind of what differs between ranks -> what to do
+FIXES = {  # kind of difference between ranks -> what to do
     "versions": "install the same environment (or use the same container image) on every host",
     "code": "use one installation that all hosts see, or the same one on each; look for "
     "PYTHONPATH and for outdated containers",

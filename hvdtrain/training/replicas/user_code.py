@@ -23,7 +23,7 @@ from hvdtrain.config.sections.section import is_object
 from hvdtrain.tasks.user_functions import is_torch_module
 
 MOST_MODULES = 2000
-_OWN = __name__.partition(".")[0]  # hvdtrain's own files have a digest of their own
+_OWN = __name__.partition(".")[0]  # hvdtrain's own files have a separate digest
 
 
 def named_modules(config: Config) -> list[str]:
@@ -91,7 +91,7 @@ def _file(module: str) -> Path | None:
         origin = getattr(sys.modules["__main__"], "__file__", None)
         return Path(origin) if origin and not below else None
     try:
-        spec = importlib.util.find_spec(top)  # of a top-level module: finds it, and imports nothing
+        spec = importlib.util.find_spec(top)  # finds a top-level module without importing anything
     except (ImportError, ValueError):
         return None
     if spec is None:
@@ -155,8 +155,8 @@ def _imports(source: bytes, module: str, *, is_package: bool) -> Iterator[str]:
                 yield from (alias.name for alias in node.names)
 
 
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object, which differs from process to process
-_MOST_DEPTH = 4  # of functions in functions, and of lists in lists
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # address of an object, which differs between processes
+_MOST_DEPTH = 4  # limit for nested functions and lists
 
 
 def given_objects(config: Config) -> dict[str, Any]:
@@ -269,7 +269,7 @@ def _array(thing: Any) -> Any:
     """What identifies a NumPy array, or a tensor in host memory."""
     try:
         array = np.ascontiguousarray(thing)
-        if array.dtype.hasobject:  # whose bytes are addresses
+        if array.dtype.hasobject:  # its bytes are addresses
             return array.dtype.str, array.shape
         return array.dtype.str, array.shape, hashlib.sha256(array.tobytes()).hexdigest()[:12]
     except (TypeError, ValueError, RuntimeError):

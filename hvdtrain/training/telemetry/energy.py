@@ -15,14 +15,14 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.core.metrics import Sums
 
 POWERCAP = Path("/sys/class/powercap")
-MOST_W = 600.0  # of one processor package
+MOST_W = 600.0  # limit for one processor package
 KEEP_UP_S = 20.0  # RAPL's counters start again at 0 after 64 to 262 kJ: some minutes under load
-# kind -> what is measured, and by what
+# kind -> the measured hardware, and the counter
 KINDS = {
     "gpu": ("GPUs", "NVML"),
     "cpu": ("processors", "RAPL"),
 }
-# of AMD's processors too; intel-rapl:0:0 is a part of intel-rapl:0
+# AMD processors, too; intel-rapl:0:0 is a part of intel-rapl:0
 _ZONE = re.compile(r"intel-rapl:\d+$")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -43,9 +43,9 @@ class Claim(NamedTuple):
     """The counters that one rank found; all ranks exchange these."""
 
     host: str
-    machine: str  # the same for two containers of one machine, whose host names differ
+    machine: str  # the same for two containers on one machine with different host names
     gpu: str | None
-    # kind -> "", or why its counter cannot be read here; no "gpu" where this rank uses none
+    # kind -> "", or why its counter cannot be read here; no "gpu" if this rank uses no GPU
     reasons: dict[str, str]
 
 
@@ -58,7 +58,7 @@ class Counter:
         self._last = read_j()
 
     def joules(self, since_s: float = 0.0) -> float:
-        """Joules since the last call, since_s ago. Raises what reading raises.
+        """Joules since the last call, since_s ago. Raises the errors of reading.
 
         NaN if the counter went backwards because the driver was reloaded, or if it may have wrapped
         more than once.
@@ -299,7 +299,8 @@ def _is_divided(nvml: Nvml, handle: Any) -> bool:
 READ_EVERY_S = (
     1.0  # at least, between two readings: each is a call of the driver, or a file of the kernel
 )
-SHORTEST_S = 0.1  # of a span whose power is computed: over less time it means little
+# shortest interval for which power is computed; it would be meaningless over less time
+SHORTEST_S = 0.1
 
 
 class EnergyMeter:
@@ -314,13 +315,13 @@ class EnergyMeter:
         self._decides = rank == 0
         self._clock = clock
         self.reasons = counters.reasons
-        # that are measured
+        # kinds that are measured
         self.kinds = [kind for kind, reason in counters.reasons.items() if not reason]
         self._read_s = self._synced_s = clock()  # the last reading; the last sync point
         self._interval_s = 0.0  # between the last two sync points
         self._due = False  # all ranks read at the next sync point
         self._was_read = False  # the current sums over ranks contain a reading
-        self._joules = 0.0  # of all ranks, since the last reading
+        self._joules = 0.0  # joules of all ranks since the last reading
         self._watts = math.nan
         counters.read()  # the job begins here
 

@@ -19,14 +19,14 @@ from hvdtrain.frameworks.learner import Learner, TimedPass
 from hvdtrain.frameworks.stopwatch import PhaseTimes
 from hvdtrain.training.telemetry.gauge import Gauge
 
-MOST_PASSES = 4096  # of an event
+MOST_PASSES = 4096  # passes in an event
 
 
 def gather_passes(
     communicator: Communicator, own: Sequence[TimedPass], apart: int
 ) -> dict[str, Any]:
-    """Fields of the event, of ranks 0, `apart`, 2 x `apart`, ...: one pipeline. Every rank calls
-    it.
+    """Returns the event's fields for ranks 0, `apart`, 2 x `apart`, ..., which are one pipeline.
+    Every rank calls it.
 
     Empty if there are more than MOST_PASSES.
     """
@@ -56,11 +56,11 @@ def _row(one: TimedPass, begin_s: float) -> list[Any]:
 
 
 def on_one_clock(ranks: Sequence[Sequence[TimedPass]]) -> list[list[TimedPass]]:
-    """The passes of each rank by the first one's clock.
+    """Converts the passes of each rank to the first rank's clock.
 
-    Ranks of one host share a clock; ranks of two hosts do not. Nothing arrives before it was sent,
-    in either direction, which bounds the offset of the second clock. If 0 is not within the bounds,
-    their midpoint is used (as in Mills 1991, RFC 5905).
+    Ranks on one host share a clock; ranks on two hosts do not. No message arrives before it was
+    sent, in either direction, which bounds the offset of the second clock. If 0 is not within the
+    bounds, their midpoint is used (as in Mills 1991, RFC 5905).
     """
     moved = [list(ranks[0])]
     total_s = 0.0
@@ -113,7 +113,7 @@ def slowest(work_ms: np.ndarray, stages: np.ndarray, hosts: Sequence[str]) -> di
     (ranks,)."""
     medians = medians_of_stages(work_ms, stages)
     times = work_ms / np.maximum(medians[stages], 1e-9)
-    # where stages have one rank each, the one with most work
+    # if stages have one rank each, the one with the most work
     slowest = int(np.lexsort((work_ms, times.round(6)))[-1])
     beside = work_ms[stages == stages[slowest]]
     spread = [float(beside.min()), float(np.median(beside)), float(beside.max())]
@@ -135,7 +135,7 @@ class MeshGauge(Gauge):
         self._log = log
         self._pipeline = parallel.pipeline
         self._stages = stages_of_ranks(parallel, communicator.size)
-        self._predicted = 0.0  # of idleness, by the schedule, if all stages took the same time
+        self._predicted = 0.0  # idle share predicted from the schedule with equally slow stages
         self._seconds = self._waiting = self._work = np.zeros(1)  # (ranks,) of all steps
         self._steps = 0
         self._forget_epoch()

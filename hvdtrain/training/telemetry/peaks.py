@@ -9,9 +9,9 @@ from typing import NamedTuple
 class Peak(NamedTuple):
     """10^12 operations a second of dense matrix products; a multiply-add counts as two.
 
-    float32: with TF32 where the GPU has it, since torch computes convolutions in it, and matrix
-    products where a script allows that. None: the GPU does not have it, or its data sheet does not
-    tell.
+    float32: with TF32 if the GPU has it, because torch uses it for convolutions, and for matrix
+    products if a script allows it. None: the GPU does not support the dtype, or its data sheet does
+    not list it.
     """
 
     float16: float
@@ -21,12 +21,13 @@ class Peak(NamedTuple):
 
 
 def _of_ampere(half: float, tf32: float, float64: float | None = None) -> Peak:
-    """Ampere and later compute float16 and bfloat16 equally fast."""
+    """Returns the peak of a GPU from Ampere on, which computes float16 and bfloat16 equally
+    fast."""
     return Peak(half, half, tf32, float64)
 
 
-# A part of the name that torch reports, and the peak by the data sheet of the product. Where a
-# sheet has only the value with sparsity, half of it. The first row that fits counts.
+# A part of the name that torch reports, and the peak from the product's data sheet, or half of it
+# if the sheet only has the value with sparsity. The first matching row counts.
 _PEAKS = (
     (r"B200\b", _of_ampere(2250, 1125, 37)),  # HGX B200, an eighth
     (r"GH200\b", _of_ampere(989.5, 494.5, 67)),

@@ -91,11 +91,11 @@ def _launcher_age_s() -> float | None:
 
 def launcher(above: Iterable[tuple[str, int]], by_srun: bool) -> int | None:
     """The launcher process that began this start. above: (name, id) of our parents, nearest first.
-    It is the uppermost of the first row of launchers.
+    It is the topmost of the nearest uninterrupted sequence of launchers.
 
-    Wrappers may be below that row (mpirun -> sh -> us). Launchers above any other process began
-    other commands: bash -> mpirun. slurmstepd runs our step only if srun alone started us;
-    otherwise it runs the batch script or another launcher's daemon.
+    Wrappers may be below it (mpirun -> sh -> us). Launchers above any other process started other
+    commands: bash -> mpirun. slurmstepd runs our step only if srun alone started us; otherwise it
+    runs the batch script or another launcher's daemon.
     """
     launcher_pid = None
     for name, pid in above:
@@ -133,7 +133,7 @@ def _stat(pid: int) -> list[str] | None:
 
 
 LATE_S = 10.0  # up to the first sync point, at the pace of the second step
-# a unit is used from so many of it on
+# a unit is used from this many on
 _UNITS = (
     ("day", 86400.0, 2.0),
     ("h", 3600.0, 2.0),
@@ -145,7 +145,7 @@ class FirstStep:
     """Emits the event "first_step" once, after the second step: the first one reserves memory and
     compiles, so its rate is not representative.
 
-    On a GPU the host does not wait for a step here: only what keeps the host busy is slow.
+    On a GPU the host does not wait for a step here, so only host work counts.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class FirstStep:
         self._config = config
         self._log = log
         self._clock = clock
-        self._began: list[tuple[Progress, float]] = []  # of the first three steps
+        self._began: list[tuple[Progress, float]] = []  # beginnings of the first three steps
 
     def before_step(self, p: Progress) -> None:
         """A step begins at p."""
@@ -183,14 +183,14 @@ class FirstStep:
 
 
 def _line(step_s: float, rate_s: float, left_s: float) -> str:
-    """first step 91 s, the second 64 s; about 4 days at that rate"""
+    """Formats the line: first step 91 s, the second 64 s; about 4 days at that rate."""
     line = f"first step {step_s:.3g} s, the second {rate_s:.3g} s"
     # inf: only stop.time ends the job
     return line if left_s == math.inf else f"{line}; about {about(left_s)} at that rate"
 
 
 def about(seconds: float) -> str:
-    """4 days, 3 h, 25 min, 90 s"""
+    """Formats a duration: 4 days, 3 h, 25 min, 90 s."""
     for unit, unit_s, least in _UNITS:
         if seconds >= least * unit_s:
             return f"{seconds / unit_s:,.0f} {unit}{'s' if unit == 'day' else ''}"

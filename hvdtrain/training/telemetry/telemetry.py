@@ -53,7 +53,7 @@ def make_telemetry(
         communicator, gpu.uuid or None if gpu else None, gpu.why if gpu else ""
     )
     energy = EnergyMeter(counters, communicator.rank, time.monotonic)
-    # on all ranks or none: they sum the same names
+    # on all ranks or none, because they sum the same names
     utilization = Utilization(gpu) if "gpu" in energy.reasons else None
     profiler: StepProfiler | None = None
     if config.profile.steps is not None:
@@ -125,12 +125,12 @@ class Telemetry:
         self._communicator = communicator
         self._learner = learner
         self.log = log
-        self._hosts = hosts  # of each rank
+        self._hosts = hosts  # host of each rank
         self.energy = energy
         self.step_times = step_times
         self.profiler = profiler
         self.first_step = first_step
-        self._steps: list[PhaseTimes] = []  # of this rank, since the last sync point
+        self._steps: list[PhaseTimes] = []  # steps of this rank since the last sync point
         # seconds that each rank was busy since the last evaluation
         self._epoch_work_s = np.zeros(communicator.size)
         self._epoch_steps = 0
@@ -201,7 +201,8 @@ class Telemetry:
         }
 
     def _phase_ms(self, sums: Sums, steps: int, window_s: float) -> dict[str, float]:
-        """Milliseconds of a step by phase, the mean over ranks; "other" is what no phase has."""
+        """Milliseconds of a step by phase, the mean over ranks; "other" is the time outside of all
+        phases."""
         phases = {
             phase: 1e3 * sums[f"phase.{phase}"] / steps / self._communicator.size
             for phase in PHASES

@@ -18,7 +18,7 @@ from hvdtrain.tasks.task import Task
 from hvdtrain.training.telemetry.peaks import peak_tflops
 from hvdtrain.training.telemetry.utilization import Utilization
 
-_DIGITS = 4  # of each number in the events
+_DIGITS = 4  # digits of each number in the events
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,15 @@ class Throughput:
     """What turns samples a second of all ranks into figures of one device."""
 
     devices: int = 1
-    flops: float | None = None  # of the forward and backward pass of one sample
+    flops: float | None = None  # operations of the forward and backward pass of one sample
     why_no_flops: str = ""
-    peak_tflops: float | None = None  # of one device
-    of_peak: str = ""  # what the peak is of, or why there is none
+    peak_tflops: float | None = None  # peak of one device
+    of_peak: str = ""  # describes the peak, or why it is unknown
     utilization: str = ""  # how it is measured; empty on a CPU
 
     def of_device(self, rates: Mapping[str, Any]) -> dict[str, float]:
-        """Fields of the events step, epoch, end and stop, from those with the rates of all devices;
-        none where no rate is known."""
+        """Returns fields of the events step, epoch, end and stop, computed from the rates of all
+        devices; empty if no rate is known."""
         samples_per_s = rates.get("samples_per_s")
         if not samples_per_s or not math.isfinite(samples_per_s):
             return {}
@@ -49,8 +49,8 @@ class Throughput:
         return {name: float(f"{value:.{_DIGITS}g}") for name, value in found.items()}
 
     def line(self) -> str:
-        """flops   9.87 MFLOP a sample, forward and backward; MFU of 989.5 TFLOP/s (NVIDIA H200,
-        bfloat16); GPU utilization by NVML"""
+        """Formats the header line: flops 9.87 MFLOP a sample, forward and backward; MFU of 989.5
+        TFLOP/s (NVIDIA H200, bfloat16); GPU utilization by NVML."""
         if self.flops is None:
             parts = [f"not counted: {self.why_no_flops}"]
         elif self.peak_tflops:
@@ -63,7 +63,7 @@ class Throughput:
         return f"flops   {'; '.join([*parts, self.utilization] if self.utilization else parts)}"
 
     def words(self, fields: Mapping[str, Any]) -> str:
-        """1.23 TFLOP/s (45.1 % MFU) of each of 8 devices"""
+        """Formats the rates: 1.23 TFLOP/s (45.1 % MFU) of each of 8 devices."""
         tflops = fields.get("device_tflops")
         if tflops is None:
             return ""
@@ -83,7 +83,7 @@ def _of_sample(flops: float) -> str:
 
 
 def with_unit(flops: float) -> str:
-    """8.18 GFLOP"""
+    """Formats operations: 8.18 GFLOP."""
     unit, factor = next(
         (
             (unit, factor)
@@ -98,8 +98,8 @@ def with_unit(flops: float) -> str:
 def measure_throughput(
     config: Config, task: Task, communicator: Communicator, learner: Learner, *, is_small: bool
 ) -> Throughput:
-    """What rank 0's model and device say, on every rank. A collective. is_small: the model can run
-    on the CPU in milliseconds."""
+    """Measures rank 0's model and device, and returns the result on every rank. A collective.
+    is_small: the model can run on the CPU in milliseconds."""
     devices = count_devices(config, communicator, learner)
     found = (
         _of_this_rank(config, task, learner, devices, is_small) if not communicator.rank else None
@@ -133,7 +133,8 @@ def count_devices(config: Config, communicator: Communicator, learner: Learner) 
 
 
 def _sample_flops(config: Config, task: Task, is_small: bool) -> float:
-    """Raises UserError where the operations cannot be counted, or differ from sample to sample."""
+    """Returns the operations of a sample. Raises UserError if they cannot be counted, or differ
+    between samples."""
     framework: Any = plugins.load("frameworks", config.framework, config.where("framework"))
     if not hasattr(framework, "sample_flops"):
         raise UserError(f"framework={config.framework} does not count them")
@@ -149,7 +150,7 @@ def _sample_flops(config: Config, task: Task, is_small: bool) -> float:
 
 
 def _peak(config: Config, learner: Learner) -> tuple[float | None, str]:
-    """The peak of one device, and what it is of, or why it is not known."""
+    """Returns the peak of one device with its description, or why it is unknown."""
     if config.speed.peak_tflops is not None:
         return config.speed.peak_tflops, "speed.peak_tflops"
     gpu = learner.gpu()

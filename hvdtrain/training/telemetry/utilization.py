@@ -9,7 +9,8 @@ from collections.abc import Callable
 from hvdtrain.frameworks.learner import Gpu
 from hvdtrain.training.telemetry.energy import Nvml, Unmeasured, whole_gpu
 
-READ_EVERY_S = 1.0  # a reading calls the driver, which computes the share about once a second
+# interval of readings from the driver, which computes the share about once a second
+READ_EVERY_S = 1.0
 
 
 class Utilization:
@@ -38,7 +39,7 @@ class Utilization:
             self._read_s = now_s
             try:
                 self._percent = float(self._read())
-            except Exception:  # NVML's own: the value is lost, and training continues without it
+            except Exception:  # an NVML error: the value is lost, and training continues without it
                 self._percent = math.nan
                 self._read = None
         return self._percent

@@ -55,7 +55,7 @@ from hvdtrain.features.every_feature import configure
 from hvdtrain.training.build import planned_task
 from hvdtrain.training.datasets import build_source
 
-_SYNC_POINTS = 6  # of a job: the steps before the first one are warm-up
+_SYNC_POINTS = 6  # sync points of a job; the steps before the first are warm-up
 _LINK_SIZES = "4KiB,64KiB,1MiB,4MiB,16MiB"
 _SET_BY_BENCH = (
     "batch.size",
@@ -70,7 +70,7 @@ _SET_BY_BENCH = (
     "log.every_steps",
 )
 _END_S = 10
-_MOST_BYTES = 2**30  # of what a job writes that is read here
+_MOST_BYTES = 2**30  # limit for files of a job that are read here
 _MANY_EPOCHS = 10**6  # stop.steps ends the job
 
 
@@ -82,7 +82,8 @@ class JobSettings(NamedTuple):
     steps: int
     limit_s: float
     threads: (
-        str  # OMP_NUM_THREADS: the same in all jobs, or one rank alone would use the cores of all
+        # OMP_NUM_THREADS, the same in all jobs; otherwise a single rank would use the cores of all
+        str
     )
     launcher: str  # path of mpirun
     launcher_kind: MpiKind
@@ -93,19 +94,18 @@ class JobSettings(NamedTuple):
 
 
 class ScalingJob(NamedTuple):
-    kind: str  # as in ScalingTrial
+    kind: str  # see ScalingTrial.kind
     ranks: int
     batch: int  # samples of a step
 
 
 class LinkMeasurement(NamedTuple):
     link: Link
-    points: list[MeasuredAllreduce]  # that the link is fitted to
+    points: list[MeasuredAllreduce]  # the link is fitted to these points
 
 
 def bench_scaling(arguments: Sequence[str]) -> int:
-    """The command behind `bench scaling`; returns the exit code. Raises UserError, also where a job
-    fails."""
+    """Runs `bench scaling`; returns the exit code. Raises UserError, also if a job fails."""
     parser = BenchParser("scaling")
     parser.add_argument("--png")
     parser.add_argument("--weak", action="store_true")
@@ -180,8 +180,8 @@ def _refuse_launcher() -> None:
 
 
 def plan_jobs(kinds: Sequence[str], rank_counts: Sequence[int], batch: int) -> list[ScalingJob]:
-    """`batch` samples a step on the fewest ranks; for strong scaling also one rank alone with each
-    rank's share of the batch.
+    """Returns the jobs to run. A step has `batch` samples on the fewest ranks. For strong scaling,
+    a single rank also runs with each rank's share of the batch.
 
     Raises UserError if a rank would have no sample.
     """
@@ -228,7 +228,7 @@ def _run_trials(
 
 
 def _run_job(settings: JobSettings, ranks: int, batch: int) -> list[float]:
-    """Seconds of a step, between each two sync points of the job."""
+    """Returns the seconds of a step between each two sync points of the job."""
     with tempfile.TemporaryDirectory(prefix="hvdtrain-scaling-") as folder:
         run = Path(folder) / "run"
         own_overrides = [
@@ -253,7 +253,7 @@ def _run_job(settings: JobSettings, ranks: int, batch: int) -> list[float]:
 
 
 def step_seconds(lines: Sequence[str]) -> list[float]:
-    """Seconds of a step between two sync points, from the lines of a job's events.jsonl; those
+    """Seconds of a step between two sync points, from the lines of a job's events.jsonl; steps
     before the first one are warm-up.
 
     Raises UserError if the job has no second sync point.
@@ -271,7 +271,7 @@ def step_seconds(lines: Sequence[str]) -> list[float]:
 
 
 def _run_on_ranks(settings: JobSettings, ranks: int, program: Sequence[str]) -> None:
-    """Runs a Python program on ranks, to its end. Raises UserError with its last lines where it
+    """Runs a Python program on ranks until it ends. Raises UserError with its last lines if it
     fails or exceeds the limit."""
     oversubscribe = ranks > available_cores()
     request = LaunchRequest(
@@ -321,13 +321,14 @@ def _end(job: subprocess.Popen[str]) -> None:
 
 
 def _link_ranks(rank_counts: Sequence[int]) -> int:
-    """Ranks that the link is measured with: the most that have a core each, at least two."""
+    """Returns the number of ranks to measure the link with: as many as have a core each, at least
+    two."""
     return max([ranks for ranks in rank_counts if 2 <= ranks <= available_cores()], default=2)
 
 
 def _measure_link(settings: JobSettings, rank_counts: Sequence[int]) -> LinkMeasurement:
-    """The link between ranks here, fitted to what bench allreduce measures for the engine's
-    allreduce of one vector."""
+    """Returns the link between ranks on this machine, fitted to the engine's allreduce of one
+    vector in bench allreduce."""
     if max(rank_counts) == 1:
         return LinkMeasurement(Link("none", 0.0, math.inf), [])
     ranks = _link_ranks(rank_counts)

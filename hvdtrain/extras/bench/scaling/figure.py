@@ -23,8 +23,8 @@ class EfficiencyLine(NamedTuple):
 
 
 def draw_scaling(path: Path, title: str, lines: Sequence[EfficiencyLine]) -> str:
-    """Writes a PNG; returns a line for people: where it is, or that matplotlib is missing. Raises
-    UserError as save_png()."""
+    """Writes a PNG; returns a line that reports its path, or that matplotlib is missing. Raises
+    UserError like save_png()."""
     return save_png(path, lambda: _scaling_figure(title, lines))
 
 

@@ -22,12 +22,12 @@ PREDICTED_RANKS = [2**power for power in range(3, 14)]
 class ScalingTrial(NamedTuple):
     """One job."""
 
-    # weak: constant samples of a rank; strong: constant samples of a step; alone: one rank with the
+    # weak: constant samples per rank; strong: constant samples per step; alone: one rank with its
     # share of a strong step
     kind: str
     ranks: int
     batch: int  # samples of a step
-    seconds: list[float]  # of a step
+    seconds: list[float]  # seconds of a step
 
 
 class Study(NamedTuple):
@@ -35,9 +35,9 @@ class Study(NamedTuple):
 
     trials: list[ScalingTrial]
     model: StepModel
-    step_errors: list[float]  # relative, of each step predicted from the others
+    step_errors: list[float]  # relative error of each step, predicted from the others
     link: Link  # measured here
-    link_errors: list[float]  # relative, of each allreduce predicted from the others
+    link_errors: list[float]  # relative error of each allreduce, predicted from the others
     cluster: Cluster  # to predict for
     buckets: list[float]  # bytes
     cores: int
@@ -76,8 +76,8 @@ def _trial_with_fewest_ranks(trials: Sequence[ScalingTrial], kind: str) -> Scali
 
 
 def predictions(study: Study, rank_counts: Sequence[int] = PREDICTED_RANKS) -> list[Prediction]:
-    """For each measured kind of scaling and each algorithm, as far as each rank has a sample. Every
-    rank is given cores of its own."""
+    """Returns predictions for each measured kind of scaling and each algorithm, if each rank has a
+    sample. Assumes separate cores for every rank."""
     predicted = []
     for kind in _measured_kinds(study):
         first = _trial_with_fewest_ranks(study.trials, kind)

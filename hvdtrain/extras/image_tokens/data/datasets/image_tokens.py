@@ -27,12 +27,12 @@ def build(
     side: int | None = None,
     colours: int = 16,
 ) -> UnencodedImages:
-    """The images of data.source, for task.name=language: windows of side^2 + 1 tokens, a start
-    token and then the pixels row by row.
+    """The images of data.source for task.name=language: windows of side^2 + 1 tokens, a start token
+    followed by the pixels row by row.
 
-    The codebook (Chen et al. 2020, "Generative Pretraining from Pixels", 3.2) is made of 65,536
-    pixels that counters draw from the training
-    images: rank 0 makes it, all ranks get it, and the run folder keeps it as codebook.json.
+    The codebook (Chen et al. 2020, "Generative Pretraining from Pixels", 3.2) is computed from
+    65,536 pixels that counters draw from the training images. Rank 0 computes and broadcasts it,
+    and the run folder keeps it as codebook.json.
 
     source: the data set whose images are read, as data.name would name it
     source_options: its options, as in {size: 32}
@@ -71,8 +71,8 @@ def build(
 
 
 def read_pictures(run: Path, values: int) -> Codebook:
-    """What the tokens of a run show, whose model has so many for pixels. Raises UserError if
-    the codebook of the run folder is absent, damaged or another one."""
+    """Returns how to display the tokens of a run whose model has `values` pixel tokens. Raises
+    UserError if the run folder's codebook is absent, damaged or different."""
     codebook = read_codebook(run)
     if codebook.values != values:
         what = f"the codebook has {codebook.values} colours, but the model has {values}"

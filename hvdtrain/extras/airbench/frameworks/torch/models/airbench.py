@@ -11,16 +11,18 @@ from torch.nn import functional
 
 from hvdtrain.errors import UserError
 
-# samples whose patches are in memory at once: 46 MB of CIFAR-10's, where those of 5,000 are 0.92 GB
+# samples whose patches are in memory at the same time: 46 MB for CIFAR-10; all 5,000 samples would
+# take 0.92 GB
 PART = 250
 
 
 class Whitening(nn.Conv2d):
-    """2x2 patches times the eigenvectors of their covariance, each with both signs, so that what
-    comes out is uncorrelated, of variance 1.
+    """Multiplies 2x2 patches by the eigenvectors of their covariance, with both signs, so that
+    outputs are uncorrelated with variance 1.
 
-    (n, C, H, W) -> (n, 8 C, H - 1, W - 1). The kernels come from training samples before the first
-    step and stay; the bias is trained. Without `from_samples` it is an ordinary layer.
+    (n, C, H, W) -> (n, 8 C, H - 1, W - 1). The kernels are computed from training samples before
+    the first step and are not trained, but the bias is. Without `from_samples` it is an ordinary
+    layer.
     """
 
     def __init__(self, channels: int, eps: float, from_samples: bool = True) -> None:
@@ -32,8 +34,8 @@ class Whitening(nn.Conv2d):
 
     @torch.no_grad()
     def begin_with(self, x: torch.Tensor) -> None:
-        """x: (n, C, H, W), samples as the network gets them. Section 3.2 of the paper; they are few
-        numbers, so in float64 on the host."""
+        """Computes the kernels, as in section 3.2 of the paper, in float64 on the host. x: (n, C,
+        H, W), samples as the network gets them."""
         products = torch.zeros(self.weight[0].numel(), self.weight[0].numel(), dtype=torch.float64)
         count = 0
         for part in x.detach().split(PART):
@@ -46,14 +48,14 @@ class Whitening(nn.Conv2d):
         variances, vectors = torch.linalg.eigh(products / count)
         # a row for each, the largest first
         largest = vectors.flip(1).T / torch.sqrt(variances.flip(0) + self.eps)[:, None]
-        # the sign of an eigenvector is the library's choice
+        # the sign of an eigenvector depends on the library
         largest = largest * torch.where(largest.sum(1, keepdim=True) < 0, -1.0, 1.0)
         self.weight.copy_(torch.cat([largest, -largest]).view(self.weight.shape))
 
 
 class AirbenchBlock(nn.Sequential):
-    """Two convolutions that begin as the identity of their first channels; the image is halved
-    behind the first."""
+    """Two convolutions that are initialized as the identity of their first channels; the image is
+    halved after the first."""
 
     def __init__(self, before: int, after: int, identity: bool) -> None:
         super().__init__(
@@ -68,8 +70,8 @@ class AirbenchBlock(nn.Sequential):
 
 
 class Airbench(nn.Module):
-    """begin_with() is the trainer's to call, with `first_samples` of the training set, once, before
-    the first step."""
+    """The network. The trainer calls begin_with() once, before the first step, with `first_samples`
+    of the training set."""
 
     first_samples = 5000
 
@@ -117,7 +119,7 @@ def _conv(before: int, after: int, identity: bool) -> nn.Conv2d:
 
 
 def _norm(width: int) -> nn.BatchNorm2d:
-    """Without a trained weight."""
+    """Returns a norm without a trained weight."""
     # momentum: the weight of the new statistics
     layer = nn.BatchNorm2d(width, eps=1e-12, momentum=0.4)
     layer.weight.requires_grad_(False)
