@@ -1,1 +1,1 @@
-"""`plan` and `summary`: what a job would do on several numbers of ranks; trains nothing."""
+"""`plan` and `summary`: what a job would do on several numbers of ranks, without training."""

@@ -1,5 +1,5 @@
-"""hvdtrain plan: what a job would do on several numbers of ranks, as a table and a picture; nothing
-is trained."""
+"""hvdtrain plan: shows what a job would do on several numbers of ranks, as a table and a picture,
+without training."""
 
 from __future__ import annotations
 
@@ -170,8 +170,8 @@ def _draw_parallel(path: str, config: Config, task: Task, ranks: int) -> str:
 
 
 def _rule(config: Config) -> Rule | None:
-    """The optimizer; None for a user's own or one of torch.optim or optax, whose state is known
-    only after its first step."""
+    """Returns the optimizer; None for a user's, torch.optim's or optax's, whose state is only known
+    after its first step."""
     if is_made_with_the_model(config):
         plugins.load("frameworks", config.framework, config.where("framework")).check_optimizer(
             config

@@ -15,37 +15,39 @@ from hvdtrain.errors import UserError, nearest
 from hvdtrain.training.checkpoint.auto_interval import optimal_interval_s
 
 RANKS = (8, 32, 128, 512, 2048, 8192)
-_FAULTS = 4000  # that are simulated for a value
-_SURE = 4.0  # times the mean between two faults: the next one comes before the end with 98 %
-_LARGEST = 600.0  # whose exponential is a number
+_FAULTS = 4000  # faults simulated for a value
+_SURE = 4.0  # times the mean between two faults: with 98 % the next fault comes before the end
+_LARGEST = 600.0  # the largest argument with a finite exponential
 _EXAMPLE = "--faults, or --faults restart_s=60,rank_mtbf_hours=20000"
 
 
 class FaultTimes(NamedTuple):
     """The values of --faults KEY=VALUE,...: all are seconds except the first.
 
-    rank_mtbf_hours: of one rank with its share of host and network. 419 unexpected interruptions in
-    54 days of 16,384 GPUs (Llama 3, arXiv:2407.21783, table 5) are one in 50,700 h. detect_s,
-    restart_s, reform_s: measured with 2 ranks on one host, of this project.
+    rank_mtbf_hours: of one rank with its share of host and network; 419 unexpected interruptions in
+    54 days on 16,384 GPUs (Llama 3, arXiv:2407.21783, table 5) are one in 50,700 h. detect_s,
+    restart_s, reform_s: measured with hvdtrain and 2 ranks on one host.
     """
 
     rank_mtbf_hours: float = 50_700.0
-    checkpoint_s: float = 1.0  # that a checkpoint stops training
-    sync_s: float = 10.0  # between two sync points, where guard.lost=shrink and restart go back to
+    checkpoint_s: float = 1.0  # how long a checkpoint stops training
+    # between two sync points, to which guard.lost=shrink and restart roll back
+    sync_s: float = 10.0
     detect_s: float = (
         1.0  # a rank that dies; a host that is cut off takes mpirun 16 s under launch --elastic
     )
-    restart_s: float = 5.0  # from there to the next step: launch --elastic, torchrun
-    reform_s: float = 0.05  # the same of guard.lost=shrink
+    restart_s: float = 5.0  # from there to the next step, with launch --elastic or torchrun
+    reform_s: float = 0.05  # the same for guard.lost=shrink
     requeue_s: float = 600.0  # until somebody, or a queue, starts a job that has ended
-    repair_s: float = 600.0  # until a lost rank can come back
-    # of a rank's share of the speed, what goes with it: 0 where the others are as fast without it
+    repair_s: float = 600.0  # until a dead rank can return
+    # the part of a rank's share of the speed that is lost with it: 0 if the others are as fast
+    # without it
     lost_speed: float = 1.0
     seed: int = 1
 
 
 class Goodput(NamedTuple):
-    """The goodput of a job on so many ranks; 1 means that no time is lost."""
+    """The goodput of a job on a number of ranks; 1 means that no time is lost."""
 
     ranks: int
     mtbf_s: float  # of the job
@@ -57,8 +59,8 @@ class Goodput(NamedTuple):
 
 
 def with_value(arguments: Sequence[str]) -> list[str]:
-    """The arguments, with an empty value for a --faults that has none: an option follows, a file,
-    or a key of a job; seed is its own."""
+    """Returns the arguments, with an empty value for a --faults without one: if an option, a file,
+    or a job's key follows. seed belongs to --faults."""
     completed = []
     keys_of_a_job = known_keys().keys() - FaultTimes._fields
     for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue="--"):
@@ -71,7 +73,7 @@ def with_value(arguments: Sequence[str]) -> list[str]:
 
 
 def read_fault_times(text: str) -> FaultTimes:
-    """ "detect_s=2,restart_s=60" -> FaultTimes. Raises UserError."""
+    """Parses "detect_s=2,restart_s=60" to FaultTimes. Raises UserError."""
     values: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")
@@ -157,7 +159,7 @@ def _until_it_runs(down_s: float, mtbf_s: float, random: Random) -> float:
 
 
 def restarts_formula(every_s: float, checkpoint_s: float, mtbf_s: float, down_s: float) -> float:
-    """The expectation of simulate_restarts() (Daly 2006, eq. 20)."""
+    """Returns the expectation of simulate_restarts() (Daly 2006, eq. 20)."""
     return every_s / (
         mtbf_s * math.exp(down_s / mtbf_s) * math.expm1((every_s + checkpoint_s) / mtbf_s)
     )
@@ -171,8 +173,8 @@ def simulate_last_checkpoints(
     faults: int = _FAULTS,
     while_down: bool = True,
 ) -> float:
-    """Goodput of a job whose living ranks write a checkpoint of the last sync point before it
-    starts again: guard.lost=restart."""
+    """Simulates the goodput of a job whose living ranks write a checkpoint of the last sync point
+    before the job restarts: guard.lost=restart."""
     down_s = times.detect_s + times.checkpoint_s + times.restart_s
     useful_s = total_s = 0.0
     share = every_s / (every_s + times.checkpoint_s)
@@ -186,8 +188,8 @@ def simulate_last_checkpoints(
 
 
 def last_checkpoints_formula(times: FaultTimes, mtbf_s: float, every_s: float) -> float:
-    """The expectation of simulate_last_checkpoints(): of max(0, X - U), X exponential, U uniform,
-    it is M^2 (1 - exp(-sync / M)) / sync."""
+    """Returns the expectation of simulate_last_checkpoints(). The mean of max(0, X - U), X
+    exponential, U uniform, is M^2 (1 - exp(-sync / M)) / sync."""
     kept_s = -(mtbf_s**2) * math.expm1(-times.sync_s / mtbf_s) / times.sync_s
     down_s = times.detect_s + times.checkpoint_s + times.restart_s
     return kept_s * every_s / (every_s + times.checkpoint_s) / (mtbf_s * math.exp(down_s / mtbf_s))
@@ -202,7 +204,7 @@ def simulate_shrink(
     If no rank is left, the job waits for one.
     """
     useful_s = now_s = 0.0
-    returns: list[float] = []  # when lost ranks can come back
+    returns: list[float] = []  # when dead ranks can return
     down_s = times.detect_s + times.reform_s
     speed_of_checkpoints = every_s / (every_s + times.checkpoint_s)
     for _ in range(faults):
@@ -233,8 +235,8 @@ def _speed(times: FaultTimes, ranks: int, missing: int) -> float:
 
 
 def shrink_formula(times: FaultTimes, ranks: int, every_s: float) -> float:
-    """The expectation of simulate_shrink() to first order: the cost of a fault is short compared
-    with the time between two."""
+    """Returns the expectation of simulate_shrink() to first order, for faults that cost little
+    compared with the time between two faults."""
     mtbf_s = mtbf_of(times, ranks)
     per_fault_s = times.sync_s / 2 + times.detect_s + times.reform_s + times.restart_s
     missing = times.repair_s / (3600 * times.rank_mtbf_hours)  # share of a rank's time

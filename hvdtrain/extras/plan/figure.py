@@ -27,8 +27,8 @@ class RecipeCurve(NamedTuple):
 
 
 def draw_recipe(path: Path, title: str, curves: Sequence[RecipeCurve]) -> str:
-    """Writes a PNG; returns a line for people: where it is, or that matplotlib is missing. Raises
-    UserError as save_png()."""
+    """Writes a PNG; returns a line that reports its path, or that matplotlib is missing. Raises
+    UserError like save_png()."""
     return save_png(path, lambda: _recipe_figure(title, curves))
 
 
@@ -99,8 +99,8 @@ _ROW = 0.34
 _COLUMN = 1.15
 _LABELS = 2.2
 _SENT = 3.4
-_LONGEST = 58  # letters of what is sent
-# of a column and of a row
+_LONGEST = 58  # characters of the text about sent data
+# size of a column and of a row
 _BOX = 0.62
 _HIGH = 0.74
 
@@ -188,7 +188,7 @@ def _box(axes: Axes, rank: int, level: float, width: float = _BOX, colour: str =
 
 
 def _fill_box(axes: Axes, rank: int, level: float, held: LayerRange, row: LayoutRow) -> None:
-    """The rank's part of the weight, in each of its groups."""
+    """Fills the rank's part of the weight, in each of its groups."""
     from matplotlib.patches import Rectangle
 
     left = rank + 0.5 - _BOX / 2
@@ -221,7 +221,7 @@ def _tell(axes: Axes, ranks: int, level: float, text: str) -> None:
 def _draw_stages(
     axes: Axes, layout: ParallelLayout, rows: list[LayoutRow], levels: list[float], ranks: int
 ) -> None:
-    """An arrow from the last layer of a stage to the first one of the next."""
+    """Draws an arrow from the last layer of a stage to the first layer of the next."""
     for number, (before, row) in enumerate(itertools.pairwise(rows)):
         if before.stage == row.stage:
             continue
@@ -240,8 +240,8 @@ def _draw_stages(
 
 
 def _draw_sums(axes: Axes, layout: ParallelLayout, level: float, ranks: int) -> None:
-    """Below the layers: weights and optimizer state of each rank, and what goes over the ranks of
-    data."""
+    """Draws below the layers: weights and optimizer state of each rank, and the communication of
+    data-parallel ranks."""
     _name_row(axes, level, "weights of a rank")
     _name_row(axes, level + 1, "updates", "whose optimizer state it has")
     whole = sum(row.bytes for row in layout.rows)
@@ -296,7 +296,7 @@ def _names_of_places(layout: ParallelLayout, ranks: int) -> list[str]:
 
 
 def _without_data(place: str) -> str:
-    """The ranks of one such place have the same weights."""
+    """Returns the place without the data axis; ranks with the same result have the same weights."""
     return ", ".join(part for part in place.split(", ") if not part.startswith("data"))
 
 

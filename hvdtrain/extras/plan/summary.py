@@ -24,7 +24,7 @@ hvdtrain summary [--json [FILE]] [--config FILE] [key=value ...]
 
 
 def summary(arguments: Sequence[str]) -> int:
-    """The command; returns the exit code. Raises UserError."""
+    """Runs the command; returns the exit code. Raises UserError."""
     if {"-h", "--help"} & set(arguments):
         print(USAGE)
         return DONE
@@ -56,7 +56,7 @@ def layers_of(config: Config, task: Task) -> list[LayerSummary]:
 
 
 def _operations(flops: int) -> str:
-    """8.18 Gflop"""
+    """Formats operations: 8.18 Gflop."""
     unit, factor = next(
         (unit, factor)
         for unit, factor in (("Tflop", 1e12), ("Gflop", 1e9), ("Mflop", 1e6), ("flop", 1))
@@ -67,7 +67,7 @@ def _operations(flops: int) -> str:
 
 def totals(rows: Sequence[LayerSummary]) -> dict[str, int | None]:
     """Sums over the layers; "flops" is None if they are not counted."""
-    flops = [row.flops for row in rows if row.flops is not None]  # none is counted, or all
+    flops = [row.flops for row in rows if row.flops is not None]  # either none or all are counted
     return {
         "parameters": sum(row.parameters for row in rows),
         "trained": sum(row.trained for row in rows),
@@ -76,7 +76,7 @@ def totals(rows: Sequence[LayerSummary]) -> dict[str, int | None]:
 
 
 def text(config: Config, rows: Sequence[LayerSummary]) -> list[str]:
-    """Lines for people."""
+    """Returns lines for people."""
     has_frozen = any(row.trained != row.parameters for row in rows)
     header = (
         "layer",

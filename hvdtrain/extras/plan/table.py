@@ -30,7 +30,7 @@ from hvdtrain.recipe.summary import batch_summary, lr_summary, noise_summary
 from hvdtrain.tasks.task import Task
 
 _WIDTH = 100  # characters of a line; the name of a parameter may be longer
-_MOST_NAMES = 8  # of parameters without decay, unless --all
+_MOST_NAMES = 8  # names of parameters without decay, unless --all
 _HEADER = (
     "ranks",
     "batch",
@@ -58,15 +58,15 @@ class Plan(NamedTuple):
     config: Config
     task: Task
     samples: int  # training samples
-    origin: str  # where task and samples come from, for people
+    origin: str  # source of task and samples, for people
     forecasts: Sequence[Forecast | Infeasible]  # by number of ranks
     shapes: Shapes
     rule: Rule | None  # None: a class of torch.optim
 
 
 def plan_lines(plan: Plan, all_names: bool, memory: MemoryPlan | None = None) -> list[str]:
-    """All lines, with empty ones between the sections; `all_names`: of every parameter that is not
-    decayed."""
+    """Returns all lines, with empty lines between sections. all_names: name every parameter without
+    decay."""
     feasible = [one for one in plan.forecasts if isinstance(one, Forecast)]
     sections = [
         ["hvdtrain plan: what the job would do; nothing is trained", "", *_data_and_model(plan)],
@@ -79,7 +79,7 @@ def plan_lines(plan: Plan, all_names: bool, memory: MemoryPlan | None = None) ->
 
 
 def ranks_label(group: Sequence[Forecast]) -> str:
-    """1, 8, 64 ranks"""
+    """Formats numbers of ranks: 1, 8, 64 ranks."""
     return f"{', '.join(str(one.ranks) for one in group)} rank{'s' if group[-1].ranks > 1 else ''}"
 
 
@@ -167,7 +167,7 @@ def _cells(forecast: Forecast) -> list[str]:
 
 
 def _share(forecast: Forecast, batch: int) -> str:
-    """Samples of a rank: 64, or 21-22"""
+    """Formats a rank's share: 64, or 21-22."""
     fewest, most = forecast.samples_per_rank(batch)
     return f"{fewest:,}" if fewest == most else f"{fewest:,}-{most:,}"
 
@@ -192,7 +192,8 @@ def _notes(plan: Plan, feasible: list[Forecast]) -> list[str]:
 
 
 def _parameters(plan: Plan, most_names: int) -> list[str]:
-    """Which parameters have weight decay and layer-wise ratios, and which are excluded."""
+    """Describes which parameters have weight decay and layer-wise ratios, and which are
+    excluded."""
     excludes = plan.config.optim.exclude == "norms_and_biases"
     excluded = {
         name: shape for name, shape in plan.shapes.items() if excludes and is_excluded(shape)
@@ -226,7 +227,7 @@ def _listed(names: Iterable[str], most: int) -> str:
 
 
 def _of_other_rules(plan: Plan) -> dict[str, Shapes]:
-    """Describes the parameters that optim.name leaves to another rule, and those of
+    """Describes the parameters that another rule than optim.name updates, and the parameters of
     optim.groups."""
     shapes_of_rule: dict[str, Shapes] = {}
     if plan.rule is None:
@@ -240,7 +241,7 @@ def _of_other_rules(plan: Plan) -> dict[str, Shapes]:
 
 
 def _memory(plan: Plan) -> list[str]:
-    """A table in MiB, of what does not depend on the batch."""
+    """Returns a table, in MiB, of the memory that does not depend on the batch."""
     found = memory(plan.shapes, plan.rule, plan.config.speed.precision)
     digits = 1 if found.weights >= 10 * 2**20 else 4
 
@@ -274,7 +275,7 @@ def _memory(plan: Plan) -> list[str]:
 
 
 def _may_use_buckets(plan: Plan) -> bool:
-    """Whether a forecast of the plan may reduce gradients in our own buckets."""
+    """Whether a forecast of the plan may reduce gradients in hvdtrain's buckets."""
     several_ranks = any(one.ranks > 1 for one in plan.forecasts)
     return (
         several_ranks
@@ -288,13 +289,13 @@ def _mib(size_bytes: int, digits: int) -> str:
 
 
 def has_momentum_of_its_class(config: Config) -> bool:
-    """A class of torch.optim has the default momentum of its constructor where the configuration
-    has none."""
+    """Whether the momentum is the default of a torch.optim class, because the configuration does
+    not set it."""
     return config.optim.momentum is None and "." in config.optim.name
 
 
 def _decay(config: Config) -> str:
-    """weight decay 0.0001"""
+    """Formats the decay: weight decay 0.0001."""
     found = decay(config)
     own = f", the default of {config.optim.name}" if config.optim.weight_decay is None else ""
     return "no weight decay" if found is None else f"weight decay {found:g}{own}"

@@ -1,2 +1,2 @@
-"""Files of HDF5, netCDF-4 and Zarr as data sets: chunks are found once, then read when a sample of
-them is."""
+"""HDF5, netCDF-4 and Zarr files as data sets: chunks are located once, and read when one of their
+samples is needed."""

@@ -1,5 +1,4 @@
-"""Chunks of an array: which are too many or too large, and the rows of those that are decoded
-together."""
+"""Chunks of an array: limits on their number and size, and the rows that are decoded together."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from hvdtrain.data.stored.stored_array import check_shape
 from hvdtrain.errors import UserError
 
 _MOST_CHUNKS = 2**25
-_MOST_CHUNK_BYTES = 2**32  # as HDF5 has it
+_MOST_CHUNK_BYTES = 2**32  # the limit of HDF5
 
 
 def check_chunks(

@@ -1,5 +1,5 @@
-"""Numbers of files that stand for others: packed, unsigned and missing ones, by the conventions of
-netCDF (CF 1.11, 2.5.1 and 8.1)."""
+"""Encoded values: packed, unsigned and missing ones, by the netCDF conventions (CF 1.11, 2.5.1 and
+8.1)."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ _SCALE = ("scale_factor", "add_offset")
 _MISSING = ("_FillValue", "missing_value")
 _RANGE = ("valid_range", "valid_min", "valid_max")  # numbers outside of it are missing
 
-WORDS = (*_SCALE, *_MISSING, *_RANGE, "_Unsigned")  # the attributes that are looked at
+WORDS = (*_SCALE, *_MISSING, *_RANGE, "_Unsigned")  # the attributes that are read
 
 
 def is_packed(attributes: Mapping[str, Any]) -> bool:
-    """Whether the numbers of the file are not those that they stand for."""
+    """Whether the values in the file are encoded."""
     return any(word in attributes for word in (*_SCALE, *_MISSING, *_RANGE)) or _is_unsigned(
         attributes
     )
 
 
 def _is_unsigned(attributes: Mapping[str, Any]) -> bool:
-    """Whether integers with a sign stand for those without one."""
+    """Whether signed integers represent unsigned ones."""
     found = attributes.get("_Unsigned", "")
     return str(found.decode() if isinstance(found, bytes) else found).lower() == "true"
 
 
 def unpacked_dtype(dtype: np.dtype[Any], attributes: Mapping[str, Any]) -> np.dtype[Any]:
-    """Type of the numbers that are meant: of scaled ones float32 of up to 16 bits, else float64."""
+    """Returns the dtype of decoded values; scaled values are float32 for up to 16 bits, else
+    float64."""
     if any(word in attributes for word in _SCALE):
         return np.dtype("float32" if dtype.itemsize <= 2 else "float64")
     return whole(_unsigned(dtype) if _is_unsigned(attributes) else dtype)
@@ -47,8 +48,8 @@ def unpacked(
 ) -> np.ndarray:
     """Returns the decoded numbers: NaN if missing, else raw * scale_factor + add_offset.
 
-    Raises UserError if integers have missing values, which would be trained on as numbers, or if an
-    attribute is not a number.
+    Raises UserError if integers have missing values, which would be used as numbers in training, or
+    if an attribute is not a number.
     """
     found = {}
     numbers = (*_SCALE, *_MISSING, *_RANGE)
@@ -87,8 +88,8 @@ def unpacked(
 
 
 def _absent(raw: np.ndarray, values: np.ndarray, found: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Which numbers are missing; a valid range of another kind of number than the file's is one of
-    unpacked numbers."""
+    """Returns which values are missing. A valid range with a dtype other than the file's refers to
+    unpacked values."""
     absent = np.zeros(raw.shape, bool)
     for word in _MISSING:
         if word in found:
@@ -112,8 +113,8 @@ def _in_type(numbers: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
     """Converts the numbers of an attribute to the array's dtype: float32(1e20) is not the float64
     1e20.
 
-    An attribute of fewer bits than the array is also what its shortest decimal says: 0.1 and 1e20
-    of float32 are those of float64.
+    An attribute with fewer bits than the array also matches its shortest decimal: 0.1 and 1e20 in
+    float32 match the same numbers in float64.
     """
     if dtype.kind == "f":
         with np.errstate(over="ignore"):
@@ -133,8 +134,8 @@ def _in_type(numbers: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def _as_unsigned(numbers: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    """The numbers of an attribute, which may have a sign, as the integers without one of this type
-    that are meant."""
+    """Converts the numbers of an attribute, which may be signed, to the unsigned integers that they
+    represent."""
     if numbers.dtype.kind == "f":
         return np.where(numbers < 0, numbers + 2.0 ** (8 * dtype.itemsize), numbers)
     if dtype.itemsize == 8:

@@ -1,5 +1,5 @@
 """Servers: the arrangement of servers.count, in which some ranks hold the weights and the others
-learn from samples; the role of a rank."""
+compute gradients; the role of a rank."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from hvdtrain.frameworks.torch.strategy import Around, NamedParameters, Strategy
 
 
 class Servers(Arrangement):
-    """The arrangement of servers.count: some ranks hold the weights, the others learn from
-    samples."""
+    """The arrangement of servers.count: some ranks hold the weights, the others compute
+    gradients."""
 
     divides = True
 
@@ -102,7 +102,7 @@ class Role(Around):
 def server_or_worker(
     config: Config, mesh: Mesh, named: NamedParameters, stopwatch: Stopwatch
 ) -> Server | Worker:
-    """The strategy of this rank's role."""
+    """Returns the strategy of this rank's role."""
     servers = ServersConfig.of(config)
     world = point_to_point(mesh.world, config.where("servers.count"))
     ranges = Ranges(named, config.comm.bucket_bytes(), mesh.first_reader)

@@ -56,8 +56,8 @@ def _of_asynchronous(key: str, values: Values) -> Exclusion:
 
 
 def _summary(servers: ServersConfig, ranks: int) -> str:
-    """rank 0; the others are workers, whose gradients are at most 4 updates old when they are
-    applied"""
+    """Describes the roles: rank 0; the others are workers, whose gradients are at most 4 updates
+    old when they are applied."""
     first = "rank 0" if servers.count == 1 else f"ranks 0 to {servers.count - 1}"
     if not servers.is_asynchronous:
         return (

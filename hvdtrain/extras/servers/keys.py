@@ -11,8 +11,8 @@ from hvdtrain.config.sections.section import Section
 
 
 class ServersConfig(Section):
-    """Parameter servers: some ranks hold the weights and update them, the others compute gradients
-    and do not wait for each other."""
+    """Parameter servers: some ranks hold and update the weights, the others compute gradients
+    without waiting for each other."""
 
     section = "servers"
     behind = "shard"
@@ -58,8 +58,8 @@ class ServersConfig(Section):
         return 1 if self.is_asynchronous else ranks - self.count
 
     def first_reader_of(self, ranks: int) -> int:
-        """The first worker. After a loss fewer ranks than servers may be left: then all are
-        servers, which write the state."""
+        """Returns the first worker. After a loss, fewer ranks than servers may be left; then all
+        are servers, which write the state."""
         return min(self.count, ranks)
 
     @property
@@ -73,12 +73,12 @@ class ServersConfig(Section):
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether a step is made by one worker."""
+        """Whether a single worker makes a step."""
         return self.count > 0 and self.bound != 0
 
     @property
     def most_stale(self) -> int | None:
-        """The bound; None if there is none."""
+        """Returns the bound of staleness; None if there is none."""
         return None if self.bound == "none" else self.bound
 
 

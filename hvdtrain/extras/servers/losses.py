@@ -1,4 +1,4 @@
-"""Deaths of workers between two sync points: the state of each living rank, and how the others
+"""Deaths of workers between two sync points: the state of each living rank, and how they
 continue."""
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class RankSyncPoint:
 
     def __init__(self) -> None:
         self._begun: int | None = (
-            None  # of the steps that this rank makes now, or made last, the first
+            None  # the first of the steps that this rank makes now, or made last
         )
-        self._synced: int | None = None  # the same, once all ranks have the weights behind them
+        self._synced: int | None = None  # the same, after all ranks have the resulting weights
 
     def begin(self, first: int) -> int:
         self._begun = first
@@ -44,17 +44,17 @@ class SurvivorReport(NamedTuple):
     """The state that a living rank reports after a death."""
 
     rank: int  # before the loss
-    version: int | None = None  # of a server: updates done
-    outstanding: dict[int, Outstanding] | None = None  # of the first server, by workers
-    held: int | None = None  # of a worker: the ticket of the gradient that it has whole
+    version: int | None = None  # on a server: updates done
+    outstanding: dict[int, Outstanding] | None = None  # on the first server, by worker
+    held: int | None = None  # on a worker: the ticket of its complete gradient
 
 
 def go_on_from(reports: Sequence[SurvivorReport | None], servers: int) -> GoOn | None:
-    """Returns how the living ranks continue; None unless all servers and a worker are left, at the
-    same sync point. reports: of the living ranks, in order.
+    """Returns how the living ranks continue; None unless all servers and a worker are left at the
+    same sync point. reports: from the living ranks, in order.
 
-    A worker has a gradient until it computes the next one, which is after all servers have made an
-    update from it. So it is sent again if the first server has it as outstanding, and all servers
+    A worker keeps a gradient until it computes the next one, which is after all servers have made
+    an update from it. So it is sent again if it is outstanding on the first server and all servers
     sent the same version of its weights.
     """
     living = [report for report in reports if report is not None]
@@ -81,12 +81,12 @@ class LostMeanwhile(Exception):
 
 
 class ServerAgreement:
-    """The agreement of this server with the others, whose group no worker is in: its collectives go
-    on when a worker is lost.
+    """The agreement of this server with the others. Their group contains no worker, so its
+    collectives still work when a worker dies.
 
-    An update is made of messages of workers first, then of collectives of the group alone. Between
-    them the servers agree that each has what it needs. So all have made the same updates whenever a
-    worker is lost, and each of them as a whole.
+    An update first uses messages of workers, then only collectives of the group. In between, the
+    servers agree that each has all messages. So all servers have made the same complete updates
+    whenever a worker dies.
     """
 
     def __init__(self, world: Interruptible, group: Communicator) -> None:
@@ -94,13 +94,13 @@ class ServerAgreement:
         self._group = group
 
     def of_group(self, group: Communicator) -> ServerAgreement:
-        """These servers after a loss."""
+        """Returns these servers after a loss."""
         return ServerAgreement(self._world, group)
 
     @contextlib.contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """A context around the messages of one update: it returns on all servers or raises on all.
-        Every server enters it equally often."""
+        """A context for the messages of one update, which exits normally on all servers or raises
+        on all. Every server enters it equally often."""
         try:
             yield
         except Exception as error:
@@ -109,7 +109,7 @@ class ServerAgreement:
                 self._world.interrupt()
                 with contextlib.suppress(
                     Exception
-                ):  # that it fails says the same: another server has gone on to shrink()
+                ):  # a failure has the same meaning: another server has continued to shrink()
                     self._is_ready(False)
             raise
         if not self._is_ready(True):
@@ -122,7 +122,6 @@ class ServerAgreement:
             pass
 
     def _is_ready(self, is_ready: bool) -> bool:
-        """Whether all servers are. Where a server sees it fail, none has come to its end with
-        yes."""
+        """Whether all servers are ready. If it fails on one server, it returns true on none."""
         not_ready = self._group.allreduce(np.array([not is_ready], np.int64), "servers.ready")
         return not not_ready[0]

@@ -16,13 +16,13 @@ class Slot(NamedTuple):
     """A parameter in its bucket."""
 
     bucket: int
-    begin: int  # of its first element
+    begin: int  # position of its first element
 
 
 class Ranges:
-    """Ranges of the weights, equal on all ranks. Buckets go from the last layer to the first, as
-    backward fills them; each server has a contiguous part of every bucket, and stores its parts one
-    after the other in one flat array.
+    """Ranges of the weights, equal on all ranks. Buckets are ordered from the last layer to the
+    first, as backward fills them. Each server has a contiguous part of every bucket, and stores its
+    parts contiguously in one flat array.
     """
 
     def __init__(self, named: NamedParameters, bucket_bytes: int, servers: int) -> None:
@@ -43,14 +43,14 @@ class Ranges:
         return part_of(self.lengths[bucket], server, self.servers)
 
     def length(self, server: int) -> int:
-        """Length of a server's flat memory."""
+        """Returns the length of a server's flat memory."""
         return sum(
             part.stop - part.start
             for part in (self.part(i, server) for i in range(len(self.buckets)))
         )
 
     def split(self, own: torch.Tensor, server: int) -> list[torch.Tensor]:
-        """The part of each bucket in a server's flat memory."""
+        """Returns the part of each bucket in a server's flat memory."""
         parts = [self.part(i, server) for i in range(len(self.buckets))]
         return list(own.split([part.stop - part.start for part in parts]))
 
@@ -102,8 +102,8 @@ def broadcast_numbers(
     optimizer: torch.optim.Optimizer,
     parameters: Sequence[torch.nn.Parameter],
 ) -> None:
-    """Gives every rank the optimizer's state that is one number for a parameter, as the first
-    server has it. A collective."""
+    """Broadcasts optimizer state that is one number for a parameter from the first server. A
+    collective."""
     numbers = [
         t
         for p in parameters

@@ -111,7 +111,8 @@ def _print_changes(run: Path) -> None:
 
 
 def _config_of(run: Path, arguments: Sequence[str]) -> Config:
-    """Raises UserError if it cannot be read, and where only the run names code."""
+    """Returns the configuration of the run. Raises UserError if it cannot be read, and if only the
+    run names code."""
     config = configure(None, [f"resume={run}", *arguments])
     plugins.check_names(config)
     return config.replace(resume="auto")
@@ -152,8 +153,8 @@ def _reader(config: Config, datasets: Datasets, learner: Any) -> Prefetcher:
 
 
 def compare(run: Path, arrays: Arrays, replayed: Arrays, step: int) -> int:
-    """Exit code. Buffers are left out: running statistics of norms are means over workers, which no
-    weight depends on."""
+    """Compares the arrays; returns the exit code. Skips buffers, because running statistics of
+    norms are means over workers, and no weight depends on them."""
     compared = [name for name in arrays if not name.startswith("b.")]
     if buffers := len(arrays) - len(compared):
         print(

@@ -37,7 +37,7 @@ from hvdtrain.frameworks.torch.step_costs import stopwatch_for
 from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy
 from hvdtrain.tasks.task import Task
 
-StepInput = tuple[Hyper, list[Any]]  # what Learner.step() takes
+StepInput = tuple[Hyper, list[Any]]  # arguments of Learner.step()
 
 
 class Replayed:
@@ -82,11 +82,11 @@ def replay(
     input_of: Callable[[TorchLearner, Progress], StepInput],
     threads: int,
 ) -> Arrays:
-    """Learner.state() after these updates of a new job, update i being that of steps[i]: the same
-    bits as on servers.count + any ranks.
+    """Returns Learner.state() after these updates of a new job, with update i from steps[i]. The
+    bits are the same as on servers.count and any number of workers.
 
-    threads: that each rank computed with. input_of: of the learner of a server, which reads no
-    samples, or of the worker.
+    threads: the number of threads on each rank. input_of: for the learner of a server, which reads
+    no samples, or of the worker.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -118,7 +118,7 @@ def _learners(
     world: ThreadRanks,
     group: ThreadRanks,
 ) -> list[TorchLearner]:
-    """The learners of the servers, and of the worker."""
+    """Returns the learners of the servers and of the worker."""
     device = pick_device(config, ALONE)
     precision = pick_precision(config, device, ALONE)
     torch.manual_seed(fold(config.seed) & (2**63 - 1))

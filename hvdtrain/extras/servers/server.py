@@ -35,14 +35,14 @@ class Server(Strategy):
     """In each step: sends weights to the workers whose turn it is, waits for the gradients of the
     next update, and updates its range.
 
-    The range, its optimizer state and all messages are in host memory. For each worker there is
-    room for the gradient that it will send, whose receive waits there before the worker computes
-    it, and a copy of the weights that it got, which the message is sent from while other updates
-    are made. With P bytes of weights, S servers and W workers, a server has P + (1 + 2 W) P / S,
-    and the optimizer's state.
+    The range, its optimizer state and all messages are in host memory. For each worker there is a
+    buffer for its next gradient, whose receive is posted before the worker computes it. There is
+    also a copy of the weights that the worker got, from which the message is sent while other
+    updates are made. With P bytes of weights, S servers and W workers, a server holds P + (1 + 2 W)
+    P / S, and the optimizer's state.
     """
 
-    local_mean = True  # of no samples: nothing is asked of the workers
+    local_mean = True  # without samples, no collective with the workers is needed
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class Server(Strategy):
         stopwatch: Stopwatch,
         agreement: ServerAgreement | None = None,
     ) -> None:
-        """group: of the servers only. agreement: between several servers that continue when a
-        worker dies."""
+        """group: only the servers. agreement: between several servers that continue when a worker
+        dies."""
         self._config = config
         self._ranges = ranges
         self._world = world
@@ -75,9 +75,9 @@ class Server(Strategy):
         self._goes_on = False  # at that version
         self._sent_again: list[
             _Inbox
-        ] = []  # whose gradients come without a new reading of the weights
-        self._chosen: Sequence[int] = []  # the workers of whose gradients the next update is made
-        self._staleness = 0  # of the gradient that is applied
+        ] = []  # workers whose gradients arrive without another read of the weights
+        self._chosen: Sequence[int] = []  # the workers whose gradients the next update uses
+        self._staleness = 0  # staleness of the applied gradient
         self.summary = summary_of(config, world.size)
 
     @property
@@ -85,7 +85,8 @@ class Server(Strategy):
         return self._ranges.servers
 
     def own_steps(self, steps: Sequence[Progress]) -> Sequence[Progress]:
-        """All of them: each is an update. After the loss of a worker those that are left."""
+        """Returns all steps, because each is an update; after the loss of a worker, the remaining
+        ones."""
         first = self._sync_points.begin(steps[0].step)
         if not self._goes_on:
             self._version = first
@@ -175,7 +176,7 @@ class Server(Strategy):
         self._sync_points.synced()
 
     def cut_off(self) -> None:
-        """After ranks were lost: no message reaches this rank's memory any more."""
+        """Called after ranks died; from then on, no message writes to this rank's memory."""
         self._turns.cut_off()
         for inbox in self._inboxes.values():
             inbox.cut_off()
@@ -227,7 +228,7 @@ class _Inbox:
         self.read = 0  # the version of the weights that the worker has
 
     def of_worker(self, worker: int) -> _Inbox:
-        """Itself; the worker has this number now, and what was under way does not come."""
+        """Returns itself. The worker has this number now, and pending messages will not arrive."""
         self._worker = worker
         self._sending = []
         self._receiving = []
@@ -248,7 +249,7 @@ class _Inbox:
             self._receiving.append(self._world.start_recv(part, self._worker, "gradient", GRADIENT))
 
     def wait(self) -> None:
-        """Until all of it is there."""
+        """Waits until the whole gradient has arrived."""
         self._wait(self._receiving)
 
     def cut_off(self) -> None:
@@ -262,7 +263,7 @@ class _Inbox:
 
 
 def summary_of(config: ServersConfig, ranks: int) -> str:
-    """gradients of 3 workers to 1 server"""
+    """Formats the summary: gradients of 3 workers to 1 server."""
     workers = ranks - config.count
     count = config.count
     corrected = (

@@ -1,4 +1,4 @@
-"""The table of a report's page of a run whose updates were asynchronous."""
+"""The table on a report's page for a run with asynchronous updates."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections import Counter
 from hvdtrain.report.page_tables import MOST_RANKS, Table, cell, percent, shown
 from hvdtrain.report.run import RunRecord
 
-_MOST_AGES = 12  # of a row
+_MOST_AGES = 12  # ages in a row
 
 
 def staleness(run: RunRecord) -> Table:
-    """How old gradients were when they were applied: a row for each worker of parameter servers
-    that are asynchronous."""
+    """Returns a table of the staleness of gradients when they were applied, with a row for each
+    worker."""
     found: dict[str, Counter[int]] = {}
     for event in run.events_of("step"):
         of_workers = event.get("staleness")

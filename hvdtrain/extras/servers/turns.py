@@ -1,4 +1,4 @@
-"""Turns: which workers get weights before an update, and whose gradients it is made from: messages,
+"""Turns: which workers get weights before an update, and whose gradients it uses, with the messages
 and the bound of staleness."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hvdtrain.core.progress import GoOn, Outstanding, WorkerUpdate
 
 LEADER = 0  # the rank of the first server
 TICKET, DONE, DECISION, GRADIENT, WEIGHTS = range(1, 6)  # tags of messages
-NO_TICKET = -1  # none is left before the sync point
+NO_TICKET = -1  # no ticket is left before the sync point
 
 
 class Read(NamedTuple):
@@ -31,19 +31,20 @@ class Turns(Protocol):
     """Turns of one server; all servers get the same answers, in the same order."""
 
     def begin(self, first: int, behind: int) -> None:
-        """Updates first ... behind - 1 come next; a sync point is behind them."""
+        """Begins updates first ... behind - 1, which are followed by a sync point."""
 
     def readers(self, own: torch.Tensor, version: int) -> Sequence[Read]:
-        """The workers that get weights now, which are `own` after `version` updates."""
+        """Returns the workers that get weights now; `own` are the weights after `version`
+        updates."""
 
     def chosen(self) -> Sequence[int]:
-        """The workers from whose gradients the next update is made; waits for them."""
+        """Waits for the gradients of the next update and returns their workers."""
 
     def read_updates(self) -> list[WorkerUpdate]:
         """Returns the updates since the last call, as far as this server knows them."""
 
     def cut_off(self) -> None:
-        """After ranks were lost: ends the messages that are under way."""
+        """Called after ranks died; ends pending messages."""
 
 
 @runtime_checkable
@@ -59,7 +60,7 @@ class AsynchronousTurns(Turns, Protocol):
 
 
 class AllWorkers:
-    """servers.bound=0: every update is made from a gradient of each worker."""
+    """servers.bound=0: every update uses a gradient of each worker."""
 
     def __init__(self, workers: Sequence[int]) -> None:
         self._workers = workers
@@ -81,8 +82,8 @@ class AllWorkers:
 
 
 class Leader:
-    """The first server, which gives out tickets, and decides for all servers in which order
-    gradients are applied."""
+    """The first server. It assigns tickets, and decides for all servers in which order gradients
+    are applied."""
 
     def __init__(
         self, world: PointToPoint, servers: int, workers: Sequence[int], bound: int | None
@@ -193,15 +194,15 @@ class Follower:
 
 
 class TicketWindow(NamedTuple):
-    """Tickets first ... behind - 1, between two sync points, and what is done of them."""
+    """Tickets first ... behind - 1, between two sync points, and their progress."""
 
     first: int
     behind: int
     updates: Sequence[WorkerUpdate]  # in their order
-    reads: dict[int, Outstanding]  # worker -> what it has read for
+    reads: dict[int, Outstanding]  # worker -> the read of its outstanding gradient
 
     def left(self) -> list[int]:
-        """The tickets that nobody has."""
+        """Returns the unassigned tickets."""
         taken = {update.ticket for update in self.updates} | {
             read.ticket for read in self.reads.values()
         }
@@ -211,13 +212,13 @@ class TicketWindow(NamedTuple):
 class UpdateOrder:
     """The decisions of the first server, between two sync points; nothing here communicates.
 
-    A worker has at most one read: weights that it fetched, by the number of updates that they have,
-    and whose gradient is not applied yet. The staleness of an update is the number of updates
-    between read and update. With a bound s it stays at most s, whatever the speed of the workers,
-    because the reads can always be updated from one after the other, the oldest first: the i-th
-    oldest (from 0) then is version - read + i updates old. What would break that waits: a gradient
-    until an older read is updated from, and a worker that wants to read while s + 1 others have. A
-    gradient of the oldest read never waits, so there is always one that may be applied.
+    A worker has at most one read: a version of the weights that it fetched and whose gradient is
+    not applied yet. The staleness of an update is the number of updates between read and update.
+    With a bound s it is at most s, whatever the speed of the workers, because the reads can always
+    be applied one after the other, the oldest first. Then the i-th oldest (from 0) is version -
+    read + i updates old. Anything that would break that must wait: a gradient waits until an older
+    read is applied, and a worker waits to read while s + 1 others have reads. A gradient of the
+    oldest read never waits, so there is always one that may be applied.
     """
 
     def __init__(self, bound: int | None) -> None:
@@ -227,15 +228,14 @@ class UpdateOrder:
         self._updates: list[WorkerUpdate] = []  # since the sync point
         self._left: deque[int] = deque()  # tickets
         self._granted: dict[int, int] = {}  # worker -> its next ticket, not read for yet
-        self._waiting: list[
-            int
-        ] = []  # of these workers those that have no other read, the first to come first
+        self._waiting: list[int] = []  # these workers without another read, in order of arrival
         self._tickets: dict[int, int] = {}  # worker -> the ticket that it has read for
         self._reads: dict[int, int] = {}
-        self._arrived: list[int] = []  # workers whose gradient is complete, the first to come first
+        self._arrived: list[int] = []  # workers whose gradient is complete, in order of arrival
 
     def begin(self, window: TicketWindow) -> None:
-        """Its tickets that are left are to be given; all before it are done."""
+        """Begins a window; its remaining tickets will be assigned, and all earlier ones are
+        done."""
         assert not self._reads and not self._waiting, (self._reads, self._waiting)
         self._window = window
         self._updates = list(window.updates)
@@ -245,8 +245,8 @@ class UpdateOrder:
         self._reads = {worker: read.read for worker, read in window.reads.items()}
 
     def window(self, version: int) -> TicketWindow:
-        """The window after so many updates: later ones are not made, and their gradients are
-        outstanding."""
+        """Returns the window after `version` updates; later updates are not made, and their
+        gradients are outstanding."""
         made = version - self._window.first
         reads = {
             worker: Outstanding(self._tickets[worker], read) for worker, read in self._reads.items()
@@ -256,13 +256,13 @@ class UpdateOrder:
         return self._window._replace(updates=self._updates[:made], reads=reads)
 
     def read_updates(self) -> list[WorkerUpdate]:
-        """The updates of the window, at its end."""
+        """Returns the updates of the window, at its end."""
         updates = self._updates
         self._updates = []
         return updates
 
     def grant(self, worker: int) -> int | None:
-        """The worker's next ticket; None if none is left before the sync point."""
+        """Returns the worker's next ticket; None if no ticket is left before the sync point."""
         if not self._left:
             return None
         ticket = self._granted[worker] = self._left.popleft()
@@ -271,7 +271,7 @@ class UpdateOrder:
         return ticket
 
     def readers(self) -> list[int]:
-        """The workers that get the weights as they are now."""
+        """Returns the workers that get the current weights."""
         room = len(self._waiting) if self._bound is None else self._bound + 1 - len(self._reads)
         readers = self._waiting[:room]
         self._waiting = self._waiting[room:]
@@ -281,12 +281,12 @@ class UpdateOrder:
         return readers
 
     def arrive(self, worker: int) -> None:
-        """The worker's gradient is complete."""
+        """Records that the worker's gradient is complete."""
         self._arrived.append(worker)
 
     def next_update(self) -> WorkerUpdate | None:
-        """The next update, from the first gradient that may be applied; None if none may be
-        before another one arrives."""
+        """Returns the next update, from the first gradient that may be applied; None if none may be
+        applied before another one arrives."""
         worker = next((worker for worker in self._arrived if self._may_be_applied(worker)), None)
         if worker is None:
             return None
@@ -308,8 +308,8 @@ class UpdateOrder:
 
 
 def end_all(handles: Iterable[Handle]) -> None:
-    """Waits for messages after the engine has cancelled those that never arrive, so that their
-    memory is free."""
+    """Waits for messages after the engine has cancelled the ones that will never arrive, so that
+    their memory can be freed."""
     for handle in handles:
         with contextlib.suppress(Exception):
             handle.wait()

@@ -39,7 +39,7 @@ class Header(NamedTuple):
 
     servers: int
     workers: int
-    threads: int  # that each rank computed with: sums of floating-point numbers depend on it
+    threads: int  # threads on each rank, because floating-point sums depend on it
     first: int  # number of the first update in the log
 
     def to_bytes(self) -> bytes:
@@ -58,7 +58,7 @@ class UpdateLog:
         self._next = header.first
         with Folder.open(run) as folder:
             former = read_header(folder) if folder.status(NAME) else None
-            # a job may resume with other workers: they hold no state at a sync point
+            # a job may resume with other workers, which hold no state at a sync point
             alike = {
                 "first": 0,
                 "workers": 0,
@@ -204,7 +204,7 @@ def _check(header: Header, updates: Sequence[WorkerUpdate], where: str) -> None:
             raise UserError(f"{NAME} is damaged: {what}", where, fix)
 
 
-_MOST_BARS = 8  # of a line
+_MOST_BARS = 8  # bars in a line
 
 
 def staleness_gauge(
@@ -227,19 +227,19 @@ class StalenessGauge(Gauge):
     def __init__(
         self, read_updates: Callable[[], Sequence[WorkerUpdate]], log: UpdateLog | None = None
     ) -> None:
-        """read_updates: those since it was last called."""
+        """read_updates: returns the updates since the last call."""
         self._read_updates = read_updates
         self._log = log
         self._of_job: dict[int, Counter[int]] = {}  # worker -> staleness -> updates
 
     def from_step(self, step: int) -> StalenessGauge:
-        """Itself; the updates from this one on are made again."""
+        """Returns itself; the updates from this step on are repeated."""
         if self._log:
             self._log.cut(step)
         return self
 
     def fields(self, sums: Sums, steps: int) -> dict[str, Any]:
-        """`staleness`, of the updates since the last event; nothing if no update is
+        """Returns `staleness` of the updates since the last event; empty if no update is
         asynchronous."""
         updates = self._read_updates()
         if not updates:
@@ -279,6 +279,6 @@ def mean(counts: Counter[int]) -> float:
 
 
 def _bars(counts: Counter[int]) -> str:
-    """0 in 12 %, 1 in 80 %, 2 in 8 %"""
+    """Formats the staleness: 0 in 12 %, 1 in 80 %, 2 in 8 %."""
     shown = [f"{age} in {counts[age] / counts.total():.0%}" for age in sorted(counts)[:_MOST_BARS]]
     return ", ".join(shown) + (", ..." if len(counts) > _MOST_BARS else "")

@@ -45,11 +45,11 @@ class Worker(Strategy):
     """In each step that it gets: waits for weights, and sends each bucket of gradients as soon as
     backward has computed it.
 
-    The weights arrive while the samples are read, and a gradient may still be under way then. The
-    worker updates nothing: it has 0 elements of the training state beside the weights, which are
-    those of the last step that it made until a sync point gives all ranks the newest.
+    The weights arrive while the samples are read, and a gradient may still be in transit then. The
+    worker updates nothing: it has 0 elements of the training state besides the weights, which are
+    from its last step until a sync point broadcasts the newest.
 
-    If a message fails during a pass, the pass is completed first, since its gradient may be sent
+    If a message fails during a pass, the pass is completed first, because its gradient may be sent
     again.
     """
 
@@ -79,10 +79,10 @@ class Worker(Strategy):
         self._done: Handle | None = None
         self._ticket: Handle | None = None
         self._sync_points = RankSyncPoint()
-        self._made = 0  # the step that is made now, or was made last
-        self._held: int | None = None  # the same, once the buckets have all of its gradient
+        self._made = 0  # the current or last step
+        self._held: int | None = None  # the same, after the buckets contain its complete gradient
         self._sends_again = False
-        self._failure: Exception | None = None  # of a message in this step
+        self._failure: Exception | None = None  # failure of a message in this step
         self.summary = summary_of(config, world.size)
 
     @property
@@ -90,7 +90,8 @@ class Worker(Strategy):
         return self._ranges.servers
 
     def own_steps(self, steps: Sequence[Progress]) -> Iterator[Progress]:
-        """Steps of the tickets that the first server gives; all of them with servers.bound=0."""
+        """Yields steps of the tickets that the first server assigns; all steps with
+        servers.bound=0."""
         first = self._sync_points.begin(steps[0].step)
         self._begin()
         for ticket in (
@@ -189,14 +190,14 @@ class Worker(Strategy):
         self._sync_points.synced()
 
     def cut_off(self) -> None:
-        """After ranks were lost: no message reaches this rank's memory any more."""
+        """Called after ranks died; from then on, no message writes to this rank's memory."""
         self._order.cut_off()
         end_all([handle for handle, _ in self._arriving])
         end_all([*([self._done] if self._done else []), *([self._ticket] if self._ticket else [])])
         for bucket in self._buckets:
             bucket.cut_off()
         for p in self._shards:
-            p.grad = None  # of a pass that did not come to its end
+            p.grad = None  # from an unfinished pass
 
     def report(self, rank: int, kept: int) -> SurvivorReport | None:
         if not self._config.is_asynchronous or self._sync_points.is_behind(kept):

@@ -1,1 +1,2 @@
-"""hvdtrain sweep: many jobs that differ in some keys, side by side, and which of them is best."""
+"""hvdtrain sweep: runs many jobs that differ in some keys, several at a time, and shows which is
+best."""

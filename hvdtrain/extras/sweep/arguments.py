@@ -1,4 +1,4 @@
-"""The command line of `sweep`, and what is refused before a trial starts."""
+"""The command line of `sweep`, and checks before a trial starts."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class SweepOptions(NamedTuple):
     seed: int
     out: Path
     at_once: int
-    ranks: int  # of each trial
+    ranks: int  # ranks of each trial
     json: str | None
 
     @property
@@ -113,8 +113,8 @@ def _parser() -> CommandParser:
 
 
 def read_options(arguments: Sequence[str]) -> tuple[SweepOptions, Sweep]:
-    """The options, and the sweep that they make. Raises UserError for what no trial could start
-    with."""
+    """Returns the options and the sweep. Raises UserError for options with which no trial could
+    start."""
     parser = _parser()
     own, words = split_script(arguments)
     parsed, shared = parser.parse_known_args(with_json_value(own))
@@ -215,7 +215,8 @@ def _refuse_unknown(shared: Sequence[str], known: Sequence[str]) -> None:
 
 
 def _option(argument: str, known: Sequence[str]) -> str:
-    """The option that was meant, or all: dashes, which all have, do not make two alike."""
+    """Returns the option that was probably meant, or all options; common dashes do not count as
+    similarity."""
     meant = closest(argument.lstrip("-"), [option.lstrip("-") for option in known])
     return f"known: {', '.join(known)}" if meant is None else f"did you mean --{meant}?"
 
@@ -231,8 +232,8 @@ def _count(text: str, option: str, most: int, least: int = 1) -> int:
 
 
 def _check_shared(options: SweepOptions) -> Config:
-    """What all trials share. Raises UserError if it has a key that the sweep sets, or one that
-    is swept."""
+    """Raises UserError if the arguments shared by all trials contain a key that the sweep sets or
+    varies."""
     swept = options.space.keys
     _refuse_swept(options.space)
     given = {
@@ -266,7 +267,7 @@ def _refuse_given(keys: Collection[str]) -> None:
 
 
 def _points(options: SweepOptions) -> list[Point]:
-    """All trials; none if they depend on results."""
+    """Returns all trials; none if they depend on results."""
     if options.sampler == "grid":
         return grid_points(options.space, options.trials)
     if options.trials is None:
@@ -280,7 +281,7 @@ def _points(options: SweepOptions) -> list[Point]:
 
 
 def _check_point(options: SweepOptions, point: Point) -> None:
-    """Raises UserError if the trial would refuse its configuration."""
+    """Raises UserError if the trial would reject its configuration."""
     try:
         config = configure(options.config, [*options.shared, *point])
         check_names(config)

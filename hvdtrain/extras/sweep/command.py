@@ -1,4 +1,4 @@
-"""hvdtrain sweep: trains with many settings, each in a run folder of its own, and shows which is
+"""hvdtrain sweep: trains with many settings, each in a separate run folder, and shows which is
 best."""
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class _Job:
         self._beside.run(following, ended, self._environment, proposals.is_hopeless)
 
     def finish(self, command: str) -> int:
-        """Prints and writes what is known by now; returns the exit code."""
+        """Prints and writes the results so far; returns the exit code."""
         options = self._options
         metric = metric_of(self._results)
         rows = rows_of(self._results)
@@ -261,7 +261,8 @@ class _Job:
 
 
 def exit_code(states: Collection[State], missing: int) -> int:
-    """Exit code of a sweep whose trials ended so; `missing`: how many did not end."""
+    """Returns the exit code of a sweep with these states of trials; `missing`: how many did not
+    end."""
     if missing:
         return REQUEUE
     if "done" in states:
@@ -270,8 +271,8 @@ def exit_code(states: Collection[State], missing: int) -> int:
 
 
 def shares(environ: Mapping[str, str], slot: int, at_once: int, ranks: int) -> dict[str, str]:
-    """Variables for a trial beside others: its part of the cores, and its own GPUs where there are
-    enough."""
+    """Returns variables for a trial that runs beside others: its share of the cores, and separate
+    GPUs if there are enough."""
     if at_once == 1:
         return {}
     variables = (
@@ -307,7 +308,7 @@ def _write(folder: Path, text: str) -> None:
 
 
 def _say(line: str) -> None:
-    """Progress."""
+    """Prints progress."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -315,18 +316,19 @@ class Proposals(Protocol):
     """Called by the sweep between its processes."""
 
     def following(self) -> Trial | None:
-        """The next trial to start, one that was interrupted too; None if there is none left."""
+        """Returns the next trial to start, including interrupted ones; None if there is none
+        left."""
 
     def ended(self, trial: Trial, result: Result) -> None:
-        """A trial that `following` gave has ended."""
+        """Called when a trial from `following` has ended."""
 
     @property
     def is_hopeless(self) -> Callable[[Trial], bool] | None:
-        """Whether a trial that runs is to be stopped for its results so far; None: none ever is."""
+        """Whether a running trial should be stopped because of its results so far; None: never."""
 
 
 class Listed:
-    """Trials in their order, without those that are kept."""
+    """Trials in order, without completed ones that are kept."""
 
     is_hopeless = None
 
@@ -337,7 +339,7 @@ class Listed:
         return self._left.pop(0) if self._left else None
 
     def ended(self, trial: Trial, result: Result) -> None:
-        """Nothing follows from it."""
+        """Does nothing."""
 
 
 _POLL_S = 0.05
@@ -353,7 +355,7 @@ class _Running:
 
 
 class SideBySide:
-    """Runs trials until none are left, at most so many at a time."""
+    """Runs trials until none are left, at most at_once at a time."""
 
     def __init__(
         self, at_once: int, command: Callable[[Trial], Sequence[str]], log: Callable[[Trial], Path]
@@ -376,10 +378,11 @@ class SideBySide:
         environment: Callable[[int], Mapping[str, str]],
         is_hopeless: Callable[[Trial], bool] | None = None,
     ) -> None:
-        """To the end of all trials that `following` gives.
+        """Runs all trials from `following` until they have ended.
 
         ended: called with the exit code of each, and whether it was stopped as hopeless.
-        environment: of a slot. is_hopeless: asked each second of the trials that run.
+        environment: returns the variables of a slot. is_hopeless: called each second for running
+        trials.
         """
         former = {number: signal.getsignal(number) for number in STOPPING}
         try:
@@ -398,7 +401,7 @@ class SideBySide:
                     looked_s = time.monotonic()
                     self._stop_hopeless(is_hopeless)
         finally:
-            self._send(signal.SIGTERM)  # where an error of our own ends this
+            self._send(signal.SIGTERM)  # if an error of hvdtrain ends the loop
             for number, handler in former.items():
                 signal.signal(number, handler)
 
@@ -411,7 +414,7 @@ class SideBySide:
                 continue
             with self._log(trial).open(
                 "ab"
-            ) as log:  # a session of its own: no signal of the terminal reaches it
+            ) as log:  # a separate session, so that no signal of the terminal reaches it
                 child = start_child(
                     self._command(trial),
                     environment(slot),
@@ -441,7 +444,7 @@ class SideBySide:
                 self._ask(one)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        """The handler."""
+        """Handles a signal."""
         if self._stopped_s is None:
             self._stopped_s = time.monotonic()
             for one in list(self._running.values()):
@@ -454,7 +457,8 @@ class SideBySide:
 
     @staticmethod
     def _ask(one: _Running) -> None:
-        """To stop with a checkpoint. Once: a second request would kill it."""
+        """Asks a trial to stop with a checkpoint. Only once, because a second request would kill
+        it."""
         if not one.is_asked:
             one.is_asked = True
             one.child.send_signal(signal.SIGUSR2)

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 _MOST_PANELS = 9
 _COLUMNS = 3
 _MOST_LINES = len(COLOURS)
-_LOG_RATIO = 8.0  # of the largest to the smallest value: an axis of more is logarithmic
+_LOG_RATIO = 8.0  # ratio of the largest to the smallest value above which an axis is logarithmic
 
 
 class SweepPoint(NamedTuple):
     """The mean over the seeds, sd NaN of one."""
 
-    values: Mapping[str, str]  # by key
+    values: Mapping[str, str]  # values by key
     mean: float
     sd: float
 
@@ -35,7 +35,7 @@ def draw_sweep(path: Path, title: str, metric: RunMetric, points: Sequence[Sweep
 
 
 def _sweep_figure(title: str, metric: RunMetric, points: Sequence[SweepPoint]) -> Figure:
-    """A panel for each key that has several values; lines where one other key has few."""
+    """Draws a panel for each key with several values; lines if one other key has few values."""
     keys = list(points[0].values) if points else []
     swept = (
         [key for key in keys if len({point.values[key] for point in points}) > 1][:_MOST_PANELS]
@@ -124,7 +124,7 @@ def _line(
 
 
 def _places(texts: Sequence[str]) -> dict[str, float]:
-    """Where each value is on its axis: the number that it is, or the place in the list."""
+    """Returns the position of each value on its axis: its number, or the place in the list."""
     numbers = {text: _number(text) for text in texts}
     if all(math.isfinite(value) for value in numbers.values()):
         return numbers

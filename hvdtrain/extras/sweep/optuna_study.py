@@ -1,5 +1,5 @@
-"""Optuna's proposals: each trial from the results of those before it; poor ones are stopped by
-their evaluations."""
+"""Optuna's proposals: each trial is based on the results of earlier trials; poor trials are stopped
+by their evaluations."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def check_space(space: Space) -> None:
 class OptunaStudy:
     """Proposes trials 1, 2, ... `trials`. Recorded trials come first, and interrupted ones resume.
 
-    Nothing of Optuna is stored: the study is recreated from the recorded trials and their events,
-    so after an interruption it may propose other values than it would have without.
+    Nothing of Optuna is stored. The study is recreated from the recorded trials and their events,
+    so after an interruption it may propose other values than without.
     """
 
     def __init__(
@@ -47,7 +47,8 @@ class OptunaStudy:
         result_of: Callable[[Trial], Result],
         add: Callable[[Point], None],
     ) -> None:
-        """result_of: of a trial by now. add: called with each new point before its trial starts."""
+        """result_of: returns the current result of a trial. add: called with each new point before
+        its trial starts."""
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -61,11 +62,11 @@ class OptunaStudy:
             choice.key: _distribution(choice, distributions) for choice in space.choices
         }
         self._distributions |= {one.key: _distribution(one, distributions) for one in space.ranges}
-        # Maximizes: which way the objective goes is known once a trial has started.
+        # Maximizes, because the direction of the objective is only known after a trial has started.
         self._study = optuna.create_study(
             direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed)
         )
-        self._asked: dict[str, Any] = {}  # by the name of a trial
+        self._asked: dict[str, Any] = {}  # trial name -> Optuna's trial
         self._reported: dict[str, int] = {}  # evaluations
         self._interrupted: list[Trial] = []
         self._number = len(recorded)
@@ -101,8 +102,8 @@ class OptunaStudy:
             self._study.tell(self._asked[trial.name], state=state.FAIL)
 
     def is_hopeless(self, trial: Trial) -> bool:
-        """Below the median of the others at the same evaluation, once five have ended (Optuna's
-        MedianPruner)."""
+        """Whether a trial is below the median of the others at the same evaluation, after five have
+        ended (Optuna's MedianPruner)."""
         self._report(trial, self._result_of(trial))
         return bool(self._asked[trial.name].should_prune())
 

@@ -1,5 +1,5 @@
-"""What a sweep tries: the lists of --grid, the ranges of --random, and the trials that are made of
-them."""
+"""The search space of a sweep: the lists of --grid, the ranges of --random, and the resulting
+trials."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hvdtrain.config.read import read_argument
 from hvdtrain.errors import UserError, nearest, short
 
 Point = tuple[str, ...]  # the arguments of one trial: ("optim.base_lr=0.1", "seed=2")
-SEED = "seed"  # trials that differ in it alone are repetitions
+SEED = "seed"  # trials that only differ in it are repetitions
 KINDS = ("uniform", "log", "int", "logint")
 RANGE_EXAMPLE = "--random optim.base_lr=log:0.01:1"
 GRID_EXAMPLE = "--grid optim.base_lr=0.1,0.2,0.4"
 MOST_TRIALS = 10_000
-_MOST_TRIES = 1000  # for one further draw that differs from the others
+_MOST_TRIES = 1000  # tries for another draw that differs from the others
 
 
 class Choice(NamedTuple):
@@ -32,7 +32,7 @@ class Range(NamedTuple):
     """A key with the numbers that it takes, both ends included."""
 
     key: str
-    kind: str  # of KINDS
+    kind: str  # one of KINDS
     low: str
     high: str
 
@@ -45,7 +45,7 @@ class Range(NamedTuple):
         return self.kind in ("log", "logint")
 
     def text(self, value: float) -> str:
-        """The value as it is written on the command line: a whole number, or four digits."""
+        """Formats a value for the command line: an integer, or four digits."""
         text = f"{round(value)}" if self.is_int else f"{value:.4g}"
         if float(text) < float(self.low):
             return self.low
@@ -125,7 +125,7 @@ def _value(key: str, text: str) -> _Value:
 
 
 def _split_values(text: str) -> list[str]:
-    """At the commas that are not within brackets: "[64,64],[32]" has two values."""
+    """Splits at commas that are not within brackets: "[64,64],[32]" has two values."""
     values = [""]
     depth = 0
     for letter in text:
@@ -188,7 +188,8 @@ def _split_key(text: str, option: str, example: str) -> tuple[str, str]:
 
 
 def grid_points(space: Space, most: int | None) -> list[Point]:
-    """Every combination, the last list varying fastest. Raises UserError for more than `most`."""
+    """Returns every combination; the last list varies fastest. Raises UserError for more than
+    `most`."""
     if space.ranges:
         what = f"{space.ranges[0].key} has a range, but a grid needs lists"
         raise UserError(what, "--sampler grid", f"--sampler random; or {GRID_EXAMPLE}")
@@ -214,10 +215,10 @@ def grid_points(space: Space, most: int | None) -> list[Point]:
 
 
 def random_points(space: Space, trials: int, seed: int) -> list[Point]:
-    """At most so many trials, each draw with every value of `seed` where that is swept; more trials
-    begin with the same ones.
+    """Returns at most `trials` trials, each draw with every value of `seed` if that is swept; a
+    larger number begins with the same trials.
 
-    Raises UserError if there are not as many different ones.
+    Raises UserError if there are not enough distinct ones.
     """
     seeds = next((choice.values for choice in space.choices if choice.key == SEED), None)
     choices = [choice for choice in space.choices if choice.key != SEED]

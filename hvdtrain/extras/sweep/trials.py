@@ -1,5 +1,5 @@
-"""The trials of a sweep: the run folder, command and result of one, the table of all, and the files
-that say what has been tried."""
+"""The trials of a sweep: run folder, command and result of each, the table of all, and the files
+that record them."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from hvdtrain.extras.sweep.space import SEED, Point
 from hvdtrain.report.run import ACCURACY, RunMetric, RunRecord, number, objective_of, read_run
 
 State = Literal["done", "diverged", "pruned", "failed", "stopped", "waiting"]
-# the same command does not start them again
+# the same command does not restart these
 KEPT: tuple[State, ...] = (
     "done",
     "diverged",
     "pruned",
 )
-_LOG_BYTES = 100_000  # of the end of a log
+_LOG_BYTES = 100_000  # bytes read from the end of a log
 _ABOVE = "the error above ends the"  # in the line after a traceback
 
 
 class Trial(NamedTuple):
-    number: int  # from 1
+    number: int  # counted from 1
     point: Point
 
     @property
@@ -50,14 +50,14 @@ class Result(NamedTuple):
 
     state: State
     metric: RunMetric  # the objective
-    values: tuple[float, ...]  # of the objective, at each evaluation
+    values: tuple[float, ...]  # values of the objective, at each evaluation
     epochs: float
     seconds: float
     error: str  # empty if there is none
 
     @property
     def last(self) -> float:
-        """NaN if there is none."""
+        """The last value; NaN if there is none."""
         return self.values[-1] if self.values else math.nan
 
     @property
@@ -67,8 +67,8 @@ class Result(NamedTuple):
 
 
 def state_of(code: int, was_hopeless: bool) -> State:
-    """By the exit code. was_hopeless: it was stopped for its results, not by a signal from
-    outside."""
+    """Returns the state for an exit code. was_hopeless: it was stopped because of its results, not
+    by an external signal."""
     if code == DONE:
         return "done"
     if code == REQUEUE:
@@ -99,7 +99,7 @@ def end_of_script(folder: Path, code: int) -> ScriptEnd:
 
 
 def read_result(folder: Path, state: State, error: str = "") -> Result:
-    """The result in a run folder, which may not be there yet."""
+    """Reads the result in a run folder, which may not exist yet."""
     run = _run(folder)
     if run is None:
         return Result(state, ACCURACY, (), math.nan, math.nan, error)
@@ -119,8 +119,8 @@ def _run(folder: Path) -> RunRecord | None:
 
 
 def error_line(log: Path) -> str:
-    """The line of a log that says most about why the job failed: hvdtrain's own, or the last one of
-    a traceback."""
+    """Returns the line of a log that best explains why the job failed: hvdtrain's error, or the
+    last line of a traceback."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _LOG_BYTES))
@@ -140,11 +140,11 @@ Results = Mapping[Trial, Result]
 
 
 class PointSummary(NamedTuple):
-    """Trials that differ in the seed alone; the numbers are over those that are done."""
+    """Trials that only differ in the seed; the statistics are over the completed ones."""
 
     point: Point  # without the seed
-    mean: float  # of the objective's last value; NaN if no trial is done
-    sd: float  # of a sample; NaN of fewer than two
+    mean: float  # mean of the objective's last value; NaN if no trial is complete
+    sd: float  # sample deviation; NaN for fewer than two
     best: float  # mean of each trial's best value
     epochs: float
     seconds: float
@@ -163,7 +163,7 @@ def metric_of(results: Results) -> RunMetric:
 
 
 def rows_of(results: Results) -> list[PointSummary]:
-    """Sorted by the objective; those without a trial that is done are last."""
+    """Returns rows sorted by the objective; rows without a complete trial are last."""
     groups: dict[Point, list[Trial]] = {}
     for trial in results:
         groups.setdefault(
@@ -298,7 +298,7 @@ _OPTIONS = {
 
 @dataclass
 class Sweep:
-    """What a sweep is; trials are added where they are proposed one by one."""
+    """The definition of a sweep; trials are added if they are proposed one by one."""
 
     sampler: str
     seed: int
@@ -330,7 +330,7 @@ def locked_sweep(folder: Path) -> Iterator[None]:
             raise UserError(
                 f"another sweep runs in {folder}", "--out", "wait for its end, or another --out"
             ) from None
-        except OSError:  # a file system without locks: each run folder has a lock of its own
+        except OSError:  # a file system without locks; each run folder also has a lock
             pass
         yield
 
@@ -342,8 +342,8 @@ def write_sweep(folder: Path, sweep: Sweep) -> None:
 
 
 def take_up_sweep(folder: Path, sweep: Sweep, command: str) -> Sweep:
-    """The sweep that is recorded in the folder, if it is this one, with further trials of this one
-    behind its own; or this one.
+    """Returns the sweep recorded in the folder, extended by further trials of this one, if they are
+    the same sweep; else this one.
 
     Raises UserError if it is another.
     """
@@ -405,7 +405,7 @@ def _refuse_another(former: Sweep, sweep: Sweep, folder: Path, command: str) -> 
 
 
 def _values(config: list[str]) -> dict[str, Any]:
-    """{"batch.size": 8, ...}, of the lines of a configuration."""
+    """Returns {"batch.size": 8, ...} from the lines of a configuration."""
     return {
         leaf.key: value_of(leaf.node, as_text=False)
         for leaf in leaves(compose("\n".join(config)), ())
@@ -432,7 +432,7 @@ def append_exit(folder: Path, name: str, code: int, state: State, error: str) ->
 
 
 def read_exits(folder: Path) -> dict[str, tuple[State, str]]:
-    """{name of a trial: (its state, its error)}, of those that ended; the last line of each
+    """Returns {name of a trial: (its state, its error)} for ended trials; the last line of each
     counts."""
     exits: dict[str, tuple[State, str]] = {}
     with contextlib.suppress(FileNotFoundError), Folder.open(folder) as opened:

@@ -1,1 +1,1 @@
-"""log.trackers=[mlflow], [wandb]: the metrics of a job in products of others."""
+"""log.trackers=[mlflow], [wandb]: sends the metrics of a job to other products."""

@@ -1,11 +1,13 @@
 """A checkpoint into which every rank writes its own byte ranges: the bytes of its files are the
 same for any number of ranks.
 
-Ranks communicate by files in its folder, because the main threads are training. 1. Each rank writes
-its ranges, and a report with a ByteSum of the bytes in memory. 2. When rank 0 has all reports, it
-writes a signal file. Each rank then reads an equal share of the files' chunks, whoever wrote them,
-and reports their SHA-256 and a ByteSum of the bytes on disk. 3. Rank 0 compares the two sums of
-each file. A report has a few bytes on any number of ranks, plus the checksums of a share.
+Ranks communicate by files in its folder, because the main threads are training:
+1. Each rank writes its ranges, and a report with a ByteSum of the bytes in memory.
+2. When rank 0 has all reports, it writes a signal file. Each rank then reads an equal share of the
+   files' chunks, whoever wrote them, and reports their SHA-256 and a ByteSum of the bytes on disk.
+3. Rank 0 compares the two sums of each file.
+
+A report has the same few bytes on any number of ranks, plus the checksums of a share.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What a job would do, computed without a step: its data, steps, layers and memory."""
+"""Forecasts of a job without running a step: its data, steps, layers and memory."""

@@ -1,4 +1,4 @@
-"""The training data of a plan: sizes on the command line, else the job's own data. It downloads
+"""The training data of a plan: sizes from the command line, else the job's data. Downloads
 nothing."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _read_count(value: str) -> int:
 
 
 def _read_image(value: str) -> tuple[int, ...]:
-    """(height, width, channels)"""
+    """Parses (height, width, channels)."""
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", value)
     if not match:
         raise UserError(

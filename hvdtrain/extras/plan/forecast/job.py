@@ -1,4 +1,4 @@
-"""What a job would do, computed without a step: its steps on any number of ranks, and the memory of
+"""The forecast of a job without running a step: its steps on any number of ranks, and the memory of
 its weights on a rank."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hvdtrain.training.build import build_recipe
 from hvdtrain.training.conflicts import refuse_on_every_engine
 from hvdtrain.training.input import passes_of_step
 
-Shapes = Mapping[str, tuple[int, ...]]  # of the trained parameters, by name
+Shapes = Mapping[str, tuple[int, ...]]  # shapes of the trained parameters, by name
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Forecast:
     config: Config
     recipe: Recipe
     dataset: int  # training samples
-    context: int | None  # tokens of each, where they have tokens
+    context: int | None  # tokens of each sample, if samples have tokens
     batch_phases: tuple[BatchPhase, ...]
 
     @property
@@ -45,7 +45,7 @@ class Forecast:
 
     @property
     def epochs(self) -> float:
-        """Epochs of the whole job."""
+        """The epochs of the job."""
         return min(self.recipe.epochs, self.progress(self.steps).epochs)
 
     def progress(self, step: int) -> Progress:
@@ -55,11 +55,11 @@ class Forecast:
         return Progress(self.dataset, total_samples(self.config, self.dataset), step, samples)
 
     def hyper(self, step: int) -> Hyper:
-        """Learning rate, momentum and batch of the step after `step` steps."""
+        """Returns learning rate, momentum and batch of the step after `step` steps."""
         return self.recipe.at(self.progress(step))
 
     def after_warmup(self) -> Hyper | None:
-        """Hyper of the first step after the warm-up; None if the job ends before."""
+        """Returns Hyper for the first step after the warm-up; None if the job ends before."""
         epochs = from_config.warmup_epochs(
             self.config, clock(self.config, self.dataset, self.context), self.recipe.batch
         )
@@ -75,7 +75,7 @@ class Forecast:
 
     @property
     def _readers(self) -> int:
-        """Ranks that read different samples."""
+        """Returns the number of ranks that read different samples."""
         return self.config.readers(self.ranks)
 
     def forward_passes(self, batch: int) -> int:
@@ -93,7 +93,8 @@ class Infeasible(NamedTuple):
 
 
 def find_conflict(config: Config, ranks: int) -> Infeasible | None:
-    """Why the configuration does not fit `ranks` ranks, whatever the data; None if it does."""
+    """Returns why the configuration does not support `ranks` ranks with any data; None if it
+    does."""
     try:
         refuse_on_every_engine(resolve_batch_size(config, ranks), ranks)
     except UserError as error:
@@ -104,10 +105,9 @@ def find_conflict(config: Config, ranks: int) -> Infeasible | None:
 def forecast(
     config: Config, dataset: int, ranks: int, context: int | None = None
 ) -> Forecast | Infeasible:
-    """The job on `ranks` ranks, or why the configuration or the recipe does not fit them, or its
-    steps are not known.
+    """Returns the job on `ranks` ranks, or why it is impossible or its steps are unknown.
 
-    dataset: training samples; context: tokens of each, where they have tokens.
+    dataset: training samples; context: tokens of each, if samples have tokens.
     """
     if conflict := find_conflict(config, ranks):
         return conflict
@@ -163,7 +163,7 @@ class Memory(NamedTuple):
     weights: int
     gradients: int
     optimizer_state: int | None  # None if it is known only after the optimizer's first step
-    buckets: int  # of gradients that are being reduced, with comm.reduce=bucket
+    buckets: int  # buckets of gradients being reduced, with comm.reduce=bucket
 
 
 def memory(shapes: Shapes, rule: Rule | None, precision: str) -> Memory:

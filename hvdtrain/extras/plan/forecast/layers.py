@@ -13,8 +13,8 @@ class LayerSummary(NamedTuple):
     name: str
     kind: str
     outputs: tuple[int, ...] | None  # shape for one sample; None if it is not known
-    parameters: int  # numbers of its own
-    trained: int  # of these
+    parameters: int  # its own parameters
+    trained: int  # trained parameters among them
     flops: (
         int | None
     )  # operations of a forward pass of one sample, a multiply-add is two; None if they are not counted  # noqa: E501
@@ -28,29 +28,30 @@ class LayerRange(NamedTuple):
 
 
 class LayoutRow(NamedTuple):
-    """A layer with weights, or several alike."""
+    """A layer with weights, or several similar layers."""
 
     name: str  # "blocks.0-3.fc1"
-    shape: tuple[int, ...]  # of its weight, whole
-    bytes: int  # of all its weights, of all layers that are alike
-    whole_bytes: int  # of these, of what each rank that has a part has whole: the biases of rows
+    shape: tuple[int, ...]  # shape of its full weight
+    bytes: int  # bytes of all its weights, in all similar layers
+    # of these, bytes that are replicated on each rank with a part: the biases of rows
+    whole_bytes: int
     way: Way
-    groups: int  # of features, each cut: 3 for queries, keys and values
-    held: list[LayerRange | None]  # of each rank; None: it has none of it
-    sent: str  # between the ranks that have it, in a step
+    groups: int  # groups of features, each partitioned: 3 for queries, keys and values
+    held: list[LayerRange | None]  # the range on each rank; None: it has no part
+    sent: str  # data sent between its ranks in a step
     stage: int
 
 
 class ParallelLayout(NamedTuple):
     title: str
-    ranks: list[str]  # of each rank its place in the mesh
+    ranks: list[str]  # place of each rank in the mesh
     rows: list[LayoutRow]
-    # of each rank a number of its group, whose ranks compute one layer together
+    # group number of each rank; the ranks of a group compute a layer together
     together: list[int]
-    # of each rank the bytes of weights that it updates, whose optimizer state it has
+    # bytes of weights that each rank updates, and whose optimizer state it has
     updates: list[float]
-    between_stages: str  # what a stage sends the next one; empty without stages
-    gradients: str  # what goes over the ranks that have the same weights
+    between_stages: str  # data that a stage sends to the next; empty without stages
+    gradients: str  # communication between ranks with the same weights
     notes: list[str]
 
     def weight_bytes(self, rank: int) -> int:

@@ -1,5 +1,5 @@
-"""plan --memory: the memory of a rank by number of ranks, shard.stage and recomputation, and what
-fits."""
+"""plan --memory: the memory of a rank by number of ranks, shard.stage and recomputation, and the
+settings that fit."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class MemoryEstimate(NamedTuple):
     recompute: str
     micro: int  # samples in a pass
     footprint: Footprint
-    bytes_per_sample: float  # that a sample more in a pass takes
+    bytes_per_sample: float  # bytes of one more sample in a pass
     share: int  # the most samples that a pass can have
 
     @property
@@ -99,7 +99,7 @@ class MemoryPlan:
 
 
 def read_size(value: str) -> int:
-    """16GiB, 16G, 500MB -> bytes. Raises UserError."""
+    """Parses 16GiB, 16G or 500MB to bytes. Raises UserError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|[kmgt]i?)b?", value.strip().lower())
     if not found or not float(found[1]):
         raise UserError(
@@ -111,7 +111,7 @@ def read_size(value: str) -> int:
 
 
 def with_memory_value(arguments: Sequence[str]) -> list[str]:
-    """The arguments, with an empty value for a --memory that has none."""
+    """Returns the arguments, with an empty value for a --memory without one."""
     completed = []
     for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue="--"):
         has_none = argument == "--memory" and (following.startswith("-") or "=" in following)
@@ -198,7 +198,7 @@ def on_ranks(found: Footprint, stage: int, ranks: int, wanted: int, weights: int
     less = 1 - ranks / wanted
     state = int(found.optimizer_state * less)
     part = int(weights / ranks * less)
-    if stage == 3:  # gradients are there in a step alone, and not those of all blocks at the peak
+    if stage == 3:  # gradients only exist within a step, and at the peak not for all blocks
         return found._replace(
             weights=found.weights - part,
             optimizer_state=found.optimizer_state - state,

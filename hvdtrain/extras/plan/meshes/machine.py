@@ -22,9 +22,9 @@ from hvdtrain.frameworks.footprint import PlannedWork
 INSIDE = Link("inside", 5e-6, 10e9)  # ranks of one host
 BETWEEN = Link("between", 30e-6, 1.25e9)  # 10 Gbit/s Ethernet
 RANKS_PER_NODE = 8
-LARGE = 2**20  # bytes, whose time is not that of messages without any
-# of products in the time in which other operations read or write a byte: A100 10, H100 20, a core
-# of a CPU 5
+LARGE = 2**20  # bytes that take longer than an empty message
+# operations of products in the time in which other operations read or write a byte: A100 10, H100
+# 20, a CPU core 5
 FLOPS_PER_BYTE = 10.0
 # times the bytes of the weights, that an update reads and writes: Adam's weights, gradients and
 # state
@@ -32,7 +32,7 @@ UPDATE_TOUCHES = 8.0
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 _PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _LINK = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)B/s(?:,(\d+(?:\.\d+)?)(ns|us|ms|s))?", re.ASCII)
-_SIZE = 768  # of the product that is measured
+_SIZE = 768  # size of the measured product
 _PRODUCTS = 7
 
 
@@ -40,16 +40,16 @@ class Machine(NamedTuple):
     """Speed and links of each rank while all ranks work; nodes are filled with ranks one after the
     other."""
 
-    flops_per_s: float  # of matrix products, convolutions and attention
-    touched_bytes_per_s: float  # which other operations read and write
-    updated_bytes_per_s: float  # of the weights that an optimizer updates
+    flops_per_s: float  # operations of matrix products, convolutions and attention
+    touched_bytes_per_s: float  # bytes that other operations read and write
+    updated_bytes_per_s: float  # bytes of weights that an optimizer updates
     inside: Link  # between two ranks of a node
-    between: Link  # of a node with the others: its ranks share it
+    between: Link  # link between nodes, shared by the ranks of a node
     per_node: int  # ranks
     # times the seconds of a ring, a reduction of each rank's part to it or the opposite on more
     # than two ranks
     in_parts: float
-    assumed: tuple[str, ...]  # for people: where these numbers come from
+    assumed: tuple[str, ...]  # for people: the sources of these numbers
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -79,8 +79,8 @@ def machine_of(
 ) -> Machine:
     """Returns the machine from the options, else from measurements, else from assumptions.
 
-    weight_bytes, plain: of the whole model and of a step of ranks that each have it, to which a
-    measured step belongs. Raises UserError for a file that is not a result of bench.
+    weight_bytes, plain: bytes of the whole model, and the work of a step with a replicated model,
+    to which a measured step belongs. Raises UserError for a file that is not a result of bench.
     """
     per_node = min(ranks, options.ranks_per_node or RANKS_PER_NODE)
     measured = _Measured(weight_bytes, plain)

@@ -39,7 +39,7 @@ class MeshShape(NamedTuple):
 
     @property
     def name(self) -> str:
-        """ "2 data x 2 tensor, shard.stage=1" """
+        """The mesh for people: "2 data x 2 tensor, shard.stage=1"."""
         sizes = {"pipeline": self.pipeline, "data": self.data, "tensor": self.tensor}
         found = " x ".join(f"{size} {name}" for name, size in sizes.items() if size > 1) or "1 data"
         return (
@@ -50,7 +50,7 @@ class MeshShape(NamedTuple):
 
     @property
     def words(self) -> str:
-        """The mesh as words of a configuration; empty if every rank has everything."""
+        """The mesh as configuration settings; empty if everything is replicated."""
         sizes = {"parallel.pipeline": self.pipeline, "parallel.tensor": self.tensor}
         words = [f"{key}={size}" for key, size in sizes.items() if size > 1]
         words += [f"shard.stage={self.stage}"] * (self.stage > 0) + [
@@ -64,8 +64,8 @@ class MeshCandidate(NamedTuple):
 
     mesh: MeshShape
     time: StepTime
-    sent_bytes: int  # of the rank that sends most
-    needs: float  # bytes of the rank that needs most, beside libraries and data
+    sent_bytes: int  # bytes sent by the rank that sends most
+    needs: float  # bytes on the rank that needs most, besides libraries and data
     evaluates: bool  # whether the evaluation takes most of them
 
 
@@ -85,10 +85,10 @@ class MeshPlan(NamedTuple):
     rows: list[MeshCandidate]  # the fastest first
     excluded: list[Excluded]
     ranks: int
-    batch: int  # samples of a step, the same for all
-    room: float  # bytes of a rank beside libraries and data
+    batch: int  # samples in a step, the same for all meshes
+    room: float  # bytes available on a rank, besides libraries and data
     machine: Machine
-    assumed: list[str]  # of the machine, and of the meshes
+    assumed: list[str]  # assumptions about the machine and the meshes
 
 
 def meshes(ranks: int, has_dense_part: bool) -> Iterator[MeshShape]:
@@ -130,7 +130,7 @@ def with_mesh(config: Config, mesh: MeshShape, original: Config) -> Config:
         **of_pipeline,
         **({} if mesh.dense == "none" else {"dense": mesh.dense}),
     )
-    # no rank has the whole model to draw with
+    # no rank has the whole model for sampling
     log = config.log.replace(samples=0) if mesh.pipeline > 1 else config.log
     return config.replace(parallel=parallel, shard=config.shard.replace(stage=mesh.stage), log=log)
 
@@ -168,9 +168,10 @@ def plan_meshes(
     has_dense_part: bool,
     says: Callable[[str], None],
 ) -> MeshPlan:
-    """Predicts a step of the job on each possible mesh. `says` is called with its name first.
+    """Predicts a step of the job on each possible mesh. `says` is called with the name of each mesh
+    first.
 
-    Raises UserError if the job cannot run on so many ranks, whatever the mesh.
+    Raises UserError if the job cannot run on this number of ranks with any mesh.
     """
     plain = without_mesh(config, ranks)
     features = _features(config, several_nodes=machine.per_node < ranks)
@@ -206,8 +207,8 @@ def plan_meshes(
 
 
 def plain_work(config: Config, data: Data, ranks: int) -> PlannedWork:
-    """Work of a step of ranks that each have the whole model. Raises UserError if the job cannot
-    run on so many."""
+    """Returns the work of a step with a replicated model. Raises UserError if the job cannot run on
+    this number of ranks."""
     one = forecast(without_mesh(config, ranks), data.samples, ranks, tokens_of_sample(data.task))
     if isinstance(one, Infeasible):
         raise one.error
@@ -282,22 +283,22 @@ _OF_GRADIENTS = re.compile(r"gradient(\.\d+)?")
 
 
 class StepTime(NamedTuple):
-    """The time of a step of the slowest rank. `seconds` is at most the sum of the others, since
-    some communication overlaps with computing."""
+    """The time of a step of the slowest rank. `seconds` is at most the sum of the others, because
+    some communication overlaps with computation."""
 
     seconds: float
-    compute_s: float  # of passes and update
-    communication_s: float  # of all that it takes part in, as if nothing were hidden
+    compute_s: float  # passes and update
+    communication_s: float  # all communication of the rank, without overlap
     bubble: float  # share of the time of the passes in which a rank waits for other stages, 0 to 1
 
 
 def moved_s(moved: Moved, machine: Machine) -> float:
-    """Seconds of one collective.
+    """Returns the seconds of one collective.
 
-    Rings: an allreduce of B bytes on n ranks has 2 (n - 1) messages of B / n one after the other, a
-    reduce-scatter and an all-gather n - 1; trees: a broadcast and a reduction have log2 n messages
-    of B, rounded up. On several nodes the slower link counts. The ranks of a node share its link:
-    all groups like this one send at the same time.
+    Rings: an allreduce of B bytes on n ranks has 2 (n - 1) consecutive messages of B / n, a
+    reduce-scatter or an all-gather has n - 1. Trees: a broadcast or a reduction has log2 n messages
+    of B, rounded up. On several nodes the slower link counts. The ranks of a node share its link,
+    because all groups like this one send at the same time.
     """
     n = len(moved.ranks)
     size = moved.size_bytes
@@ -331,7 +332,8 @@ def step_time(
 ) -> StepTime:
     """Predicts the time of a step.
 
-    works: of the first rank of each stage. overlaps: whether gradients are reduced during backward.
+    works: the work of the first rank in each stage. overlaps: whether gradients are reduced during
+    backward.
     """
     if config.parallel.pipeline > 1:
         return _of_pipeline(config, works, machine)
@@ -340,7 +342,7 @@ def step_time(
     in_passes, gradients, rest = _sorted(work.moved, machine)
     reduction_s = sum(gradients)
     hidden_s = 0.0
-    if overlaps and gradients:  # of the last bucket nothing is left to hide behind
+    if overlaps and gradients:  # the last bucket cannot overlap with backward
         hidden_s = min(reduction_s - gradients[-1], BACKWARD * passes_s / work.passes)
     communication_s = sum(in_passes) + reduction_s + sum(rest)
     return StepTime(
@@ -380,7 +382,7 @@ def _of_pipeline(config: Config, works: Sequence[PlannedWork], machine: Machine)
     parallel = config.parallel
     micro = works[0].passes
     virtual = parallel.stages_of_rank
-    # of the operations, which a forward pass has
+    # share of the operations in a forward pass
     share = 1 / (4 if config.model.recompute != "none" else 3)
     seconds = []
     transfers = [0.0] * (len(works) * virtual)

@@ -25,9 +25,9 @@ _BAR = 30  # characters of the slowest stage's
 
 
 class PipelineSplit(NamedTuple):
-    """Where the model is cut, and by what."""
+    """Where the model is cut, and by which criterion."""
 
-    by: str  # as parallel.balance
+    by: str  # as in parallel.balance
     first: list[int]  # the first unit of each stage
 
 
@@ -37,18 +37,18 @@ class Bubble(NamedTuple):
     micro: int  # micro-batches of the step
     schedule: Schedule
     by: str
-    formula: float  # of equal stages
+    formula: float  # for equal stages
     measured_times: float
 
 
 class PipelinePlan(NamedTuple):
-    """The plan of one pipeline: what --pipeline shows."""
+    """The plan of one pipeline, shown by --pipeline."""
 
-    config: Config  # of one pipeline
-    samples: int  # of a micro-batch
+    config: Config  # configuration of one pipeline
+    samples: int  # samples in a micro-batch
     micro: int  # micro-batches of a step
     units: list[UnitCost]
-    cuts: list[PipelineSplit]  # of this schedule; the job's first
+    cuts: list[PipelineSplit]  # splits for this schedule; the job's is first
     bubbles: list[Bubble]
 
 
@@ -59,7 +59,7 @@ def pipeline_plan(config: Config, task: Task, ranks: int) -> PipelinePlan:
 
     if config.parallel.pipeline == 1:
         config = config.replace(parallel=config.parallel.replace(pipeline=ranks))
-    # no rank has the whole model to draw with
+    # no rank has the whole model for sampling
     config = config.replace(log=config.log.replace(samples=0))
     config = resolve_batch_size(config, config.parallel.ranks)
     refuse_on_every_engine(config, config.parallel.ranks)
@@ -132,7 +132,7 @@ def _bubbles(
 
 
 def pipeline_lines(plan: PipelinePlan) -> list[str]:
-    """Units, the stages of each cut, and the shares of waiting."""
+    """Returns lines with the units, the stages of each split, and the shares of waiting."""
     parallel = plan.config.parallel
     lines = [
         f"{plan.config.model.name} on a pipeline of {parallel.pipeline} ranks, "
@@ -167,7 +167,7 @@ def _units(units: Sequence[UnitCost]) -> list[str]:
 
 
 def _stages(plan: PipelinePlan, cut: PipelineSplit) -> list[str]:
-    """A bar for each."""
+    """Returns a bar for each stage."""
     seconds = [sum(each) for each in of_stages([unit.seconds for unit in plan.units], cut.first)]
     is_of_job = cut.by == _label(plan.config)
     head = (
@@ -197,7 +197,7 @@ def _ranges(cut: PipelineSplit, units: int) -> list[tuple[int, int]]:
 
 
 def _counts(plan: PipelinePlan, cut: PipelineSplit) -> str:
-    """Units of each stage as parallel.balance takes them: 3,3"""
+    """Formats the units of each stage as in parallel.balance: 3,3."""
     return ",".join(str(stop - start) for start, stop in _ranges(cut, len(plan.units)))
 
 

@@ -1,4 +1,4 @@
-"""plan --parallel and plan --pipeline: their options, and which of them is asked for."""
+"""plan --parallel and plan --pipeline: their options, and the choice between them."""
 
 from __future__ import annotations
 
@@ -68,8 +68,7 @@ def refuse_options(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace, config: Config) -> bool:
-    """Prints the plan that the options ask for; False if they ask for neither. Raises
-    UserError."""
+    """Prints the requested plan; returns False if none is requested. Raises UserError."""
     if options.pipeline:
         _plan_pipelines(options, config)
     elif options.parallel:

@@ -15,7 +15,7 @@ from hvdtrain.training.memory import MARGIN, gib
 
 _HEADER = ("mesh", "ms/step", "compute", "comm", "bubble", "MB sent", "memory")
 _WIDTH = 120
-_CLOSE = 1.05  # times the seconds of the best: a prediction does not tell these apart
+_CLOSE = 1.05  # times the seconds of the best; a prediction cannot distinguish these
 
 
 def mesh_lines(plan: MeshPlan) -> list[str]:
@@ -137,7 +137,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def mesh_json(plan: MeshPlan) -> dict[str, Any]:
-    """Seconds and bytes."""
+    """Returns the plan for programs, in seconds and bytes."""
     machine = plan.machine
     return {
         "ranks": plan.ranks,

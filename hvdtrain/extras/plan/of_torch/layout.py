@@ -99,7 +99,7 @@ def _layers(model: nn.Module, x: torch.Tensor) -> list[Layer]:
 def _alike(
     layers: list[Layer], stage_of: dict[str, int], cuts: Mapping[str, LayerCut]
 ) -> dict[tuple[Any, ...], list[Layer]]:
-    """Layers of blocks that are alike, of one stage, together: in the order of the first ones."""
+    """Groups similar layers of the blocks in one stage, in the order of their first layers."""
     alike: dict[tuple[Any, ...], list[Layer]] = {}
     for layer in layers:
         pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", layer.name)
@@ -165,7 +165,7 @@ def _updated(
 
 
 def _name(alike: list[Layer]) -> str:
-    """ "blocks.0-3.fc1" """
+    """Returns the common name of layers: "blocks.0-3.fc1"."""
     if len(alike) == 1:
         return alike[0].name
     first = alike[0].name.split(".")
@@ -186,7 +186,7 @@ def _part(length: int, rank: int, ranks: int) -> LayerRange:
 
 
 def _within(part: LayerRange, index: int, parts: int) -> LayerRange:
-    """The shard of a part."""
+    """Returns the shard of a part."""
     width = (part.stop - part.start) / parts
     return LayerRange(part.start + index * width, part.start + (index + 1) * width)
 

@@ -20,20 +20,20 @@ from hvdtrain.frameworks.torch.private_api import FakeTensorMode
 from hvdtrain.frameworks.torch.step_costs import FlopCounter
 from hvdtrain.tasks.task import Task
 
-_SAMPLES = 2  # of the forward pass
+_SAMPLES = 2  # samples in the forward pass
 
 
 def summarize(config: Config, task: Task) -> list[LayerSummary]:
-    """Modules with parameters or operations of their own. Raises UserError if shapes depend on the
-    values of tensors."""
+    """Returns the modules that have parameters or operations themselves. Raises UserError if shapes
+    depend on the values of tensors."""
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            with Answered():  # not in the forward pass, whose shapes may depend on the numbers
+            with Answered():  # not in the forward pass, whose shapes may depend on values
                 model = normed_model(config, task, SingleProcessCommunicator())
             return _Calls(model, example(_SAMPLES, config, task, torch.empty(0))).rows()
     except UserError:
         raise
-    except Exception as error:  # of the user's model
+    except Exception as error:  # an error in the user's model
         what = (
             f"{config.model.name} cannot run on tensors without data: {type(error).__name__}: "
             f"{first_line(error)}"
@@ -46,15 +46,13 @@ def summarize(config: Config, task: Task) -> list[LayerSummary]:
 
 
 class _Calls:
-    """One forward pass, and what each module did in it."""
+    """Records the operations of each module in a forward pass."""
 
     def __init__(self, model: nn.Module, inputs: Called) -> None:
         self._model = model
         self._outputs: dict[nn.Module, Any] = {}
-        self._flops: dict[nn.Module, int] = {}  # without those of modules inside
-        self._inside: list[
-            int
-        ] = []  # of each call that is under way: operations of the calls inside
+        self._flops: dict[nn.Module, int] = {}  # operations of each module, without its submodules
+        self._inside: list[int] = []  # for each running call: operations of the calls within it
         hooks = [module.register_forward_pre_hook(self._begin) for module in model.modules()]
         hooks += [module.register_forward_hook(self._end) for module in model.modules()]
         self._began: list[int] = []

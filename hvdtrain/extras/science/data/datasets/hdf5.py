@@ -1,4 +1,4 @@
-"""Arrays of HDF5 files, netCDF-4 among them: chunks are found once, then read and unpacked without
+"""Arrays of HDF5 files, including netCDF-4. Chunks are located once, then read and unpacked without
 the library, by several threads."""
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from hvdtrain.errors import UserError, first_line
 from hvdtrain.extras.science.chunks import block_edges, check_chunks
 from hvdtrain.extras.science.netcdf_numbers import WORDS, is_packed, unpacked, unpacked_dtype
 
-# as HDF5 numbers its filters
+# HDF5's filter numbers
 _SHUFFLE = 2
 _DEFLATE = 1
-_MOST_LINKS = 16  # soft ones that are followed for one name, as many as the library follows
-# about, that are read at once through the library where an array has no chunks
+_MOST_LINKS = 16  # soft links to follow for one name, the same limit as in the library
+# approximate bytes to read at a time through the library, if an array has no chunks
 _BLOCK_BYTES = 2**20
-# what h5py raises
+# errors of h5py
 _DAMAGE = (
     OSError,
     RuntimeError,
@@ -75,7 +75,8 @@ def build(
     split_val: values of split_by that validate
     cache_mb: most megabytes of decoded chunks that a rank keeps for each set
 
-    Raises UserError without h5py, and where files are damaged, lack a field, or hold no numbers.
+    Raises UserError without h5py, and if files are damaged, lack a field, or do not contain
+    numbers.
     """
     wanted = Wanted(fields, dtypes or {}, split_by, split_val, cache_mb)
     return build_stored(
@@ -97,8 +98,8 @@ def _h5py() -> Any:
 
 @contextlib.contextmanager
 def _opened(file: FileOnDisk) -> Iterator[Any]:
-    """The file by the library, which a script may open too. Raises UserError if it is none of
-    HDF5, or has changed."""
+    """Opens the file with the library; a script may also have it open. Raises UserError if it is
+    not an HDF5 file, or if it has changed."""
     with file.opened() as raw:
         beginning = raw.read(0, min(3, file.size))
     try:
@@ -133,7 +134,7 @@ class Hdf5File(StoredFile):
         return [name for name, has_numbers in self._arrays() if not has_numbers]
 
     def _arrays(self) -> list[tuple[str, bool]]:
-        """Names of the arrays in this file, and whether they hold numbers."""
+        """Returns the names of the arrays in this file, and whether they hold numbers."""
         arrays: list[tuple[str, bool]] = []
 
         def visit(name: str, entry: Any) -> None:
@@ -225,8 +226,8 @@ class Hdf5File(StoredFile):
 
     @contextlib.contextmanager
     def _dataset(self, name: str) -> Iterator[Any]:
-        """An array by the library. Raises UserError if there is none, it is damaged, or its
-        numbers are in another file."""
+        """Returns an array from the library. Raises UserError if it does not exist, is damaged, or
+        has its values in another file."""
         with _opened(self.file) as file:
             try:
                 dataset = self._found(file, name)
@@ -247,11 +248,11 @@ class Hdf5File(StoredFile):
                 raise cut_off(self.file.path, f"{name}: {first_line(error)}") from None
 
     def _found(self, file: Any, name: str) -> Any | None:
-        """What a path leads to, link by link: the library would open another file, and wait for a
-        pipe, only to say that a name is there.
+        """Resolves a path link by link, because the library would open other files, and wait for a
+        pipe, just to check that a name exists.
 
-        None if there is nothing. Raises UserError for a link to another file, and for links that
-        lead to each other.
+        Returns None if it does not exist. Raises UserError for a link to another file, and for
+        circular links.
         """
         h5l = _h5py().h5l
         entry = file
@@ -311,12 +312,12 @@ class Hdf5File(StoredFile):
 
 
 def _is_elsewhere(dataset: Any) -> bool:
-    """Whether its numbers are in other files. To be asked before its shape, for which the library
-    may open them."""
+    """Whether a dataset's values are in other files. Must be called before reading its shape, for
+    which the library may open them."""
     return bool(dataset.is_virtual or dataset.external)
 
 
-_NETCDF_FILL = 2.0**119 * 15  # of floats; netcdf.h, NC_FILL_FLOAT
+_NETCDF_FILL = 2.0**119 * 15  # fill value for floats; netcdf.h, NC_FILL_FLOAT
 _NETCDF_FILLS: dict[str, float] = {
     "i2": -32767,
     "u2": 65535,
@@ -329,8 +330,8 @@ _NETCDF_FILLS |= {"f4": _NETCDF_FILL, "f8": _NETCDF_FILL}
 
 
 def _attributes(dataset: Any) -> dict[str, Any]:
-    """What its attributes say that its numbers stand for. Numbers of netCDF that were never written
-    are missing, though none says so."""
+    """Returns the attributes that define the meaning of the values. In netCDF, values that were
+    never written are missing, even without an attribute."""
     attributes = {word: dataset.attrs[word] for word in WORDS if word in dataset.attrs}
     fill = _NETCDF_FILLS.get(dataset.dtype.str[1:])
     if fill is not None and dataset.fillvalue == fill:
@@ -369,7 +370,7 @@ def _is_whole(dataset: Any) -> bool:
 
 
 def _filters(dataset: Any) -> tuple[int, ...] | None:
-    """The filters in the order in which they were applied; None if there is another one than
+    """Returns the filters in the order in which they were applied; None if there are others than
     shuffle and deflate."""
     plist = dataset.id.get_create_plist()
     found = tuple(plist.get_filter(number)[0] for number in range(plist.get_nfilters()))
@@ -377,8 +378,8 @@ def _filters(dataset: Any) -> tuple[int, ...] | None:
 
 
 def _places(dataset: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Offset in the file, bytes and mask of left-out filters of each chunk, in the grid of chunks;
-    0 bytes: never written."""
+    """Returns the file offset, bytes and mask of skipped filters for each chunk in the grid; 0
+    bytes: never written."""
     grid = tuple(
         -(-size // chunk) for size, chunk in zip(dataset.shape, dataset.chunks, strict=True)
     )
@@ -406,8 +407,8 @@ def _places(dataset: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """A chunked array, uncompressed or by deflate, with or without the shuffle of bytes. A block is
-    the chunks of the same rows."""
+    """A chunked array, uncompressed or with deflate, with or without byte shuffle. A block consists
+    of the chunks of the same rows."""
 
     file: FileOnDisk
     name: str
@@ -448,7 +449,7 @@ class Chunks:
     def _overlap(
         self, inner: tuple[int, ...], box: SelectionBox
     ) -> tuple[list[slice], list[slice]]:
-        """Where a chunk is in the box, and what of the chunk that is."""
+        """Returns the position of a chunk in the box, and the part of the chunk in it."""
         into = []
         of = []
         for number, size, low, high in zip(
@@ -461,8 +462,7 @@ class Chunks:
         return into, of
 
     def _unpacked(self, raw: bytes | np.ndarray, place: tuple[int, ...]) -> np.ndarray:
-        """The numbers of a chunk, whole. Raises UserError if they are not as many as they have
-        to be."""
+        """Returns all values of a chunk. Raises UserError if their number is wrong."""
         wanted = math.prod(self.chunks) * self.dtype.itemsize
         for number, kind in reversed(list(enumerate(self.filters))):
             if int(self.masks[place]) >> number & 1:
@@ -479,7 +479,7 @@ class Chunks:
 
 @dataclass(frozen=True, eq=False)
 class Unpacked:
-    """Chunks whose numbers stand for others, as attributes say."""
+    """Chunks whose values are encoded, as described by attributes."""
 
     chunks: Chunks
     attributes: Mapping[str, Any]
@@ -499,7 +499,7 @@ class Unpacked:
 
 
 def _inflated(raw: bytes | np.ndarray, most: int) -> bytes:
-    """At most so many bytes; none if they are damaged."""
+    """Returns at most `most` decompressed bytes; empty if they are damaged."""
     unpack = zlib.decompressobj()
     try:
         found = unpack.decompress(raw if isinstance(raw, bytes) else raw.tobytes(), most)

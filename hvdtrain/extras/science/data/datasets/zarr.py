@@ -1,5 +1,5 @@
 """Arrays of Zarr groups in folders and zip files, versions 2 and 3: chunks of the same rows are
-read when a sample of them is."""
+read when one of their samples is needed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from hvdtrain.extras.science.chunks import block_edges, check_chunks
 from hvdtrain.extras.science.netcdf_numbers import is_packed, unpacked, unpacked_dtype
 
 _CODEC_KEYS = ("filters", "compressor", "codecs", "index_codecs")
-# of numcodecs and zarr, without pickle, which may run code, and msgpack2
+# codecs of numcodecs and zarr, without pickle, which may run code, and msgpack2
 _COMPRESSORS = {"blosc", "bz2", "gzip", "lz4", "lzma", "pcodec", "zfpy", "zlib", "zstd"}
 _CHECKSUMS = {"adler32", "crc32", "crc32c", "fletcher32", "jenkins_lookup3"}
 _NUMBERS = {
@@ -81,8 +81,8 @@ def build(
     split_val: values of split_by that validate
     cache_mb: most megabytes of decoded chunks that a rank keeps for each set
 
-    Raises UserError without zarr, and where groups are damaged, lack a field or a chunk, or hold no
-    numbers.
+    Raises UserError without zarr, and if groups are damaged, lack a field or a chunk, or do not
+    contain numbers.
     """
     wanted = Wanted(fields, dtypes or {}, split_by, split_val, cache_mb)
     return build_stored(name, root, split, (".zarr", ".zarr.zip"), ZarrGroup.open, wanted)
@@ -100,8 +100,8 @@ def _zarr() -> Any:
 
 @functools.cache
 def _folder_store() -> type[Any]:
-    """The library's store of a folder, which opens regular files only, as a pipe would never end,
-    and none behind a link out of it."""
+    """Returns the library's store of a folder, restricted to regular files, because a pipe would
+    never end, and without links out of the folder."""
     store: Any = _zarr().storage.LocalStore
 
     class RegularFiles(store):
@@ -113,7 +113,7 @@ def _folder_store() -> type[Any]:
 
 
 def _check_inside(root: Path, key: str) -> None:
-    """Raises OSError for what is in a group but is not a file, or is a link to another place."""
+    """Raises OSError for anything but a file in a group, and for a link out of it."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         path = (root / key).resolve(strict=True)
         if not path.is_relative_to(root.resolve()):
@@ -125,7 +125,7 @@ def _check_inside(root: Path, key: str) -> None:
 def _opened(path: Path) -> Any:
     zarr = _zarr()
     if not path.is_dir():
-        FileOnDisk.at(path)  # that it is a file
+        FileOnDisk.at(path)  # checks that it is a file
     try:
         return zarr.open_group(
             _folder_store()(path, read_only=True)
@@ -133,13 +133,13 @@ def _opened(path: Path) -> Any:
             else zarr.storage.ZipStore(path, mode="r"),
             mode="r",
         )
-    except Exception as error:  # the library and its codecs raise of their own
+    except Exception as error:  # the library and its codecs raise their own exceptions
         _refuse_inner_folder(path)
         raise cut_off(path, f"it is not a Zarr group ({first_line(error)})") from None
 
 
 def _refuse_inner_folder(path: Path) -> None:
-    """Raises UserError if a zip file has the folder of a group, and not what is in it."""
+    """Raises UserError if a zip file contains the folder of a group instead of its content."""
     entries: list[PurePosixPath] = []
     with (
         contextlib.suppress(zipfile.BadZipFile, OSError, ValueError, NotImplementedError),
@@ -163,7 +163,8 @@ def _refuse_inner_folder(path: Path) -> None:
 
 
 def _described(path: Path) -> list[str]:
-    """Names of all that has a file that describes an array, or of version 3 a group."""
+    """Returns the names of everything with a file that describes an array, or a group in version
+    3."""
     if path.is_file():
         with zipfile.ZipFile(path) as file:
             entries = [PurePosixPath(name) for name in file.namelist()]
@@ -204,7 +205,8 @@ class ZarrGroup(StoredFile):
 
     def _members(self) -> list[tuple[str, Any]]:
         group = _opened(self.path)
-        try:  # one by one: the library prints errors of others beside the one that it raises
+        # one by one, because the library prints errors of others besides the one that it raises
+        try:
             members = [(name, group[name]) for name in _described(self.path)]
             for _, member in members:
                 _check_attributes(member)
@@ -241,7 +243,7 @@ class ZarrGroup(StoredFile):
         )
 
     def opened(self, name: str) -> Any:
-        """The array by the library. Raises UserError if there is none."""
+        """Returns the array from the library. Raises UserError if it does not exist."""
         group = _opened(self.path)
         try:
             member = group[name.strip("/")]
@@ -311,7 +313,7 @@ class ZarrChunks:
         rows = slice(int(self.edges[block]), int(self.edges[block + 1]))
         try:
             found = np.array(self._array[0][(rows, *box.slices)])
-        except Exception as error:  # the library and its codecs raise of their own
+        except Exception as error:  # the library and its codecs raise their own exceptions
             raise cut_off(
                 self.group.path,
                 f"{self.name}, samples {rows.start} to {rows.stop - 1}: {first_line(error)}",
@@ -338,8 +340,8 @@ def _check_attributes(member: Any) -> None:
 
 
 def _codecs(value: Any, key: str = "") -> set[str]:
-    """Names of the codecs in the description of an array: `id` in version 2, `name` in version 3,
-    of a shard those inside of it too."""
+    """Returns the names of the codecs in the description of an array: `id` in version 2, `name` in
+    version 3; includes the codecs within a shard."""
     if isinstance(value, (list, tuple)):
         return {name for one in value for name in _codecs(one, key)}
     if not isinstance(value, Mapping):
@@ -355,8 +357,8 @@ def _codecs(value: Any, key: str = "") -> set[str]:
 
 
 def _dimensions(array: Any) -> list[Any]:
-    """Names of the axes: an attribute that xarray writes in version 2, the format's own in version
-    3."""
+    """Returns the names of the axes: from an attribute that xarray writes in version 2, from the
+    format in version 3."""
     found = array.attrs.get("_ARRAY_DIMENSIONS", getattr(array.metadata, "dimension_names", None))
     return list(found) if isinstance(found, (list, tuple)) else []
 

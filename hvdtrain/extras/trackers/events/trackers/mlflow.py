@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
     from mlflow.tracking import MlflowClient
 
-STATUS = {"end": "FINISHED", "stop": "KILLED"}  # else FAILED
+STATUS = {"end": "FINISHED", "stop": "KILLED"}  # otherwise FAILED
 
 
 def build(config: Config, run: Path) -> Mlflow:
-    """A tracker for the server of MLFLOW_TRACKING_URI, else RUN/mlflow; in the experiment
-    MLFLOW_EXPERIMENT_NAME, else hvdtrain.
+    """Builds a tracker for the server MLFLOW_TRACKING_URI, by default RUN/mlflow, in the experiment
+    MLFLOW_EXPERIMENT_NAME, by default hvdtrain.
 
     Raises UserError if mlflow is not installed; it is imported at the first event. Show RUN/mlflow
     with: MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri RUN/mlflow
@@ -48,8 +48,8 @@ class Mlflow:
         self._folder = run
         self._client: MlflowClient | None = None
         self._run_id = ""
-        self._status = "FAILED"  # until the job says how it ended
-        self._time_ms = 0  # of the newest event
+        self._status = "FAILED"  # until the job reports how it ended
+        self._time_ms = 0  # time of the newest event
 
     def __call__(self, event: Event) -> None:
         self._time_ms = int(event.time * 1000)
@@ -72,8 +72,8 @@ class Mlflow:
             self._client.set_terminated(self._run_id, self._status, self._time_ms)
 
     def _continue(self, client: MlflowClient, first: Event) -> str:
-        """Sets the status of the job's run to RUNNING and returns its id; empty without one, or
-        where the server does not know it."""
+        """Sets the status of the job's run to RUNNING and returns its id; empty if there is no run,
+        or if the server does not know it."""
         from mlflow.exceptions import MlflowException
 
         run_id = load_run_id(self._folder / "mlflow_run.json", first)
@@ -98,8 +98,8 @@ class Mlflow:
         return str(run.info.run_id)
 
     def _log_config(self, client: MlflowClient, run: Run) -> None:
-        """Parameters of a run cannot change: where a resumed job has another value, that is a tag,
-        "resumed.batch.size"."""
+        """Logs the configuration. Parameters of a run cannot change, so a different value in a
+        resumed job becomes a tag, "resumed.batch.size"."""
         from mlflow.entities import Param, RunTag
         from mlflow.utils.validation import (
             MAX_ENTITY_KEY_LENGTH,
@@ -128,8 +128,8 @@ class Mlflow:
 
 
 def _connect(run: Path) -> MlflowClient:
-    """A client. MLflow's fluent functions belong to the thread that started a run, and change state
-    that the user's own code sees."""
+    """Returns a client, because MLflow's fluent functions are bound to the thread that started a
+    run and change state that user code sees."""
     # read at the import; otherwise MLflow reports each use to its vendor
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     uri = os.environ.get("MLFLOW_TRACKING_URI")

@@ -1,5 +1,5 @@
-"""Weights & Biases: the configuration and the numbers of each event; online where a login exists,
-else in RUN/wandb."""
+"""Weights & Biases: the configuration and the numbers of each event; online if a login exists, else
+in RUN/wandb."""
 
 from __future__ import annotations
 
@@ -36,15 +36,14 @@ _HOST = "https://api.wandb.ai"
 
 
 def build(config: Config, run: Path) -> Wandb:
-    """A tracker that is online or offline as WANDB_MODE says; without that online where
+    """Builds a tracker. WANDB_MODE selects online or offline; by default it is online if
     WANDB_API_KEY or a login in ~/.netrc exists.
 
     wandb reads WANDB_PROJECT, WANDB_NAME, WANDB_ENTITY, WANDB_BASE_URL and its other variables.
     Upload an offline run with: wandb sync RUN/wandb/offline-run-*. wandb receives numbers, the
     configuration and the host's name, and measures the host; it receives no console output, code,
-    git state, command line or list of packages. Where the uploads of an online run hang, wandb's
-    clean-up delays the end of the process; what is in RUN/wandb can be uploaded with wandb sync
-    later.
+    git state, command line or list of packages. If the uploads of an online run hang, wandb's
+    cleanup delays the end of the process; RUN/wandb can be uploaded later with wandb sync.
 
     Raises UserError if wandb is not installed, or WANDB_MODE=online has no login; wandb is
     imported at the first event.
@@ -89,8 +88,8 @@ class Wandb:
     """One W&B run for a job, however often it is resumed. The x axis of all curves is "step", not
     wandb's own count.
 
-    wandb drops values that are logged for an earlier step of its own count, as a resumed job does.
-    With "step" the steps that a resumed job repeats have two values.
+    wandb drops values that are logged for an earlier step of its own count, as in a resumed job.
+    With "step", repeated steps of a resumed job have two values.
     """
 
     def __init__(self, config: Config, run: Path, mode: str) -> None:
@@ -125,13 +124,13 @@ class Wandb:
     def _open(self, first: Event) -> Run:
         # read at the import; otherwise wandb reports its failures to its vendor
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        # a setting of init() comes too late for the messages of a login
+        # a setting in init() would be too late for login messages
         os.environ.setdefault("WANDB_SILENT", "true")
         with _restore_exit_hooks():
             import wandb
 
             with Folder.make(self._folder, "wandb") as folder:
-                # below are earlier starts, which it only reads, with links to its cache
+                # it contains earlier starts, which are only read, with links to the cache
                 folder.refuse_links(below=False)
             path = self._folder / "wandb_run.json"
             run_id = load_run_id(path, first) or uuid.uuid4().hex[:8]
@@ -145,7 +144,7 @@ class Wandb:
                 settings=wandb.Settings(
                     mode=self._mode,  # type: ignore[arg-type]  # a value of the environment, which Settings checks
                     console="off",
-                    reinit="create_new",  # does not touch runs of the user's own code
+                    reinit="create_new",  # does not affect runs of user code
                     disable_code=True,
                     save_code=False,
                     disable_git=True,
