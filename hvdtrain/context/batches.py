@@ -147,7 +147,7 @@ class Batches:
         return {name: quotient(total[f"metric.{name}"], total["count"]) for name in metrics}
 
     def _count_of_mean(self) -> float:
-        """The weight of a mean without a count. Raises UserError if it is not known."""
+        """Returns the weight of a mean without a count. Raises UserError if it is not known."""
         fix = (
             "ctx.mean({...}, count=NUMBER), the number of samples or tokens that this rank "
             "averaged over"
@@ -166,7 +166,7 @@ class Batches:
         return self.count("ctx.mean()") if self._evaluated is None else float(self._evaluated.count)
 
     def count(self, where: str) -> float:
-        """The weight of the current batch's loss on this rank."""
+        """Returns the weight of the current batch's loss on this rank."""
         if self._samples is None:
             return 1.0
         divisor: Divisor = self._loop.learner.divisor

@@ -320,7 +320,7 @@ class Context:
         self._ending.give_up()
 
     def former(self, loss: RankFailure, began_s: float) -> Former:
-        """The state from which surviving ranks continue after this loss."""
+        """Returns the state from which surviving ranks continue after this loss."""
         loop = self._loop
         return Former(self.run or Path(), loop.run.token, loop.model, loss, began_s)
 

@@ -90,8 +90,8 @@ class Ending:
 
 
 def different_calls(error: BaseException) -> UserError | None:
-    """The error to report if another rank's message is larger than this rank's call expects,
-    because ranks make different calls; None for other errors."""
+    """Returns the error to report if another rank's message is larger than this rank's call
+    expects, because ranks make different calls; None for other errors."""
     if isinstance(error, UserError) or not any(text in str(error) for text in _OTHER_SIZE):
         return None
     frame = own_frame(error)

@@ -47,14 +47,14 @@ class Logged:
         )
 
     def fingerprint(self) -> Sums:
-        """A fingerprint of the names, see names_fingerprint()."""
+        """Returns a fingerprint of the names, see names_fingerprint()."""
         return names_fingerprint(self._sums)
 
     def read(
         self, communicator: Communicator, fingerprints: Mapping[str, float]
     ) -> dict[str, float]:
-        """The means over the samples of all ranks; NaN if there were none. fingerprints: summed
-        over all ranks. A collective.
+        """Returns the means over the samples of all ranks; NaN if there were none. fingerprints:
+        summed over all ranks. A collective.
 
         Raises UserError on every rank if ranks logged different names.
         """
@@ -79,8 +79,8 @@ class Logged:
 
 
 def names_fingerprint(names: Collection[str]) -> Sums:
-    """A number computed from the names, and its square. Their sums over ranks show whether all
-    ranks have the same names."""
+    """Returns a number computed from the names, and its square. Their sums over ranks show whether
+    all ranks have the same names."""
     number = float(zlib.crc32(",".join(sorted(names)).encode()) & 0xFFFFF)
     return {"names": number, "squares": number * number}
 

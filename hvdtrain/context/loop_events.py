@@ -24,7 +24,7 @@ from hvdtrain.training.progress.train_state import TrainState
 def start_fields(
     communicator: Communicator, hosts: list[str], model: str, stream: SampleStream
 ) -> dict[str, Any]:
-    """Fields of the event "start" that do not change during the loop."""
+    """Returns fields of the event "start" that do not change during the loop."""
     return {
         **fields_of_ranks(stream.config, communicator.name, hosts),
         "framework": stream.config.framework,
@@ -50,7 +50,7 @@ def header(
     now: TrainState,
     notes: list[str],
 ) -> list[str]:
-    """The lines that describe what will run."""
+    """Returns the lines that describe what will run."""
     lines = [
         *lines_of_ranks(stream.config, fields["engine"], fields["host_of_rank"], reason),
         f"data    {stream.order.dataset:,} samples, {stream.order.sampling} sampling with seed "
@@ -68,8 +68,8 @@ def header(
 def step_fields(
     now: TrainState, means: dict[str, float], count: float, seconds: float
 ) -> dict[str, Any]:
-    """Fields of the steps since the last sync point: the means of logged values in `logged`, and
-    the loss as its own field."""
+    """Returns fields of the steps since the last sync point: the means of logged values in
+    `logged`, and the loss as its own field."""
     p = now.progress
     return {
         "epochs": p.epochs,
@@ -84,8 +84,8 @@ def step_fields(
 def epoch_fields(
     now: TrainState, means: dict[str, float], count: float, seconds: float
 ) -> dict[str, Any]:
-    """Fields of the epoch that has just ended, or the part of it since this start; val_NAME counts
-    as the result of an evaluation, too."""
+    """Returns fields of the epoch that has just ended, or the part of it since this start; val_NAME
+    counts as the result of an evaluation, too."""
     p = now.progress
     return {
         "epoch": p.epoch,
@@ -100,7 +100,8 @@ def epoch_fields(
 
 
 def _logged(now: TrainState, means: dict[str, float]) -> dict[str, Any]:
-    """The values that the script logged; its learning rate, if logged, replaces the event's."""
+    """Returns the values that the script logged; its learning rate, if logged, replaces the
+    event's."""
     return {
         "logged": {name: value for name, value in means.items() if name != "lr"},
         "lr": means.get("lr", now.lr),
@@ -111,8 +112,8 @@ def _logged(now: TrainState, means: dict[str, float]) -> dict[str, Any]:
 def end_fields(
     now: TrainState, reason: str, code: int, run: Path | None, failure: str, keep_best: int
 ) -> dict[str, Any]:
-    """Fields of the event "end" or "stop"; failure: why the last checkpoint was not written, or
-    empty; keep_best: checkpoint.keep_best."""
+    """Returns fields of the event "end" or "stop"; failure: why the last checkpoint was not
+    written, or empty; keep_best: checkpoint.keep_best."""
     p = now.progress
     how = "done" if code == DONE else "stopped"
     lines = [f"{how} ({reason}) at step {p.step}, epoch {p.epochs:.2f}, after {now.seconds:.1f} s"]

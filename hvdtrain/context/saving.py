@@ -107,7 +107,8 @@ class Saving:
         return not self.failure
 
     def _check_may_save(self, model: Any, optimizer: Any) -> Any:
-        """The sync points of the loop. Raises UserError if no checkpoint can be written now."""
+        """Returns the sync points of the loop. Raises UserError if no checkpoint can be written
+        now."""
         loop = self._loop
         loop.need("ctx.checkpoint()")
         loop.learner.check_prepared(model, optimizer, "ctx.checkpoint()")

@@ -110,7 +110,7 @@ def refuse_other_keys(config_file: str | None, arguments: Sequence[str], where: 
 
 
 def described() -> dict[str, Any]:
-    """The keys that describe a custom loop, as a tree of True: for config.yaml, events and
+    """Returns the keys that describe a custom loop, as a tree of True: for config.yaml, events and
     reports."""
     tree: dict[str, Any] = {}
     for key in (*KEYS, *OF_SAMPLES):

@@ -70,8 +70,8 @@ class SampleStream:
         self._learner = learner
 
     def take(self, p: Progress) -> Any:
-        """This rank's Samples of the step after `p`; a rank without samples gets one that does not
-        count."""
+        """Returns this rank's Samples of the step after `p`; a rank without samples gets one that
+        does not count."""
         (samples,) = self.prefetcher.take(p).micro_batches
         if not samples.count:
             first = positions_of_rank(
@@ -88,8 +88,8 @@ class SampleStream:
 
 
 def checked_source(dataset: object, where: str, config: Config) -> Source:
-    """The data set of a custom loop; its integers are checked as they are read. Raises UserError
-    for an unsupported data set."""
+    """Returns the data set of a custom loop; its integers are checked as they are read. Raises
+    UserError for an unsupported data set."""
     found = as_source(
         dataset,
         "the data set",

@@ -49,7 +49,7 @@ SETTINGS: dict[str, Values] = {  # settings of Horovod
 def not_on_horovod(
     when: When | None = None, words: str = "", keys: Collection[str] = SETTINGS.keys()
 ) -> tuple[Exclusion, ...]:
-    """Rows of a feature that does not run on the horovod engine: they exclude Horovod's
+    """Returns rows of a feature that does not run on the horovod engine: they exclude Horovod's
     settings."""
     return tuple(
         Exclusion(

@@ -132,7 +132,7 @@ PAD = JobFeature(
 
 
 def of_rows(key: str, values: Values, why: str) -> Exclusion:
-    """A row of data.pack."""
+    """Returns a row of data.pack."""
     return Exclusion(
         key,
         values,

@@ -36,8 +36,8 @@ def _plain(
     without: tuple[Exclusion, ...] = (),
     other_keys: tuple[str, ...] = (),
 ) -> JobFeature:
-    """A feature that is on if its key differs from the usual value; without and other_keys as in
-    JobFeature."""
+    """Returns a feature that is on if its key differs from the usual value; without and other_keys
+    as in JobFeature."""
 
     def on(config: Config) -> bool:
         return bool(value_of(config, key) != usual)

@@ -67,7 +67,7 @@ IN_KERAS = {key: row for key, row in IN_NUMPY.items() if key != "model.name"} | 
 
 
 def excluded(supported: dict[str, Supported]) -> tuple[Exclusion, ...]:
-    """Rows of a framework that supports only some values of these keys."""
+    """Returns rows of a framework that supports only some values of these keys."""
     return tuple(_exclusion(key, row) for key, row in supported.items())
 
 

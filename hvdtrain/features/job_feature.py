@@ -54,7 +54,7 @@ def needs_engine(
     key: str = "",
     when: Callable[[PlannedJob], bool] = lambda job: True,
 ) -> Conflict:
-    """A row of a feature that needs an engine with this capability."""
+    """Returns a row of a feature that needs an engine with this capability."""
     return Conflict(lambda job: can not in job.features and when(job), what, fix, key)
 
 

@@ -17,7 +17,7 @@ ONLY_ON_HOROVOD = {
 def fewer_ranks(
     key: str, values: Values, instead: str = "without {key}", why: str = "", words: str = ""
 ) -> Exclusion:
-    """A row of guard.lost=shrink."""
+    """Returns a row of guard.lost=shrink."""
     return Exclusion(
         key,
         values,

@@ -76,8 +76,8 @@ def mesh_lines(parallel: ParallelConfig, hosts: Sequence[str]) -> list[str]:
 
 
 def mesh_fields(parallel: ParallelConfig, ranks: int) -> dict[str, Any]:
-    """Fields of the event "start": the number of ranks along each axis, and [stage, data, tensor]
-    of each rank if several ranks share one model."""
+    """Returns fields of the event "start": the number of ranks along each axis, and [stage, data,
+    tensor] of each rank if several ranks share one model."""
     readers = ranks // parallel.ranks
     axes = {"pipeline": parallel.pipeline, "data": readers, "tensor": parallel.tensor}
     if parallel.ranks == 1:

@@ -164,7 +164,7 @@ STOP_TARGET = JobFeature(
 
 
 def _answers(name: str, *others: Exclusion) -> JobFeature:
-    """A task with several answers for each sample; others: further exclusions."""
+    """Returns the feature of a task with several answers per sample; others: more exclusions."""
     return JobFeature(
         key="task.name",
         is_value=True,

@@ -82,7 +82,7 @@ class Footprint(NamedTuple):
         return 1 << (self.largest_array - 1).bit_length() if self.largest_array else 0
 
     def named(self) -> dict[str, int]:
-        """The bytes by kind, and their sums."""
+        """Returns the bytes by kind, and their sums."""
         return {
             **self._asdict(),
             "tensors": self.tensors,

@@ -282,8 +282,8 @@ class Learner(HasState, Protocol):
         return None
 
     def last_passes(self) -> list[TimedPass]:
-        """Passes of this rank in the last step of a pipeline, in order; none if every rank has
-        all layers."""
+        """Returns passes of this rank in the last step of a pipeline, in order; none if every rank
+        has all layers."""
         return []
 
     def under_way(self) -> CurrentPass | None:

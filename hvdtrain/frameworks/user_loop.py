@@ -96,7 +96,7 @@ class UserLoop:
         """Called on every rank when the context is made. Does nothing here."""
 
     def device(self, config: Config, communicator: Communicator) -> Any:
-        """The device of this rank, as the framework has it."""
+        """Returns the device of this rank, as the framework has it."""
         raise NotImplementedError
 
     def learner(
@@ -112,22 +112,22 @@ class UserLoop:
         return self.learner_class()(config, mesh, model, optimizer, on_step, example)
 
     def to_arrays(self, values: Mapping[str, Any]) -> Arrays:
-        """A copy of each value that the script keeps in a checkpoint. Raises UserError as
+        """Returns a copy of each value that the script keeps in a checkpoint. Raises UserError as
         extra.to_arrays()."""
         arrays: Arrays = self.extra().to_arrays(values)
         return arrays
 
     def from_arrays(self, arrays: Arrays) -> dict[str, Any]:
-        """The values of to_arrays(). Raises ValueError if they cannot be such."""
+        """Returns the values of to_arrays(). Raises ValueError if they cannot be such."""
         values: dict[str, Any] = self.extra().from_arrays(arrays)
         return values
 
     def learner_class(self) -> Callable[..., Any]:
-        """The class of LoopLearners; its arguments are those of learner()."""
+        """Returns the class of LoopLearners; its arguments are those of learner()."""
         raise NotImplementedError
 
     def extra(self) -> Any:
-        """The module with to_arrays() and from_arrays()."""
+        """Returns the module with to_arrays() and from_arrays()."""
         raise NotImplementedError
 
 
@@ -181,15 +181,15 @@ class Divisor:
             raise UserError(what, where, "a count in every step on every rank, or in none")
 
     def total(self, own: float) -> float:
-        """The items of all ranks, at least what divides by no zero. own: of this rank. A
+        """Returns the items of all ranks, at least what divides by no zero. own: of this rank. A
         collective."""
         self.items = own
         return allreduce_sums(self._data, {"items": own}, "context.items")["items"] or 1.0
 
 
 def item_count(count: Any, where: str) -> float:
-    """The count that a script gives: a number, or an array of one, for which the host waits. Raises
-    UserError for anything else."""
+    """Returns the count that a script gives: a number, or an array of one, for which the host
+    waits. Raises UserError for anything else."""
     fix = "the number of items that the loss averages over: count=(targets != -100).sum()"
     if isinstance(count, bool):
         raise UserError(f"count={count} is not a number of items", where, fix)
@@ -288,7 +288,7 @@ def frameworks_of_user_loops() -> list[str]:
 
 
 def user_loop_of(framework: str) -> UserLoop:
-    """The one in the framework's user_loop/loop.py, which imports no tensor library."""
+    """Returns the framework's UserLoop, from its user_loop/loop.py, which imports no tensor library."""
     user_loop: UserLoop = importlib.import_module(
         f"hvdtrain.frameworks.{framework}.user_loop.loop"
     ).LOOP

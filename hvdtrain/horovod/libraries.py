@@ -14,7 +14,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def tensorflow() -> Any:
-    """The module tensorflow if it is imported, else None."""
+    """Returns the module tensorflow if it is imported, else None."""
     return sys.modules.get("tensorflow")
 
 
@@ -41,7 +41,8 @@ def is_traced_by_jax(tensors: Sequence[Any]) -> bool:
 
 
 def value_of(variable: Any) -> Any:
-    """The tensor in a variable of Keras or TensorFlow; anything else is returned unchanged."""
+    """Returns the tensor in a variable of Keras or TensorFlow; anything else is returned
+    unchanged."""
     keras = sys.modules.get("keras")
     tf = tensorflow()
     if keras is not None and isinstance(variable, keras.Variable):
@@ -70,10 +71,10 @@ class TensorLibrary(Protocol):
         the tensor's shape, or a single one."""
 
     def constant(self, tensor: Any) -> Any:
-        """The tensor without its gradient."""
+        """Returns the tensor without its gradient."""
 
     def padded(self, tensor: Any, rows: Any) -> Any:
-        """The tensor with `rows` rows of zeros appended."""
+        """Returns the tensor with `rows` rows of zeros appended."""
 
 
 def library_of(tensors: Sequence[Any]) -> TensorLibrary:

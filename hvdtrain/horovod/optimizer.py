@@ -347,8 +347,8 @@ class GradientSteps:
 def named(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
 ) -> Names:
-    """The name of each parameter of the optimizer. Raises ValueError unless each has a unique
-    name."""
+    """Returns the name of each parameter of the optimizer. Raises ValueError unless each has a
+    unique name."""
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if named_parameters is None:
         groups = enumerate(optimizer.param_groups)
@@ -384,7 +384,7 @@ def named(
 def parameter_groups(
     names: Names, groups: int | Sequence[Sequence[torch.Tensor]] | None, process_set: ProcessSet
 ) -> list[tuple[torch.Tensor, ...]]:
-    """The groups, which are the same on every rank; none if `groups` is None or 0. Raises
+    """Returns the groups, which are the same on every rank; none if `groups` is None or 0. Raises
     ValueError for anything but groups."""
     if groups is None or groups == 0:
         return []

@@ -203,7 +203,7 @@ def _put_as_sent(
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Tensors of each parameter's state, under "number.name"."""
+    """Returns tensors of each parameter's state, under "number.name"."""
     return {
         f"{number}.{name}": value
         for number, entries in state["state"].items()

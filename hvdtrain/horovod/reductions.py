@@ -48,7 +48,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """An allreduce_async() into the tensor itself."""
+    """Starts an in-place allreduce."""
     call = CollectiveCall("allreduce", tensor, name, process_set, in_place=True)
     return call.start_reduction(given_op(op, average), prescale_factor, postscale_factor)
 
@@ -62,8 +62,8 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """An allreduce_async() of several tensors as one request; their dtypes may differ.
-    synchronize() gives a tuple."""
+    """Starts an allreduce of several tensors as one request; their dtypes may differ. synchronize()
+    gives a tuple."""
     call = CollectiveCall("allreduce", tensors, name, process_set, grouped=True)
     return call.start_reduction(given_op(op, average), prescale_factor, postscale_factor)
 
@@ -77,7 +77,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """A grouped_allreduce_async() into the tensors themselves."""
+    """Starts an in-place allreduce of several tensors as one request."""
     call = CollectiveCall("allreduce", tensors, name, process_set, grouped=True, in_place=True)
     return call.start_reduction(given_op(op, average), prescale_factor, postscale_factor)
 
@@ -91,7 +91,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """An allreduce() into the tensor itself."""
+    """Reduces in place."""
     return synchronize(
         allreduce_async_(
             tensor,
@@ -114,7 +114,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> tuple[Any, ...]:
-    """A grouped_allreduce() into the tensors themselves."""
+    """Reduces several tensors in place as one request."""
     op = given_op(op, average)
     reduced: tuple[Any, ...] = synchronize(
         grouped_allreduce_async_(
@@ -134,8 +134,8 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The reduction over the ranks of the process set: allreduce_async(), waited for. Gradients go
-    through it."""
+    """Returns the reduction over the ranks of the process set: allreduce_async(), waited for.
+    Gradients go through it."""
     op = given_op(op, average)
     wire, ctx = compression.compress(tensor)
     if isinstance(wire, torch.Tensor) and wire.requires_grad and torch.is_grad_enabled():
@@ -159,7 +159,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """An allreduce() of several tensors as one request."""
+    """Reduces several tensors as one request."""
     op = given_op(op, average)
     compressed = [compression.compress(tensor) for tensor in tensors]
     wires = [wire for wire, _ in compressed]

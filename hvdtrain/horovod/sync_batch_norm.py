@@ -116,5 +116,5 @@ class _Normalize(torch.autograd.Function):
 
 
 def _spread(per_channel: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """(C,) -> (1, C, 1, ...)"""
+    """Returns (C,) -> (1, C, 1, ...)"""
     return per_channel.view(1, -1, *[1] * (like.dim() - 2))

@@ -31,7 +31,7 @@ from hvdtrain.training.model_inputs import X, input_names
 
 
 def engine_of(config: Config, place: Placement) -> EngineChoice:
-    """The engine that connect() starts."""
+    """Returns the engine that connect() starts."""
     if config.comm.engine != "auto":
         return EngineChoice(config.comm.engine, f"comm.engine={config.comm.engine}")
     return select_engine(place, os.environ, installed_here(config), needed_features(config))
@@ -67,7 +67,7 @@ def connect(config: Config, place: Placement) -> tuple[Communicator, str]:
 
 
 def build_learner(config: Config, task: Task, communicator: Communicator) -> Learner:
-    """The model and optimizer of config.framework on this rank."""
+    """Returns the model and optimizer of config.framework on this rank."""
     learner: Learner = plugins.load(
         "frameworks", config.framework, config.where("framework")
     ).build(config, task, communicator)
@@ -298,8 +298,8 @@ def restore_task(config: Config, facts: dict[str, Any]) -> Task:
 
 
 def job_transform(task: Task, config: Config) -> Transform | Transforms | None:
-    """The transform of x, or of each of several inputs, before the model gets it; None if the task
-    does not define one."""
+    """Returns the transform of x, or of each of several inputs, before the model gets it; None if
+    the task does not define one."""
     dtype = "float64" if config.speed.precision == "fp64" else "float32"
     keeps_integers = is_users_model(config.model)
     channels_last = config.framework in ("jax", "keras")

@@ -23,7 +23,8 @@ _OF_TASK = " of the task"  # suffix of the names of all other facts
 
 
 def data_facts(config: Config, datasets: Datasets) -> dict[str, Any]:
-    """The facts about the data that must be equal on all ranks, by their names in messages."""
+    """Returns the facts about the data that must be equal on all ranks, by their names in
+    messages."""
     task = datasets.task
     train = datasets.train
     val = datasets.val
@@ -56,13 +57,13 @@ def facts_of_task(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def digests(source: Source, name: str, seed: int) -> dict[str, Any]:
-    """Digests of labels and images, or of arrays, by their names in messages."""
+    """Returns digests of labels and images, or of arrays, by their names in messages."""
     return {f"digest of the {name} {part}": value for part, value in source.digests(seed).items()}
 
 
 def identity(config: Config, datasets: Datasets) -> Identity:
-    """The facts that a checkpoint keeps for comparison at a resume: the seed, and a digest of the
-    training set with all labels."""
+    """Returns the facts that a checkpoint keeps for comparison at a resume: the seed, and a digest
+    of the training set with all labels."""
     task = datasets.task
     # a checkpoint that names no task is of classification
     named = {} if task.name == Classification.name else {"task": task.name}

@@ -64,7 +64,7 @@ def _notes_on_blocks(config: Config, train: Source) -> list[str]:
 
 
 def _class_counts(train: Source) -> list[str]:
-    """A line with the samples of each class of a table with data.columns."""
+    """Returns a line with the samples of each class of a table with data.columns."""
     names = train.class_names
     labels = train.known_labels() if names and train.has_encoded_columns else None
     if labels is None:

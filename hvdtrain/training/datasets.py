@@ -82,7 +82,7 @@ def _with_free_names(config: Config, source: Source, task: Task) -> Source:
 
 
 def recipe_of(config: Config, datasets: Datasets) -> Recipe:
-    """The recipe of a job on these data."""
+    """Returns the recipe of a job on these data."""
     return build_recipe(config, len(datasets.train), tokens_of_sample(datasets.task))
 
 

@@ -128,7 +128,7 @@ class _ClassCounter:
         return {name: array.astype(np.float64) for name, array in counts.items()}
 
     def of_all_ranks(self, total: Sums) -> ClassCounts:
-        """The counts of all ranks, from the sums of counts()."""
+        """Returns the counts of all ranks, from the sums of counts()."""
         # exact: float64 represents integers up to 2**53
         whole = {name: np.rint(total[name]).astype(np.int64) for name in self.counts()}
         confusion = (

@@ -256,7 +256,7 @@ def check_limits() -> None:
 
 
 def limit_reached(error: BaseException) -> UserError | None:
-    """The error for a limit of the system; None for any other error."""
+    """Returns the error for a limit of the system; None for any other error."""
     for each in _chain(error):
         if isinstance(each, RuntimeError) and "can't start new thread" in str(each):
             return _no_threads()
@@ -268,8 +268,8 @@ def limit_reached(error: BaseException) -> UserError | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and the errors in whose handling it was raised, newest first. (Joining a thread
-    that never started raises a second error.)"""
+    """Yields the error and the errors in whose handling it was raised, newest first. (Joining a
+    thread that never started raises a second error.)"""
     each: BaseException | None = error
     while each is not None:
         yield each
@@ -293,8 +293,8 @@ def _no_threads() -> UserError:
 
 
 def _no_addresses(error: BaseException) -> UserError | None:
-    """The error for exhausted address space; None without `ulimit -v`: the memory itself is then
-    used up."""
+    """Returns the error for exhausted address space; None without `ulimit -v`: the memory itself is
+    then used up."""
     if not _limit("v", resource.RLIMIT_AS, 1024, ""):
         return None
     limit = _no_addresses_left()
@@ -310,6 +310,6 @@ def _no_addresses_left() -> UserError:
 
 
 def _limit(option: str, which: int, unit: int, name: str) -> list[str]:
-    """The limit as a list of one text; empty without a limit."""
+    """Returns the limit as a list of one text; empty without a limit."""
     soft, _ = resource.getrlimit(which)
     return [] if soft == _UNLIMITED else [f"ulimit -{option} {soft // unit}{name}"]

@@ -81,8 +81,8 @@ def given_data(train: Any, val: Any) -> Given:
 
 
 def given_weights(weights: Any, data: Given | None) -> tuple[str, Given | None]:
-    """The value of data.sample_weights, and the data with an array of weights. Raises UserError if
-    there are no samples for it."""
+    """Returns the value of data.sample_weights, and the data with an array of weights. Raises
+    UserError if there are no samples for it."""
     if isinstance(weights, str):
         return weights, data
     where = "hvdtrain.train(), sample_weights"

@@ -117,7 +117,8 @@ def _ranks_of_hosts(hosts: Sequence[str]) -> str:
 
 
 def fields_of_ranks(config: Config, engine: str, hosts: list[str]) -> dict[str, Any]:
-    """Fields of the event "start", for the trainer and for custom loops. hosts: of each rank."""
+    """Returns fields of the event "start", for the trainer and for custom loops. hosts: of each
+    rank."""
     of_features = [
         field for feature in FEATURES for field in feature.start_fields(config, len(hosts)).items()
     ]
@@ -134,8 +135,8 @@ def fields_of_ranks(config: Config, engine: str, hosts: list[str]) -> dict[str, 
 def lines_of_ranks(
     config: Config, engine: str, hosts: Sequence[str], engine_reason: str
 ) -> list[str]:
-    """The first lines of the header, for the trainer and for custom loops. engine_reason: why this
-    engine was chosen."""
+    """Returns the first lines of the header, for the trainer and for custom loops. engine_reason:
+    why this engine was chosen."""
     of_features = [line for feature in FEATURES for line in feature.ranks_lines(config, hosts)]
     return [
         f"ranks   {len(hosts)} ({_ranks_of_hosts(hosts)}), engine {engine}: {engine_reason}",
@@ -213,13 +214,13 @@ def header(job: Job, start: Start, engine_reason: str) -> list[str]:
 
 
 def inputs_lines(task: Task, config: Config) -> list[str]:
-    """Lines about the transform of x."""
+    """Returns lines about the transform of x."""
     transform = job_transform(task, config)
     return [] if transform is None else [f"inputs  {transform.summary}"]
 
 
 def end_fields(job: Job, now: TrainState) -> dict[str, Any]:
-    """Fields of the events "end" and "stop", for the whole job over all its runs."""
+    """Returns fields of the events "end" and "stop", for the whole job over all its runs."""
     joules = job_energy(now, job.telemetry.energy.kinds)
     p = now.progress
     trained = now.trained_images + now.trained_samples
@@ -246,7 +247,7 @@ def end_fields(job: Job, now: TrainState) -> dict[str, Any]:
 def done(
     job: Job, before: TrainState, now: TrainState, reason: str, run: Path, memory: dict[str, Any]
 ) -> list[str]:
-    """The last lines of a complete job. before: the state at which this run began."""
+    """Returns the last lines of a complete job. before: the state at which this run began."""
     reached = (
         f"validation {now.objective} {now.last:.4f} after {now.progress.epochs:.2f} epochs and "
         f"{now.seconds:.1f} s"
@@ -264,8 +265,8 @@ def done(
 def stopped(
     job: Job, now: TrainState, reason: str, failure: str, run: Path, memory: dict[str, Any]
 ) -> list[str]:
-    """The last lines of a job that has to stop early. failure: why its last checkpoint was not
-    written, or empty."""
+    """Returns the last lines of a job that has to stop early. failure: why its last checkpoint was
+    not written, or empty."""
     step = now.progress.step
     checkpoint = (
         f"no checkpoint of step {step}: {failure}; older ones are there"
@@ -324,7 +325,7 @@ def reached_line(one: Reached, unit: str) -> str:
 
 
 def _device(gpu: Gpu | None) -> str:
-    """The name of rank 0's device."""
+    """Returns the name of rank 0's device."""
     if gpu:
         return gpu.name
     try:
@@ -343,8 +344,8 @@ def metric_fields(metric: Metric) -> dict[str, Any]:
 
 
 def first_names(names: Sequence[str] | None) -> str:
-    """The first class names, to follow the number of classes: `: T-shirt/top, Trouser, Pullover,
-    Dress, ...`; empty if classes have no names."""
+    """Returns the first class names, to follow the number of classes: `: T-shirt/top, Trouser,
+    Pullover, Dress, ...`; empty if classes have no names."""
     first = ""
     for name in map(short, names or ()):
         if len(first) + len(name) > CLASS_NAMES_WIDTH:
@@ -360,7 +361,7 @@ def _reading(job: Job, readers: int) -> str:
 
 
 def _share(count: int, size: int) -> str:
-    """A rank's share of `count`, such as "359 or 360"."""
+    """Returns a rank's share of `count`, such as "359 or 360"."""
     (first, first_end), (last, last_end) = (
         share_bounds(count, 0, size),
         share_bounds(count, size - 1, size),
@@ -370,15 +371,15 @@ def _share(count: int, size: int) -> str:
 
 
 def _own_rate(config: Config) -> str:
-    """The factor text of the recipe's rate, if a script's optimizer has its own rate."""
+    """Returns the factor text of the recipe's rate, if a script's optimizer has its own rate."""
     return (
         "its own rate times " if config.optim.given is not None and config.optim.given.unset else ""
     )
 
 
 def _decay_of_class(config: Config) -> list[str]:
-    """A line about the weight decay of a class of torch.optim, whose default differs between
-    classes."""
+    """Returns a line about the weight decay of a class of torch.optim, whose default differs
+    between classes."""
     found = decay(config) if plugins.is_dotted(config.optim.name) else None
     if found is None:
         return []

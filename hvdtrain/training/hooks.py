@@ -65,8 +65,8 @@ class Hook:
         complete, or stops to be resumed."""
 
     def state_dict(self) -> Any:
-        """The state to save in checkpoints: a JSON tree without NaN, whose keys are strings. Rank
-        0's is saved, and every rank loads it.
+        """Returns the state to save in checkpoints: a JSON tree without NaN, whose keys are
+        strings. Rank 0's is saved, and every rank loads it.
 
         It is also called after the first step, to report values that a checkpoint would change.
         """
@@ -224,7 +224,7 @@ class Hooks:
         )
 
     def summary(self) -> list[str]:
-        """A line for the header, if there are hooks."""
+        """Returns a line for the header, if there are hooks."""
         of = [
             name + " (rank 0)" * hook.on_rank_0_only
             for name, hook in zip(self._names, self._hooks, strict=True)
@@ -287,7 +287,8 @@ class Hooks:
         self._ended_by = next((request for _, request in of_ranks if request), "")
 
     def ended(self, now: TrainState) -> TrainState:
-        """The state with the job marked as complete, if a hook on any rank asked for that."""
+        """Returns the state with the job marked as complete, if a hook on any rank asked for
+        that."""
         return (
             replace(now, progress=now.progress.end_here(), ended_by=self._ended_by)
             if self._ended_by
@@ -295,13 +296,13 @@ class Hooks:
         )
 
     def fields(self) -> dict[str, Any]:
-        """The event field with logged values."""
+        """Returns the event field with logged values."""
         means = self._means
         self._means = {}
         return {"logged": means} if means else {}
 
     def with_states(self, now: TrainState, *, before_checkpoint: bool) -> TrainState:
-        """The state with the hooks' states, as a checkpoint stores them."""
+        """Returns the state with the hooks' states, as a checkpoint stores them."""
         if not self._hooks:
             return now
         at = (now.progress.step, now.evaluated)
@@ -353,7 +354,8 @@ class Hooks:
 
 
 def _changed_by_json(state: Any, same: Any, path: str) -> str:
-    """The first value that JSON changes; empty if nothing changes. A NumPy float is a float."""
+    """Returns the first value that JSON changes; empty if nothing changes. A NumPy float is a
+    float."""
     if isinstance(state, np.float64):
         return ""
     if type(state) is not type(same):
@@ -374,7 +376,7 @@ def _changed_by_json(state: Any, same: Any, path: str) -> str:
 
 
 def hooks_of(config: Config) -> list[Hook]:
-    """The hooks of `hooks=`, then the script's. Raises UserError for anything else."""
+    """Returns the hooks of `hooks=`, then the script's. Raises UserError for anything else."""
     found = [_made(name, config.where("hooks")) for name in config.hooks if not is_object(name)]
     return [*found, *check_hooks(config.given_hooks)]
 

@@ -83,7 +83,8 @@ DEFAULT_BLOCK = 256  # samples, for data that are not stored in blocks
 
 
 def block_shuffle(config: DataConfig) -> BlockShuffle | None:
-    """The shuffle of data.shuffle=blocks; None: each epoch is one shuffle of all samples."""
+    """Returns the shuffle of data.shuffle=blocks; None: each epoch is one shuffle of all
+    samples."""
     return (
         BlockShuffle(config.shuffle_block or DEFAULT_BLOCK, config.shuffle_window)
         if config.shuffle == "blocks"
@@ -108,8 +109,8 @@ def ranks_read_own_blocks(config: Config) -> bool:
 
 
 def lengths_to_sort_by(config: DataConfig, source: Source) -> np.ndarray | None:
-    """Lengths of all samples, int64 (n,), by which data.bucket_by divides a step; None without it.
-    Raises UserError."""
+    """Returns lengths of all samples, int64 (n,), by which data.bucket_by divides a step; None
+    without it. Raises UserError."""
     if config.bucket_by is None:
         return None
     name = next(iter(config.pad)) if config.bucket_by == "length" else config.bucket_by
@@ -135,16 +136,16 @@ def passes_of_step(config: Config, largest_share: int, batch: int, first_batch: 
 def micro_batches_per_step(
     config: BatchConfig, largest_share: int, batch: int, first_batch: int
 ) -> int:
-    """The number of forward passes of a rank in a step of `batch` samples over all ranks, if no
-    rank reads more than `largest_share`."""
+    """Returns the number of forward passes of a rank in a step of `batch` samples over all ranks,
+    if no rank reads more than `largest_share`."""
     if isinstance(config.micro, int):
         return -(-largest_share // config.micro)
     return parts_of_step(config, batch, first_batch)
 
 
 def parts_of_step(config: BatchConfig, batch: int, first_batch: int) -> int:
-    """The number of parts that a step of `batch` samples is divided into before the ranks share
-    them.
+    """Returns the number of parts that a step of `batch` samples is divided into before the ranks
+    share them.
 
     Without batch.micro a step takes one pass, and more once the batch has grown beyond the job's
     first one, so that memory stays constant.
@@ -294,7 +295,7 @@ class Prefetcher:
         )
 
     def take(self, progress: Progress) -> StepInput:
-        """The input of the step that follows `progress`. Raises its reader's error."""
+        """Returns the input of the step that follows `progress`. Raises its reader's error."""
         began = time.perf_counter()
         try:
             if self._pool is None:
@@ -397,7 +398,7 @@ class Prefetcher:
         )
 
     def _samples_of(self, progress: Progress) -> np.ndarray:
-        """All samples that a step reads: its samples, then the ones they are mixed with."""
+        """Returns all samples that a step reads: its samples, then the ones they are mixed with."""
         found = [np.empty(0, np.int64)]
         for samples, epochs in self._positions(progress):
             partners = partners_of(
@@ -460,7 +461,8 @@ def read_ahead_of(
 
 
 def sharers_of_cores(config: Config, communicator: Communicator) -> int:
-    """The ranks that divide the cores of this rank among them; with comm.bind each has its own."""
+    """Returns the ranks that divide the cores of this rank among them; with comm.bind each has its
+    own."""
     return communicator.local_size if config.comm.bind == "none" else 1
 
 

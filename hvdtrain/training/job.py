@@ -214,8 +214,8 @@ def make_saver(
 
 
 def on_other_ranks(job: Job, now: TrainState) -> Job:
-    """The job that continues from `now` after the communicator's ranks have changed. Every rank
-    calls it.
+    """Returns the job that continues from `now` after the communicator's ranks have changed. Every
+    rank calls it.
 
     Readers, the log and the checkpoint writer are kept.
     """
@@ -244,14 +244,14 @@ def on_other_ranks(job: Job, now: TrainState) -> Job:
 
 
 def deadline_of(config: Config, heartbeat: Heartbeat) -> Deadline:
-    """The time at which this job has to stop, from guard.max_time and the batch system; for rank
-    0."""
+    """Returns the time at which this job has to stop, from guard.max_time and the batch system; for
+    rank 0."""
     return Deadline(
         config.guard.max_time, os.environ, heartbeat.started_s, time.time(), time.monotonic
     )
 
 
 def clock_from(before_s: float) -> Callable[[], float]:
-    """A clock that starts now at before_s, the seconds of earlier runs."""
+    """Returns a clock that starts now at before_s, the seconds of earlier runs."""
     began_s = time.perf_counter()
     return lambda: before_s + time.perf_counter() - began_s

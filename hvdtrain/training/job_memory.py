@@ -40,7 +40,7 @@ from hvdtrain.training.telemetry.telemetry import peak_memory_bytes
 def forecast_of_job(
     config: Config, datasets: Datasets, communicator: Communicator, recipe: Recipe | None = None
 ) -> MemoryForecast:
-    """The forecast of a job whose ranks are connected; recipe: if already computed."""
+    """Returns the forecast of a job whose ranks are connected; recipe: if already computed."""
     ranks = communicator.size
     samples = len(datasets.train)
     ahead = read_ahead_of(config.data, datasets.train, sharers_of_cores(config, communicator)).steps
@@ -93,7 +93,7 @@ def resolve_micro(config: Config, datasets: Datasets, communicator: Communicator
 
 
 def _of_former_run(config: Config) -> int | None:
-    """The value that the resumed run was trained with; None for a new job."""
+    """Returns the value that the resumed run was trained with; None for a new job."""
     run = former_run(config)
     if run is None:
         return None
@@ -182,7 +182,7 @@ class MemoryMeter:
             self.note = f"not predicted: {error.what}"
 
     def end(self, learner: Learner, communicator: Communicator) -> dict[str, Any]:
-        """Fields of the events "end" and "stop". A collective."""
+        """Returns fields of the events "end" and "stop". A collective."""
         gpu = learner.gpu()
         own = (
             gpu.peak_bytes()
@@ -215,7 +215,8 @@ def line(fields: dict[str, Any]) -> str:
 
 
 def _needs(predicted: Footprint, on_gpu: bool) -> int:
-    """The bytes that count: a GPU does not hold the copies for checkpoints and lost ranks."""
+    """Returns the bytes that count: a GPU does not hold the copies for checkpoints and lost
+    ranks."""
     return predicted.total - (predicted.checkpoint + predicted.copies) * on_gpu
 
 

@@ -201,7 +201,7 @@ def check_missing(
 
 
 def _layers(loaded: Iterable[str]) -> set[str]:
-    """The modules that have their own arrays, except the model itself."""
+    """Returns the modules that have their own arrays, except the model itself."""
     return {name.rpartition(".")[0] for name in loaded} - {""}
 
 
@@ -211,7 +211,7 @@ def _prefixes(name: str) -> list[str]:
 
 
 def _averaged(name: str, names: Collection[str]) -> str:
-    """The model's weight whose average has this name, such as ema.fc.weight; else empty."""
+    """Returns the model's weight whose average has this name, such as ema.fc.weight; else empty."""
     plain = re.sub(r"^(\w*ema\w*|averaged?_model)\.(module\.)?|_ema$", "", name)
     return plain if plain != name and plain in names else ""
 

@@ -62,8 +62,8 @@ def to_bytes(holder: Holder) -> bytes:
 
 
 def from_bytes(data: bytes) -> Holder:
-    """The holder in a file. A truncated or foreign file gives a holder without a host, whose token
-    changes with the file."""
+    """Returns the holder in a file. A truncated or foreign file gives a holder without a host,
+    whose token changes with the file."""
     try:
         tree = json.loads(data)
         holder = Holder(
@@ -93,7 +93,7 @@ def is_gone(holder: Holder) -> bool | None:
 
 
 def _machine() -> str:
-    """A name shared by all processes that can see each other's process numbers; empty if
+    """Returns a name shared by all processes that can see each other's process numbers; empty if
     unknown."""
     try:
         return (
@@ -105,7 +105,8 @@ def _machine() -> str:
 
 
 def _process_start(pid: int) -> int | None:
-    """The start of a process in ticks since boot; -1 if it has ended, None if it cannot be read."""
+    """Returns the start of a process in ticks since boot; -1 if it has ended, None if it cannot be
+    read."""
     try:
         state, *rest = (
             Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -127,8 +128,8 @@ _AGAIN = "the same command resumes from there"
 
 
 def lost_folder(run: Path, folder: Folder, holder: Holder | None = None) -> UserError:
-    """The error for a folder that no longer has the job's lock under its path. holder: of the lock
-    that is there now."""
+    """Returns the error for a folder that no longer has the job's lock under its path. holder: of
+    the lock that is there now."""
     newest = _newest_checkpoint(folder)
     lost = (
         f"the steps after the checkpoint of step {newest} are lost"
@@ -154,7 +155,7 @@ def lost_folder(run: Path, folder: Folder, holder: Holder | None = None) -> User
 
 
 def unwritable_folder(run: Path, error: OSError) -> UserError:
-    """The error for a folder that has become unwritable."""
+    """Returns the error for a folder that has become unwritable."""
     with contextlib.suppress(OSError), Folder.open(run) as folder:
         newest = _newest_checkpoint(folder)
         lost = (

@@ -51,12 +51,12 @@ class RankFailure(NamedTuple):
         return self.given_again is not None
 
     def who(self) -> str:
-        """The ranks and their hosts, for people."""
+        """Returns the ranks and their hosts, for people."""
         return f"{ranks_summary(self.ranks)} on {', '.join(dict.fromkeys(self.hosts))}"
 
 
 def ready_for_losses(config: Config, communicator: Communicator) -> Elastic | None:
-    """The communicator, if this job survives the loss of a rank. Every rank calls it.
+    """Returns the communicator, if this job survives the loss of a rank. Every rank calls it.
 
     Raises UserError on all ranks if guard.lost=shrink is not possible. With restart, a warning then
     reports that the job will end without a last checkpoint. The same holds if weights are sharded,

@@ -46,8 +46,8 @@ class MemoryForecast:
     def footprint(
         self, *, micro: int | None = None, stage: int | None = None, recompute: str | None = None
     ) -> Footprint:
-        """The footprint with these values of batch.micro, shard.stage and model.recompute. The
-        first call takes about a second.
+        """Returns the footprint with these values of batch.micro, shard.stage and model.recompute.
+        The first call takes about a second.
 
         Raises UserError if the framework or the model cannot be predicted, or if the model has no
         blocks to recompute.
@@ -80,7 +80,7 @@ class MemoryForecast:
         return footprint
 
     def step(self, micro: int | None = None) -> PlannedStep:
-        """The step with at most `micro` samples in a pass; None: as configured."""
+        """Returns the step with at most `micro` samples in a pass; None: as configured."""
         micro = micro or (
             self.config.batch.micro if isinstance(self.config.batch.micro, int) else None
         )
@@ -98,8 +98,8 @@ def forecast_memory(
     evaluated: int,
     ahead: int,
 ) -> MemoryForecast:
-    """The forecast of the step with the largest batch of the recipe, over `samples` training
-    samples."""
+    """Returns the forecast of the step with the largest batch of the recipe, over `samples`
+    training samples."""
     batch = max(recipe.batch.first, *recipe.batch.to, 1)
     share = largest_share(
         0, batch, max(1, ranks // config.parallel.ranks), samples, config.data.sampling
@@ -129,8 +129,8 @@ _MOST_GUESSES = 20  # after the first two
 
 
 def largest_micro(size: Callable[[int], float], most: int, room: float) -> int:
-    """The largest number of samples, up to `most`, that fits; 0 if one sample does not fit. size()
-    returns the bytes for a number of samples.
+    """Returns the largest number of samples, up to `most`, that fits; 0 if one sample does not fit.
+    size() returns the bytes for a number of samples.
 
     Memory is convex in the number of samples, so linear interpolation between two sizes gives a
     number that fits. If the line is nearly flat, bisection is faster.
@@ -171,7 +171,7 @@ class Room(NamedTuple):
 
 
 def room_of_rank(config: Config, communicator: Communicator) -> Room:
-    """The memory available on this rank's GPU, or on its host."""
+    """Returns the memory available on this rank's GPU, or on its host."""
     framework: Any = plugins.load("frameworks", config.framework, config.where("framework"))
     free = (
         framework.free_device_bytes(config, communicator)
@@ -186,8 +186,8 @@ def room_of_rank(config: Config, communicator: Communicator) -> Room:
 def room(
     local_size: int, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> Room:
-    """The memory available to one of `local_size` ranks on the host, beyond what this process
-    already uses; infinite if no limit can be read."""
+    """Returns the memory available to one of `local_size` ranks on the host, beyond what this
+    process already uses; infinite if no limit can be read."""
     return min(
         [*_limits(proc), *_container(local_size, proc, cgroups), *_free(local_size, proc)],
         default=Room(_UNLIMITED, "no limit"),
@@ -195,7 +195,7 @@ def room(
 
 
 def _limits(proc: Path) -> Iterator[Room]:
-    """Limits of this process's address space and of its private writable memory."""
+    """Yields limits of this process's address space and of its private writable memory."""
     for which, entry, name in (
         (resource.RLIMIT_AS, "VmSize", "ulimit -v"),
         (resource.RLIMIT_DATA, "VmData", "ulimit -d"),
@@ -207,8 +207,8 @@ def _limits(proc: Path) -> Iterator[Room]:
 
 
 def _container(local_size: int, proc: Path, cgroups: Path) -> Iterator[Room]:
-    """Limits of this process's control group and its parents, in versions 2 and 1; a container sees
-    its own group as the root."""
+    """Yields limits of this process's control group and its parents, in versions 2 and 1; a
+    container sees its own group as the root."""
     for line in _text(proc / "self" / "cgroup").splitlines():
         _, _, named = line.partition(":")
         controllers, _, path = named.partition(":")
@@ -248,7 +248,7 @@ def _text(path: Path) -> str:
 
 
 def stages_of(config: Config) -> tuple[int, ...]:
-    """The values of shard.stage that the configuration's parallelism supports."""
+    """Returns the values of shard.stage that the configuration's parallelism supports."""
     return tuple(range(config.parallel.highest_stage + 1))
 
 

@@ -283,8 +283,8 @@ class Neighbours:
         return memory._replace(number=number)
 
     def _runs_of_source(self) -> list[Runs]:
-        """The runs of the source. A rank knows only its own and its source's runs: the runs of all
-        ranks would grow with the model times the number of ranks."""
+        """Returns the runs of the source. A rank knows only its own and its source's runs: the runs
+        of all ranks would grow with the model times the number of ranks."""
         own = self._runs[self._rank]
         counts = np.array([len(runs) for runs in own], np.int64)
         of_source = np.empty_like(counts)
@@ -315,8 +315,8 @@ class Neighbours:
 
 
 def distance(hosts: Sequence[int]) -> int:
-    """The distance between a rank and the one that keeps its copy: the smallest that puts the most
-    copies on another host."""
+    """Returns the distance between a rank and the one that keeps its copy: the smallest that puts
+    the most copies on another host."""
     of_ranks = np.array(hosts)
 
     def apart(away: int) -> int:  # NumPy, because 8,192 ranks have 67 million pairs

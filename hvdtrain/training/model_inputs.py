@@ -27,7 +27,7 @@ _OF_X = (
 
 
 def input_names(config: Config, source: Source) -> tuple[str, ...]:
-    """The fields of this source that the model gets, in order; X: only x.
+    """Returns the fields of this source that the model gets, in order; X: only x.
 
     Raises UserError if one is missing, and for options that do not support several inputs.
     """
@@ -68,7 +68,8 @@ def _names(config: Config, fields: Mapping[str, Field], nested: tuple[str, ...])
 def _masks_with_default(
     config: Config, asked: tuple[str, ...], fields: Mapping[str, Field]
 ) -> tuple[str, ...]:
-    """The masks of padded inputs that forward() also accepts, as parameters with a default."""
+    """Returns the masks of padded inputs that forward() also accepts, as parameters with a
+    default."""
     found = [mask for mask in _masks(asked, fields) if mask not in asked]
     parameters = inspect.signature(_forward(config)).parameters if found else {}
     return tuple(
@@ -95,8 +96,8 @@ def asked_by_forward(config: Config) -> tuple[str, ...]:
 
 
 def _forward(config: Config) -> Any:
-    """The method forward() of a user's torch model; None if the configuration does not name its
-    class."""
+    """Returns the method forward() of a user's torch model; None if the configuration does not name
+    its class."""
     if (
         config.framework != "torch"
         or not is_users_model(config.model)
@@ -214,8 +215,8 @@ def _list(fields: Iterable[str]) -> str:
 
 
 def notes_on_fields(config: Config, source: Source, used: Iterable[str]) -> list[str]:
-    """A line for the user about masks that the model does not get, or about unused fields of a job
-    with several inputs."""
+    """Returns a line for the user about masks that the model does not get, or about unused fields
+    of a job with several inputs."""
     if not takes_x(config):
         return []
     names = input_names(config, source)

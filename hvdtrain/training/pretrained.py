@@ -533,8 +533,8 @@ def _lines(path: Path, match: Match, of: int) -> list[str]:
 
 
 def _other_stats(path: Path, config: Config) -> list[str]:
-    """A line if a Hugging Face folder gives a mean and deviation for its weights that differ from
-    the job's."""
+    """Returns a line if a Hugging Face folder gives a mean and deviation for its weights that
+    differ from the job's."""
     try:
         check_regular(path / "preprocessor_config.json")
         found = json.loads((path / "preprocessor_config.json").read_text())

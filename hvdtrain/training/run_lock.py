@@ -302,8 +302,8 @@ class LockWait:
 
 
 def find_holder(run: Path, look_s: float) -> Sign | None:
-    """The holder of a run folder; None if there is none. Takes look_s if the process is not visible
-    from here and gives no sign of life.
+    """Returns the holder of a run folder; None if there is none. Takes look_s if the process is not
+    visible from here and gives no sign of life.
 
     Raises OSError.
     """
@@ -320,7 +320,7 @@ def find_holder(run: Path, look_s: float) -> Sign | None:
 
 
 def in_use(run: Path, sign: Sign) -> UserError:
-    """The error of a job that finds a living one in its run folder."""
+    """Returns the error of a job that finds a living one in its run folder."""
     seen = "" if sign.alive else f", without a sign of life for {sign.silent_s:.0f} s"
     fix = (
         "wait for it or stop it; or give another run=; if no such job runs any more, remove "

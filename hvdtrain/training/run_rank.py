@@ -209,7 +209,8 @@ def bound_cores(config: Config, communicator: Communicator) -> Iterator[list[str
 
 
 def gpu_address(config: Config, communicator: Communicator) -> str | None:
-    """The PCI address of this rank's GPU; None if it has none, or it is not known which one."""
+    """Returns the PCI address of this rank's GPU; None if it has none, or it is not known which
+    one."""
     framework: Any = plugins.load("frameworks", config.framework, config.where("framework"))
     if hasattr(framework, "gpu_address"):
         with contextlib.suppress(UserError):  # no such device, which build() reports
@@ -229,7 +230,8 @@ def _before_connecting(
     read_former_run: ReadFormerRun,
     given: Mapping[str, Given],
 ) -> Config:
-    """The configuration that this rank knows by itself; rank 0 also reads the run to resume.
+    """Returns the configuration that this rank knows by itself; rank 0 also reads the run to
+    resume.
 
     Errors about that run are raised once the ranks are connected: mpirun may hang if one rank ends
     while others connect.
@@ -252,8 +254,8 @@ def _with_former_run(
     read_former_run: ReadFormerRun,
     given: Mapping[str, Given],
 ) -> Config:
-    """The configuration with the values of the run to resume; rank 0 reads them, since hosts need
-    not share a file system."""
+    """Returns the configuration with the values of the run to resume; rank 0 reads them, since
+    hosts need not share a file system."""
     former = on_rank_0(communicator, lambda: read_former_run(assignments(config_file, arguments)))
     return _configure(config_file, arguments, former, given)
 

@@ -137,7 +137,7 @@ class SampleSeries:
             )
 
     def _sequences(self, samples: int, now: TrainState) -> bytes | None:
-        """The file's content, a picture or a text; None if the job stops meanwhile."""
+        """Returns the file's content, a picture or a text; None if the job stops meanwhile."""
         tokens = self.task.drawn
         if not isinstance(self.learner, Sampler) or tokens is None:
             what = (
@@ -172,7 +172,7 @@ class SampleSeries:
         return png(grid(images, COLUMNS))
 
     def _masks(self, label: str, samples: int, now: TrainState) -> bytes:
-        """A picture of samples spread over the validation set.
+        """Returns a picture of samples spread over the validation set.
 
         label: the field of masks.
         """
@@ -194,7 +194,7 @@ class SampleSeries:
         )
 
     def _keep_up(self, now: TrainState) -> Callable[[], None]:
-        """A function for each position, also called on ranks without sequences: it signals
+        """Returns a function for each position, also called on ranks without sequences: it signals
         progress, and at intervals all ranks agree whether to stop."""
         positions = itertools.count(1)
 

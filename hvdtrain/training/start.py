@@ -166,7 +166,7 @@ def _first_weights(
 
 
 def begin(config: Config, datasets: Datasets) -> TrainState:
-    """The initial TrainState, with the sums and the objective of the task."""
+    """Returns the initial TrainState, with the sums and the objective of the task."""
     samples = len(datasets.train)
     metric = objective(datasets.task)
     progress = Progress(samples, total_samples(config, samples))

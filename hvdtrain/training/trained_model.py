@@ -124,7 +124,7 @@ def task_of(
     checkpoint: Checkpoint,
     restore: Callable[[Config, dict[str, Any]], Task] = restore_task,
 ) -> Task:
-    """The task of the checkpoint's model. Raises Damaged if it is missing or invalid."""
+    """Returns the task of the checkpoint's model. Raises Damaged if it is missing or invalid."""
     try:
         return restore(config, checkpoint.identity["data"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:

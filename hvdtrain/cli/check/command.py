@@ -92,8 +92,8 @@ class CheckOptions(NamedTuple):
 
 
 def check(arguments: Sequence[str]) -> int:
-    """The command behind `check`; returns the exit code, the same on every rank. Raises UserError
-    for an unknown option."""
+    """Runs `check`; returns the exit code, the same on every rank. Raises UserError for an unknown
+    option."""
     if {"-h", "--help"} & set(arguments):
         print(USAGE)
         return DONE

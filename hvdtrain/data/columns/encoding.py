@@ -182,8 +182,7 @@ def numbers_of(table: RawTable, encoded: Sequence[Encoded], rows: np.ndarray) ->
 def lines_of_unknown(
     table: RawTable, encoded: Sequence[Encoded], rows: np.ndarray
 ) -> Iterator[str]:
-    """A line for each column of which some rows have a category, or lack a value, as no training
-    row does."""
+    """Yields a line for each column with categories or missing values that no training row has."""
     for (name, column), one in zip(table.columns.items(), encoded, strict=True):
         unknown = one.unknown[column.rows[rows]]
         if not unknown.any():

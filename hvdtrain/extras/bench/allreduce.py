@@ -60,8 +60,8 @@ class AllreduceRanks(NamedTuple):
 
 
 def bench_allreduce(arguments: Sequence[str]) -> int:
-    """The command behind `bench allreduce`; returns the exit code. Every rank calls it, rank 0
-    prints. Raises UserError."""
+    """Runs `bench allreduce`; returns the exit code. Every rank calls it, rank 0 prints. Raises
+    UserError."""
     parser = BenchParser("allreduce")
     parser.add_argument("--sizes", type=read_sizes, default=SIZES)
     parser.add_argument("--budget", type=float, default=40.0)
@@ -97,8 +97,8 @@ def _connect_mpi(communicator: Communicator, place: Placement) -> Any | None:
 
 
 def measure(ranks: AllreduceRanks, sizes: Sequence[int], budget_s: float) -> list[PayloadTimes]:
-    """One vector of each size in bytes, then many small tensors, by all methods. A collective;
-    every rank gets the same times."""
+    """Times one vector of each size in bytes, then many small tensors, with all methods. A
+    collective; every rank gets the same times."""
     payload_budget_s = budget_s / (len(sizes) + 1)
     began = time.perf_counter()
     payloads: list[PayloadTimes] = []
@@ -223,8 +223,8 @@ def _copy_unless_same(target: np.ndarray, result: np.ndarray) -> None:
 def _time_methods(
     ranks: AllreduceRanks, vector: np.ndarray, methods: Sequence[Method], budget_s: float
 ) -> list[MethodTimes]:
-    """The slowest rank's seconds of each method in each round. A round runs all methods once,
-    starting with another one each time."""
+    """Returns the slowest rank's seconds of each method in each round. A round runs all methods
+    once, starting with another one each time."""
     for method in methods:
         check_sum(ranks.communicator, vector, method)
     vector.fill(0)  # repeated sums in place would overflow; zeros stay zeros
@@ -246,7 +246,7 @@ def _time_methods(
 
 
 def _run_round(ranks: AllreduceRanks, methods: Sequence[Method], first: int) -> list[float]:
-    """Seconds of each method on this rank; the ranks start each method together."""
+    """Returns seconds of each method on this rank; the ranks start each method together."""
     seconds = [0.0] * len(methods)
     order = [*range(first, len(methods)), *range(first)]
     for index in order:

@@ -32,8 +32,7 @@ MODULES = {"step": "step", "allreduce": "allreduce", "data": "data", "scaling": 
 
 
 def bench(arguments: Sequence[str]) -> int:
-    """The command behind `bench`; returns the exit code. Raises UserError for an unknown bench or
-    option."""
+    """Runs `bench`; returns the exit code. Raises UserError for an unknown bench or option."""
     if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE)
         return DONE

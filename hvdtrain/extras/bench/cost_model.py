@@ -86,8 +86,8 @@ def halving_doubling_s(ranks: int, size_bytes: float, link: Link) -> float:
 def flat_s(
     cost: Callable[[int, float, Link], float], ranks: int, size_bytes: float, cluster: Cluster
 ) -> float:
-    """Seconds of an algorithm that ignores nodes: on several nodes the slower link determines its
-    time."""
+    """Returns seconds of an algorithm that ignores nodes: on several nodes the slower link
+    determines its time."""
     if ranks <= cluster.per_node:
         return cost(ranks, size_bytes, cluster.inside)
     return max(cost(ranks, size_bytes, link) for link in (cluster.inside, cluster.between))
@@ -135,7 +135,7 @@ ALGORITHMS: Mapping[str, Callable[[int, float, Cluster], float]] = {
 
 
 def comm_s(algorithm: str, ranks: int, bucket_bytes: Sequence[float], cluster: Cluster) -> float:
-    """Seconds of one step's allreduces, one bucket after the other."""
+    """Returns seconds of one step's allreduces, one bucket after the other."""
     if ranks == 1:
         return 0.0
     return sum(ALGORITHMS[algorithm](ranks, size, cluster) for size in bucket_bytes)
@@ -213,7 +213,7 @@ def step_errors(points: Sequence[MeasuredStep]) -> list[float]:
 
 
 def split_buckets(total_bytes: int, bucket_bytes: float) -> list[float]:
-    """Bytes of each bucket."""
+    """Returns bytes of each bucket."""
     full_buckets, rest = divmod(total_bytes, bucket_bytes)
     return [float(bucket_bytes)] * int(full_buckets) + ([float(rest)] if rest else [])
 

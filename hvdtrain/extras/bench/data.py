@@ -25,8 +25,8 @@ MAX_STEPS = 20  # steps in one block
 
 
 def bench_data(arguments: Sequence[str]) -> int:
-    """The command behind `bench data`; returns the exit code. Every rank calls it, rank 0 prints.
-    Raises UserError."""
+    """Runs `bench data`; returns the exit code. Every rank calls it, rank 0 prints. Raises
+    UserError."""
     parser = BenchParser("data")
     parser.add_argument("--rounds", type=two_or_more, default=5)
     options, overrides = parser.parse_known_args(arguments)
@@ -139,8 +139,8 @@ def _time_stages(
     communicator: Communicator,
     rounds: int,
 ) -> dict[str, list[float]]:
-    """Seconds of each stage in each round; a round runs all stages in turn, and one more round
-    before them warms up."""
+    """Returns seconds of each stage in each round; a round runs all stages in turn, and one more
+    round before them warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in stages}
     for number in range(rounds + 1):
         if communicator.rank == 0 and number > 0:

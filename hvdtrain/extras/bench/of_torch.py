@@ -17,7 +17,7 @@ PRODUCTS = 7
 
 
 def synchronizing_stopwatch(device: torch.device) -> HostStopwatch:
-    """A stopwatch that waits for the device at the end of each phase, so that no two phases
+    """Returns a stopwatch that waits for the device at the end of each phase, so that no two phases
     overlap."""
     return HostStopwatch(
         (lambda: torch.accelerator.synchronize(device)) if device.type != "cpu" else None

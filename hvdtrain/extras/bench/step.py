@@ -25,8 +25,8 @@ from hvdtrain.training.health.signals import Signals
 
 
 def bench_step(arguments: Sequence[str]) -> int:
-    """The command behind `bench step`; returns the exit code. Every rank calls it, rank 0 prints.
-    Raises UserError."""
+    """Runs `bench step`; returns the exit code. Every rank calls it, rank 0 prints. Raises
+    UserError."""
     parser = BenchParser("step")
     parser.add_argument("--rounds", type=two_or_more, default=7)
     parser.add_argument("--steps", type=two_or_more, default=20)
@@ -60,7 +60,8 @@ class OneRank(SingleProcessCommunicator):
 def measure(
     config: Config, communicator: Communicator, signals: Signals, rounds: int, steps: int
 ) -> dict[str, Any]:
-    """The result, as --json prints it; rank 0's counts. A collective: every rank calls it."""
+    """Returns the result, as --json prints it; rank 0's counts. A collective: every rank calls
+    it."""
     trainer = Trainer(config, communicator, signals)
     trainers = {"together": trainer}
     if communicator.size > 1:
@@ -95,7 +96,7 @@ def measure(
 def _time_blocks(
     trainers: Mapping[str, Trainer], communicator: Communicator, rounds: int, steps: int
 ) -> dict[str, list[float]]:
-    """Seconds of a step in each round, by trainer; every second round runs them in reverse
+    """Returns seconds of a step in each round, by trainer; every second round runs them in reverse
     order."""
     names = list(trainers)
     seconds: dict[str, list[float]] = {name: [] for name in names}

@@ -74,8 +74,8 @@ class BuildTarget(NamedTuple):
 
 
 def detect_target() -> BuildTarget:
-    """The installed torch, and the MPI on the PATH or else in this environment. Raises UserError if
-    one is missing."""
+    """Returns the installed torch, and the MPI on the PATH or else in this environment. Raises
+    UserError if one is missing."""
     mpirun = which("mpirun") or which("mpiexec")
     if mpirun is None:
         raise UserError(
@@ -114,7 +114,7 @@ def check_build_tools() -> None:
 
 
 def which(name: str) -> Path | None:
-    """The path of a program on the PATH, or beside this Python."""
+    """Returns the path of a program on the PATH, or beside this Python."""
     found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
     return Path(found) if found else None
 
@@ -155,7 +155,8 @@ def mpi_name(version_output: str) -> str:
 
 
 def build_variables(env: Mapping[str, str], nccl: bool) -> dict[str, str]:
-    """The variables that decide what is compiled: our defaults, overridden by the user's."""
+    """Returns the variables that decide what is compiled: our defaults, overridden by the
+    user's."""
     users = {name: value for name, value in env.items() if BUILD_VARIABLE.match(name)}
     ours = {
         "HOROVOD_WITH_PYTORCH": "1",
@@ -190,8 +191,8 @@ def cuda_home() -> Path | None:
 
 
 def build_environment(env: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
-    """Environment of the build: programs of this Python, a compiler for each core that has 2 GiB of
-    memory, no flags of an outer make."""
+    """Returns environment of the build: programs of this Python, a compiler for each core that has
+    2 GiB of memory, no flags of an outer make."""
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     jobs = env.get("CMAKE_BUILD_PARALLEL_LEVEL") or max(
         1, min(len(os.sched_getaffinity(0)), int(memory_gib // 2))
@@ -228,7 +229,7 @@ def build_environment(env: Mapping[str, str], variables: Mapping[str, str]) -> d
 
 
 def wheel_key(version: str, target: BuildTarget, variables: Mapping[str, str]) -> str:
-    """The name of a cached build: equal only for targets that can share its wheel."""
+    """Returns the name of a cached build: equal only for targets that can share its wheel."""
     mpi_home = "" if target.mpi_inside else str(target.mpirun.parent)
     gpu = asks_for_gpu(variables)
     changes = corrections(target.mpi_inside, gpu, target.cxx)
@@ -242,8 +243,8 @@ def wheel_key(version: str, target: BuildTarget, variables: Mapping[str, str]) -
 def cached_wheel(
     version: str, target: BuildTarget, variables: Mapping[str, str], rebuild: bool
 ) -> Path:
-    """The wheel in the cache, built before if there is none or `rebuild`; a second process waits
-    for the first one's. Raises UserError."""
+    """Returns the wheel in the cache, built before if there is none or `rebuild`; a second process
+    waits for the first one's. Raises UserError."""
     folder = cache_folder() / wheel_key(version, target, variables)
     for private in (folder.parent, folder):
         private_folder(private, report)
@@ -321,7 +322,7 @@ def is_usable(version: str, target: BuildTarget, nccl: bool) -> bool:
 
 
 def built_for_torch() -> str:
-    """The version of torch that the installed Horovod was compiled with."""
+    """Returns the version of torch that the installed Horovod was compiled with."""
     path = importlib.metadata.distribution("horovod").locate_file("horovod/metadata.json")
     return str(json.loads(Path(str(path)).read_text()).get("pytorch", "none"))
 
@@ -353,7 +354,7 @@ def report(line: str) -> None:
 
 
 def horovod(arguments: Sequence[str], program: str = "hvdtrain horovod") -> int:
-    """The command; returns the exit code."""
+    """Runs the command; returns the exit code."""
     what = f"{program}: {(__doc__ or '').partition(': ')[2]}"
     parser = argparse.ArgumentParser(prog=program, description=what)
     parser.add_argument(
@@ -422,7 +423,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_folder() -> Path:
-    """The folder of all wheels that were built here."""
+    """Returns the folder of all wheels that were built here."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain" / "horovod"
 
 

@@ -200,7 +200,7 @@ def cxx_of_torch(include: Path) -> int:
 
 
 def corrections(mpi_inside: bool, gpu: bool, cxx: int = 17) -> tuple[Correction, ...]:
-    """The corrections of Horovod's source.
+    """Returns the corrections of Horovod's source.
 
     mpi_inside: the MPI is part of this Python environment. gpu: with GPU operations. cxx: as from
     cxx_of_torch().
@@ -331,7 +331,7 @@ def running(
 
 
 def progress_of(log: str) -> str:
-    """The progress of the compiler, from the last "[ 45%]" of make in its log."""
+    """Returns the progress of the compiler, from the last "[ 45%]" of make in its log."""
     found = re.findall(r"^\s*\[\s*(\d+)%\]", log, re.M)
     return f"{found[-1]} % compiled" if found else "configuring"
 

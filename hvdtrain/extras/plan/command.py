@@ -193,8 +193,8 @@ def _none_feasible(rejected: list[Infeasible]) -> UserError:
 
 
 def _curve(group: list[Forecast]) -> RecipeCurve:
-    """The curve of forecasts with equal recipes: all steps, or about as many as a picture can show,
-    and every change of the batch."""
+    """Returns the curve of forecasts with equal recipes: all steps, or about as many as a picture
+    can show, and every change of the batch."""
     one = group[0]
     evenly_spaced = {point * one.steps // _CURVE_POINTS for point in range(_CURVE_POINTS)}
     steps = sorted(evenly_spaced | {phase.first_step for phase in one.batch_phases})

@@ -109,7 +109,7 @@ def _data_and_model(plan: Plan) -> list[str]:
 
 
 def _recipes(plan: Plan, feasible: list[Forecast]) -> list[str]:
-    """The arithmetic of each distinct recipe."""
+    """Returns the arithmetic of each distinct recipe."""
     lines = []
     for group in group_by_recipe(feasible):
         lines += _labelled("recipe", f"on {ranks_label(group)}")
@@ -120,7 +120,7 @@ def _recipes(plan: Plan, feasible: list[Forecast]) -> list[str]:
 
 
 def _table(forecasts: Sequence[Forecast | Infeasible]) -> list[str]:
-    """A line for each number of ranks, or why the job cannot run on it."""
+    """Returns a line for each number of ranks, or why the job cannot run on it."""
     rows = {one.ranks: _cells(one) for one in forecasts if isinstance(one, Forecast)}
     first = max(len(_HEADER[0]), *(len(str(one.ranks)) for one in forecasts))
     lines = align([_HEADER, *rows.values()], left=(), least=(first,))
@@ -313,7 +313,7 @@ def _from_to(first: str, last: str) -> str:
 
 
 def _labelled(label: str, text: str) -> list[str]:
-    """A paragraph to the right of its label."""
+    """Returns a paragraph to the right of its label."""
     pad = " " * 12
     return textwrap.wrap(
         text,
@@ -326,7 +326,8 @@ def _labelled(label: str, text: str) -> list[str]:
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
-    """The data, the model, a forecast for each number of ranks, and the bytes of one rank."""
+    """Returns the data, the model, a forecast for each number of ranks, and the bytes of one
+    rank."""
     config = plan.config
     excludes = config.optim.exclude == "norms_and_biases"
     return {
@@ -351,7 +352,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
 
 
 def _forecast(one: Forecast | Infeasible) -> dict[str, Any]:
-    """The forecast for one number of ranks: the job, or `impossible` with the error."""
+    """Returns the forecast for one number of ranks: the job, or `impossible` with the error."""
     if isinstance(one, Infeasible):
         return {
             "ranks": one.ranks,

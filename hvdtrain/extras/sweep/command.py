@@ -250,7 +250,7 @@ class _Job:
         ]
 
     def _draw(self, rows: Sequence[PointSummary]) -> str:
-        """A line for people; empty if there is nothing to draw."""
+        """Returns a line for people; empty if there is nothing to draw."""
         points = [SweepPoint(row.values, row.mean, row.sd) for row in rows if row.done]
         if not points:
             return ""

@@ -132,7 +132,7 @@ class Replicated:
         return Updated(weights, nonfinite, squares)
 
     def _mean(self, row: jax.Array) -> Any:
-        """The sum over ranks."""
+        """Returns the sum over ranks."""
         if self._communicator.size == 1:
             self._phases.wait_for(row)
             return row

@@ -131,8 +131,8 @@ def _with_enough_samples(count: int) -> Iterator[None]:
 
 
 def in_type(outputs: Any, dtype: torch.dtype) -> Any:
-    """Outputs of a model in a number type: a tensor, or several of them in a tuple, a list or a
-    dict."""
+    """Returns outputs of a model in a number type: a tensor, or several of them in a tuple, a list
+    or a dict."""
     if isinstance(outputs, (torch.Tensor, InParts)):
         return outputs.to(dtype)
     if isinstance(outputs, dict):
@@ -216,7 +216,7 @@ class Forward:
         return self._losses(in_type(outputs, self.precision.weights), batch, training)
 
     def train(self, batch: DeviceBatch) -> Losses:
-        """Losses of samples that are learned from; the model is in training mode."""
+        """Returns losses of samples that are learned from; the model is in training mode."""
         inputs = self.inputs_of(batch)
         with self.precision.autocast(self.inputs.device), _with_enough_samples(len(batch)):
             outputs = self._training(inputs)

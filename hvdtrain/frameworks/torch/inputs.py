@@ -176,7 +176,7 @@ class Inputs:
         }
 
     def _gather_cached(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """Tensors of the samples "indices" and "partner_indices" of the cached set."""
+        """Returns tensors of the samples "indices" and "partner_indices" of the cached set."""
         arrays = {}
         for indices, prefix in (("indices", ""), ("partner_indices", "partner_")):
             if indices in batch:

@@ -37,7 +37,7 @@ class Precision(NamedTuple):
     )
 
     def autocast(self, device: torch.device) -> torch.autocast:
-        """The context of a forward pass on the device."""
+        """Returns the context of a forward pass on the device."""
         enabled = self.layers is not None
         return torch.autocast(
             device.type,
@@ -97,7 +97,8 @@ def is_emulated(half: torch.dtype, device: torch.device) -> bool:
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
-    """The features that the first core reports; empty if the system does not report them."""
+    """Returns the features that the first core reports; empty if the system does not report
+    them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -169,7 +170,7 @@ class Scale:
         self.tensors: dict[str, torch.Tensor] = {}
 
     def scale(self, factor: torch.Tensor) -> torch.Tensor:
-        """The factor of the loss, times the scale."""
+        """Returns the factor of the loss, times the scale."""
         return factor
 
     def unscale_(self, parameters: list[torch.nn.Parameter]) -> None:

@@ -60,8 +60,8 @@ def predict(
 def planned_work(
     config: Config, task: Task, step: PlannedStep, ranks: int, features: frozenset[Feature]
 ) -> list[PlannedWork]:
-    """Work of the first rank of each stage of the pipeline, or of rank 0 without one: what it
-    computes, sends and keeps in a step.
+    """Returns work of the first rank of each stage of the pipeline, or of rank 0 without one: what
+    it computes, sends and keeps in a step.
 
     Raises UserError as predict() does.
     """
@@ -109,7 +109,8 @@ def _without_libraries(config: Config) -> Config:
 def _with_bucket_size(
     plain: Config, config: Config, ranks: int, features: frozenset[Feature]
 ) -> Config:
-    """The default size of a job on GPUs with NCCL: the plan computes on tensors of the CPU."""
+    """Returns the default size of a job on GPUs with NCCL: the plan computes on tensors of the
+    CPU."""
     by_nccl = "nccl" in features and config.speed.device != "cpu"
     of_nccl = ranks // config.parallel.ranks if by_nccl else 0
     bucket_mb = config.comm.bucket_bytes(of_nccl) / 2**20
@@ -212,7 +213,7 @@ def _count(
 def _learner(
     config: Config, task: Task, mesh: Mesh, features: frozenset[Feature]
 ) -> tuple[TorchLearner, int]:
-    """The learner that build() makes, and the bytes of its start."""
+    """Returns the learner that build() makes, and the bytes of its start."""
     device = torch.device("cpu")
     stopwatch = ReplaceableStopwatch(stopwatch_for(device))
     precision = pick_precision(config, device, mesh.world)
@@ -245,12 +246,12 @@ def mark(learner: TorchLearner, live: LiveStorages) -> None:
 
 
 def state_bytes(learner: TorchLearner) -> int:
-    """Bytes of what rank 0 copies for a checkpoint."""
+    """Returns bytes of what rank 0 copies for a checkpoint."""
     return sum(t.nbytes for t in state_tensors(learner))
 
 
 def state_tensors(learner: TorchLearner) -> list[torch.Tensor]:
-    """The weights, or the rank's part of them, and its part of the optimizer's state."""
+    """Returns the weights, or the rank's part of them, and its part of the optimizer's state."""
     weights = [learner.strategy.part(p).parameter for p in learner.model.parameters()]
     states = [learner.optimizer.state.get(shard.parameter, {}) for shard in learner.shards]
     tensors = [t for state in states for t in state.values() if isinstance(t, torch.Tensor)]
@@ -258,8 +259,8 @@ def state_tensors(learner: TorchLearner) -> list[torch.Tensor]:
 
 
 def copies_bytes(learner: TorchLearner) -> int:
-    """Bytes of what guard.lost keeps: the same, and of parts the neighbour's too, all of them of
-    two sync points."""
+    """Returns bytes of what guard.lost keeps: the same, and of parts the neighbour's too, all of
+    them of two sync points."""
     states = [learner.optimizer.state.get(shard.parameter, {}) for shard in learner.shards]
     parts = sum(t.nbytes for state in states for t in state.values() if isinstance(t, torch.Tensor))
     return state_bytes(learner) + 3 * parts * learner.is_sharded
@@ -400,15 +401,15 @@ class LiveStorages(TorchDispatchMode):
 
 
 def _in_transit(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The buffer that an operation of FSDP2 fills before a collective: of an all-gather, of a
-    reduce-scatter."""
+    """Returns the buffer that an operation of FSDP2 fills before a collective: of an all-gather, of
+    a reduce-scatter."""
     if func is torch.ops.fsdp.all_gather_copy_in.default:
         return [args[1]]
     return [kwargs["out"]] if func is torch.ops.fsdp.chunk_cat.default else []
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """The storage of a tensor; of a DTensor the memory of this rank."""
+    """Returns the storage of a tensor; of a DTensor the memory of this rank."""
     return getattr(tensor, "_local_tensor", tensor).untyped_storage()
 
 
@@ -417,8 +418,8 @@ ASKS_FOR_NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
 def answer(tensor: torch.Tensor) -> bool | float:
-    """The number that the host reads from a tensor without numbers: False (no gradient was bad), or
-    1 (the number of a step)."""
+    """Returns the number that the host reads from a tensor without numbers: False (no gradient was
+    bad), or 1 (the number of a step)."""
     if tensor.dtype == torch.bool:
         return False
     if tensor.is_floating_point():

@@ -35,6 +35,6 @@ def cpu_multiplies_bf16() -> bool:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """A key that is equal for tensors in one storage, also on the meta device, where no storage has
-    an address."""
+    """Returns a key that is equal for tensors in one storage, also on the meta device, where no
+    storage has an address."""
     return tensor.untyped_storage()._cdata

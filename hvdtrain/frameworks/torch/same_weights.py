@@ -16,7 +16,7 @@ from hvdtrain.frameworks.torch.private_api import FakeTensor
 def as_on_rank_0(
     tensor: torch.Tensor, communicator: Communicator, *, is_used: bool = True
 ) -> torch.Tensor:
-    """The tensor, with the numbers of rank 0's. A collective.
+    """Returns the tensor, with the numbers of rank 0's. A collective.
 
     is_used: false on a rank that does not need the numbers; its tensor may be a meta tensor.
     Without numbers, as in a plan, the tensor itself.

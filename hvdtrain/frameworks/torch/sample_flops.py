@@ -25,8 +25,8 @@ _SAMPLES = 2
 
 
 def sample_flops(config: Config, task: Task, *, is_small: bool) -> float:
-    """Operations of matrix products, convolutions and attention in the forward and the backward
-    pass of one sample; a multiply-add counts as two.
+    """Returns operations of matrix products, convolutions and attention in the forward and the
+    backward pass of one sample; a multiply-add counts as two.
 
     They are the model's: what model.recompute or a fused attention computes again does not count,
     and neither do the loss and the optimizer. Of several outputs all count, also one that the loss

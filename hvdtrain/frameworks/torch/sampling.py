@@ -65,7 +65,7 @@ class IncrementalDecoder(Protocol):
     context: int
 
     def __call__(self, tokens: torch.Tensor, cache: Any) -> torch.Tensor | InParts:
-        """int64 (n, m) of further positions -> logits (n, m, vocabulary)."""
+        """Returns int64 (n, m) of further positions -> logits (n, m, vocabulary)."""
 
     def empty_cache(self) -> Any:
         """For `context` positions of any sequences."""
@@ -118,7 +118,7 @@ def continue_sequences(
 
 
 def _draw(logits: torch.Tensor, temperature: float, numbers: torch.Tensor) -> torch.Tensor:
-    """(n,) by inversion of the cumulative distribution."""
+    """Returns (n,) by inversion of the cumulative distribution."""
     if temperature == 0:
         return logits.argmax(1)
     cumulative = (logits / temperature).softmax(1).cumsum(1)

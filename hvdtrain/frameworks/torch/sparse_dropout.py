@@ -32,8 +32,8 @@ class SparseDropout(nn.Dropout):
 
 
 def dropped_indices(count: int, p: float) -> torch.Tensor:
-    """Which of `count` independent trials of probability p succeed: int64, rising. The gaps between
-    them are geometric.
+    """Returns which of `count` independent trials of probability p succeed: int64, rising. The gaps
+    between them are geometric.
 
     By inversion, floor(log(1 - U) / log(1 - p)) + 1 (Devroye 1986, "Non-Uniform Random Variate
     Generation", X.2, p. 499). U has 24 bits, so no gap is longer than 16.6 / p, which one in 17

@@ -47,7 +47,7 @@ class LearnerState:
         self._staging = StagingBuffer()
 
     def pieces(self) -> Iterator[Piece]:
-        """Pieces of the state: Learner.pieces()."""
+        """Yields pieces of the state: Learner.pieces()."""
         shards = {f"s.{name}": shard for name, shard in self._trained()}
         held = {f"p.{name}": self._strategy.part(p) for name, p in self._parameters.items()}
         in_parts = {name: shard for name, shard in (held | shards).items() if not shard.is_whole}
@@ -209,7 +209,7 @@ def _part(array: np.ndarray | ArrayInFile, shard: Shard) -> np.ndarray:
 
 
 def _places(name: str, shards: dict[str, Shard]) -> Iterator[tuple[str, str]]:
-    """The parameter and the key of an entry of optimizer state: both may have dots."""
+    """Yields the parameter and the key of an entry of optimizer state: both may have dots."""
     parts = name.split(".")[1:]
     for count in range(1, len(parts)):
         parameter = ".".join(parts[:count])
@@ -250,8 +250,8 @@ class StagingBuffer:
         return (tensor if self.is_on_host(tensor) else self.copy(tensor)).numpy()
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in the buffer, whose numbers are in the same order in memory: the GPU needs no
-        other one in between."""
+        """Returns a copy in the buffer, whose numbers are in the same order in memory: the GPU
+        needs no other one in between."""
         nbytes = max(tensor.nbytes, self._largest_bytes)
         if self._buffer is None or self._buffer.nbytes < nbytes:
             self._buffer = None  # before there is a larger one

@@ -83,8 +83,8 @@ class OptimizerStep:
         return any_nonfinite(self._parameters)
 
     def anywhere(self, bad: torch.Tensor) -> torch.Tensor:
-        """() bool, whether it is so on any rank that updates another part. A collective where there
-        are such ranks."""
+        """Returns () bool, whether it is so on any rank that updates another part. A collective
+        where there are such ranks."""
         return self._strategy.total(bad.double()) > 0
 
     def apply(self, noise: float = 0.0, seed: int = 0) -> None:
@@ -148,7 +148,7 @@ class Passes:
         self._parameters = list(parameters)
 
     def updated_after(self, shards: Sequence[Shard]) -> Sequence[Shard]:
-        """The shards that the step's end updates: all, unless passes update some."""
+        """Returns the shards that the step's end updates: all, unless passes update some."""
         return shards
 
     def of_step(self, hyper: Hyper, optimizer: torch.optim.Optimizer) -> OnePass:
@@ -156,8 +156,8 @@ class Passes:
         return self._one
 
     def left_bad(self, bad: torch.Tensor) -> torch.Tensor:
-        """() bool, whether `bad`, or a gradient that the passes of this step have used up was not
-        finite."""
+        """Returns () bool, whether `bad`, or a gradient that the passes of this step have used up
+        was not finite."""
         return bad
 
     def _one(self, batch: DeviceBatch, divisor: int, is_last: bool) -> Sums:
@@ -179,12 +179,12 @@ class Passes:
         return losses.total / divisor * self._scale.scale(one_or_nan(losses.total))
 
     def evaluate(self, batch: DeviceBatch) -> Sums:
-        """The sums of Learner.evaluate(); gradients are off, and the model is in evaluation
+        """Returns the sums of Learner.evaluate(); gradients are off, and the model is in evaluation
         mode."""
         return self._forward.evaluate(batch).sums
 
     def predict(self, batch: DeviceBatch) -> Evaluated:
-        """The sums with the outputs. Raises UserError if this rank has none."""
+        """Returns the sums with the outputs. Raises UserError if this rank has none."""
         return self._forward.evaluate(batch)
 
     # Of a pipeline, as Learner has them.
@@ -227,8 +227,8 @@ def add_noise_(shards: Sequence[Shard], variance: float, seed: int) -> None:
 
 
 def one_or_nan(loss: torch.Tensor) -> torch.Tensor:
-    """A factor for the loss: 1, but NaN if it is not finite. The gradients become NaN, and the
-    reduction brings that to every rank.
+    """Returns a factor for the loss: 1, but NaN if it is not finite. The gradients become NaN, and
+    the reduction brings that to every rank.
 
     It is a factor, not the argument of backward(), which imports sympy to look at its shape: half a
     second. A clamp between the last parameter and the loss would keep NaN from the parameters.
@@ -256,7 +256,7 @@ def any_nonfinite(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
 
 
 def zero_where(bad: torch.Tensor, sums: Sums) -> Sums:
-    """The sums as device scalars, all 0 where `bad`, () bool, is true: it may be of offloaded
-    gradients, in host memory."""
+    """Returns the sums as device scalars, all 0 where `bad`, () bool, is true: it may be of
+    offloaded gradients, in host memory."""
     found = {name: (~bad).double() * value for name, value in sums.items()}
     return {name: value.masked_fill(bad.to(value.device), 0.0) for name, value in found.items()}

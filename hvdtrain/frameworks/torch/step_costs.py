@@ -56,7 +56,7 @@ class GpuStopwatch:
 
 
 def stopwatch_for(device: torch.device) -> Stopwatch:
-    """The stopwatch for steps on a device."""
+    """Returns the stopwatch for steps on a device."""
     return GpuStopwatch(device) if device.type in KINDS else HostStopwatch()
 
 

@@ -55,7 +55,7 @@ class Shard(NamedTuple):
         return self.cut.whole_shape(tuple(self.whole.shape))
 
     def take(self, array: Any) -> Any:
-        """(n,), what belongs to these elements of an array of that shape."""
+        """Returns (n,), what belongs to these elements of an array of that shape."""
         return elements(array, self.cut, self.start, self.stop)
 
 
@@ -158,7 +158,7 @@ class Strategy:
         """Makes weights and optimizer state equal on all ranks, if they are not. A collective."""
 
     def held(self) -> StrategyMemory:
-        """The memory that the strategy itself holds, for those who count it."""
+        """Returns the memory that the strategy itself holds, for those who count it."""
         return StrategyMemory([], [])
 
     def put_together(
@@ -171,7 +171,7 @@ class Strategy:
         return {p: of(p) for p in trained}
 
     def class_name(self, model: torch.nn.Module) -> str:
-        """The name of the user's class: wrap() may have made the model another one."""
+        """Returns the name of the user's class: wrap() may have made the model another one."""
         return type(model).__name__
 
     def divide_anew(self, mesh: Mesh) -> torch.optim.Optimizer:
@@ -266,8 +266,8 @@ def fill_missing(parameters: Sequence[torch.nn.Parameter]) -> None:
 
 
 def reduction_device(device: torch.device, communicator: Communicator) -> torch.device:
-    """The device on which tensors of a device are reduced: the host, unless the engine takes GPU
-    memory."""
+    """Returns the device on which tensors of a device are reduced: the host, unless the engine
+    takes GPU memory."""
     return device if "device_memory" in communicator.features else torch.device("cpu")
 
 

@@ -224,7 +224,7 @@ class NegotiationBlock:
         return bool(self.rows[0, 3])
 
     def views_of(self, requests: Sequence[Request]) -> list[TensorViews]:
-        """Places of every tensor of requests that are sent inline, in order."""
+        """Returns places of every tensor of requests that are sent inline, in order."""
         views = []
         start = 0
         for request in requests:

@@ -29,7 +29,7 @@ class RequestTensor(NamedTuple):
     source: torch.Tensor
 
     def target(self) -> torch.Tensor | None:
-        """The caller's tensor that receives the result, if any."""
+        """Returns the caller's tensor that receives the result, if any."""
         return self.request.outputs[self.place] if self.request.outputs else None
 
 

@@ -171,7 +171,7 @@ class Engine(Protocol):
         """Removes a process set; returns whether it existed. Every rank of the job calls it."""
 
     def ranks_of(self, set_id: int) -> list[int]:
-        """The ranks of a set. Raises BadCall if it does not exist."""
+        """Returns the ranks of a set. Raises BadCall if it does not exist."""
 
     def be_ready_to_shrink(self) -> None:
         """Prepares for recover(), if the engine can exclude ranks. A collective."""

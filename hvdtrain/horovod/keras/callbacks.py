@@ -249,7 +249,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
 
 def rate_of(optimizer: Any) -> float:
-    """The learning rate of the next step."""
+    """Returns the learning rate of the next step."""
     return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
 
 

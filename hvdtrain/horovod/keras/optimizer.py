@@ -91,7 +91,7 @@ def PartialDistributedOptimizer(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """A DistributedOptimizer with the variables of some layers local to each rank.
+    """Returns a DistributedOptimizer with the variables of some layers local to each rank.
 
     local_layers: a built layer, or several. BroadcastGlobalVariablesCallback(local_variables=...)
     skips their variables, too.
@@ -118,8 +118,8 @@ def PartialDistributedOptimizer(
 
 
 def variables_of_layers(local_layers: Any, where: str) -> list[Any]:
-    """The trainable variables of a layer, or of several. Raises BadCall for anything but a layer,
-    and for a layer that is not built."""
+    """Returns the trainable variables of a layer, or of several. Raises BadCall for anything but a
+    layer, and for a layer that is not built."""
     if local_layers is None:
         return []
     layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers)

@@ -39,8 +39,8 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
 ) -> Any:
-    """The reduction over ranks; tf.IndexedSlices are summed or averaged as the slices of all ranks,
-    without compression and factors.
+    """Returns the reduction over ranks; tf.IndexedSlices are summed or averaged as the slices of
+    all ranks, without compression and factors.
 
     op: Average (default), Sum, Min, Max, Product or Adasum; `average` is a former name of it.
     """
@@ -103,7 +103,8 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """This rank's rows of the reduction over ranks: equally many, the first ranks one more."""
+    """Returns this rank's rows of the reduction over ranks: equally many, the first ranks one
+    more."""
     return grouped_reducescatter(
         [tensor],
         device_dense,
@@ -145,7 +146,7 @@ def allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The tensors of all ranks along axis 0, whose lengths may differ."""
+    """Returns the tensors of all ranks along axis 0, whose lengths may differ."""
     return collectives.allgather([_tensor(tensor)], name=name, process_set=process_set)[0]
 
 
@@ -168,7 +169,7 @@ def broadcast(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The tensor of rank `root_rank`."""
+    """Returns the tensor of rank `root_rank`."""
     return collectives.broadcast(_tensor(tensor), root_rank, name=name, process_set=process_set)
 
 
@@ -191,7 +192,8 @@ def alltoall(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The rows that every rank sends to this one; (rows, received splits) if splits are given."""
+    """Returns the rows that every rank sends to this one; (rows, received splits) if splits are
+    given."""
     return collectives.alltoall(_tensor(tensor), splits, name=name, process_set=process_set)
 
 
@@ -202,7 +204,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The object of rank `root_rank`, as data: hvdtrain.horovod.broadcast_object()."""
+    """Returns the object of rank `root_rank`, as data: hvdtrain.horovod.broadcast_object()."""
     _refuse_session(session, "hvd.broadcast_object()")
     return objects.broadcast_object(obj, root_rank, name, process_set)
 
@@ -224,7 +226,7 @@ def allgather_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """The objects of all ranks, as data."""
+    """Returns the objects of all ranks, as data."""
     _refuse_session(session, "hvd.allgather_object()")
     return objects.allgather_object(obj, name, process_set)
 
@@ -241,7 +243,7 @@ def local_rank_op(name: str | None = None) -> Any:
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """The ranks of the process set as an int32 tensor."""
+    """Returns the ranks of the process set as an int32 tensor."""
     return _number(lambda: len(JOB.engine.ranks_of(process_set_id)))
 
 

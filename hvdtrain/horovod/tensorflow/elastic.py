@@ -27,7 +27,7 @@ class TensorFlowState(VariablesState):
 def TensorFlowKerasState(
     model: Any, optimizer: Any = None, backend: None = None, **values: Any
 ) -> VariablesState:
-    """The KerasState of hvdtrain.horovod.keras.elastic."""
+    """Returns the KerasState of hvdtrain.horovod.keras.elastic."""
     from hvdtrain.horovod.keras.elastic import KerasState
 
     return KerasState(model, optimizer, backend, **values)

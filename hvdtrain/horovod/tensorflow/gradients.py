@@ -82,7 +82,7 @@ def PartialDistributedGradientTape(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """A DistributedGradientTape with the variables of some Keras layers local to each rank.
+    """Returns a DistributedGradientTape with the variables of some Keras layers local to each rank.
 
     local_layers: a built layer, or several.
     """
@@ -124,8 +124,8 @@ class ReducingTape:
         *,
         use_generic_names: bool = False,
     ) -> Any:
-        """The tape's gradient, reduced; None if a source has none. use_generic_names: has no
-        effect, because names come from the calls."""
+        """Returns the tape's gradient, reduced; None if a source has none. use_generic_names: has
+        no effect, because names come from the calls."""
         base: Any = super()
         grads = base.gradient(target, sources, output_gradients, unconnected_gradients)
         found = self._reduction.reduce(
@@ -141,14 +141,14 @@ class ReducingTape:
         output_gradients: Any = None,
         use_generic_names: bool = False,
     ) -> tuple[list[Any], list[Any]]:
-        """Pairs of (source, gradient) for local sources, and for the others."""
+        """Returns pairs of (source, gradient) for local sources, and for the others."""
         pairs = list(zip(sources, self.gradient(target, sources, output_gradients), strict=True))
         local = [pair for pair in pairs if _identity(pair[0]) in self._reduction.local]
         return local, [pair for pair in pairs if _identity(pair[0]) not in self._reduction.local]
 
 
 def _identity(source: Any) -> int:
-    """The identity of a TensorFlow variable, also if a Keras variable wraps it."""
+    """Returns the identity of a TensorFlow variable, also if a Keras variable wraps it."""
     keras = sys.modules.get("keras")
     return id(source.value if keras is not None and isinstance(source, keras.Variable) else source)
 
@@ -170,7 +170,7 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """The DistributedOptimizer of hvdtrain.horovod.keras, in the order of arguments of
+    """Returns the DistributedOptimizer of hvdtrain.horovod.keras, in the order of arguments of
     horovod.tensorflow."""
     from hvdtrain.horovod.keras.optimizer import DistributedOptimizer as for_keras
 

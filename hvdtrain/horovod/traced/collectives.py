@@ -38,7 +38,7 @@ def allreduce(
     postscale: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """The reductions over ranks, as one request."""
+    """Returns the reductions over ranks, as one request."""
     call = _title("allreduce", name)
     factors = prescale, postscale
 
@@ -91,8 +91,8 @@ def allgather(
     process_set: ProcessSet = global_process_set,
     totals: Sequence[int] = (),
 ) -> list[Any]:
-    """The rows of all ranks, as one request. JAX can compile it if all ranks have the same number
-    of rows.
+    """Returns the rows of all ranks, as one request. JAX can compile it if all ranks have the same
+    number of rows.
 
     totals: of rows, for JAX, if the rows are shares of a total, as after reducescatter().
     """
@@ -122,7 +122,8 @@ def allgather(
 def _places(
     grads: Sequence[Any], tensors: Sequence[Any], call: str, process_set: ProcessSet
 ) -> tuple[Sequence[Any], Sequence[Any]]:
-    """The first row of this rank among the rows of all ranks, and their number, for each tensor."""
+    """Returns the first row of this rank among the rows of all ranks, and their number, for each
+    tensor."""
     if not is_of_tensorflow(
         tensors
     ):  # traced by JAX: equal shares, the first ranks with one row more
@@ -169,7 +170,7 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The tensor of rank `root_rank`."""
+    """Returns the tensor of rank `root_rank`."""
 
     def work(given: list[Any]) -> list[Any]:
         return [collectives.broadcast(given[0], root_rank, name, process_set)]
@@ -193,7 +194,8 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The rows that every rank sends to this one; (rows, received splits) if splits are given."""
+    """Returns the rows that every rank sends to this one; (rows, received splits) if splits are
+    given."""
     tensor = value_of(tensor)
     call = _title("alltoall", name)
     if is_of_tensorflow([tensor]):
@@ -271,7 +273,7 @@ def reducescatter(
     postscale: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """This rank's rows of reductions over ranks, as one request."""
+    """Returns this rank's rows of reductions over ranks, as one request."""
     call = _title("reducescatter", name)
     size = process_set.size() or 1
 
@@ -353,7 +355,7 @@ def _with_gradients_of_jax(
 
 
 def _reduce_over(process_set: ProcessSet, name: str | None) -> gradients.Reduce:
-    """The reductions of a gradient."""
+    """Returns the reductions of a gradient."""
 
     def reduce(tensors: list[Any], op: int, before: float, after: float) -> list[Any]:
         return allreduce(
@@ -369,15 +371,15 @@ def _reduce_over(process_set: ProcessSet, name: str | None) -> gradients.Reduce:
 
 
 def _with_rows(tensor: Any, rows_of: Callable[[int], int | None]) -> Shape:
-    """The shape with rows_of(rows) rows; a tensor of TensorFlow may have another number of rows on
-    each rank."""
+    """Returns the shape with rows_of(rows) rows; a tensor of TensorFlow may have another number of
+    rows on each rank."""
     if is_of_tensorflow([tensor]):
         return sys.modules["tensorflow"].TensorShape([None]).concatenate(tensor.shape[1:])
     return (rows_of(tensor.shape[0]), *tensor.shape[1:]) if tensor.ndim else ()
 
 
 def _title(kind: str, name: str | None) -> str:
-    """The call's name in errors: "allreduce 'loss'"."""
+    """Returns the call's name in errors: "allreduce 'loss'"."""
     return kind if name is None else f"{kind} {name!r}"
 
 

@@ -76,7 +76,7 @@ class GradientReduction:
         ]
 
     def _scaled(self, grad: Any) -> Any:
-        """The gradient of a local variable."""
+        """Returns the gradient of a local variable."""
         size = self.process_set.size() or 1
         if grad is None or not self.scales_local:
             return grad

@@ -92,7 +92,7 @@ def _within_jax(work: Work, tensors: Sequence[Any], shapes: Sequence[Shape]) -> 
 
 
 def _on_arrays(work: Work) -> Callable[..., list[np.ndarray]]:
-    """The work as a function of arrays that do not share the library's memory."""
+    """Returns the work as a function of arrays that do not share the library's memory."""
 
     def call(*arrays: Any) -> list[np.ndarray]:
         try:

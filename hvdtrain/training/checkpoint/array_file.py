@@ -127,8 +127,8 @@ class ArrayPlace(NamedTuple):
 
 
 def places_of(header: bytes) -> dict[str, ArrayPlace]:
-    """The arrays of a header, without its 8 bytes of length, by name. Raises ValueError for two
-    arrays of one name."""
+    """Returns the arrays of a header, without its 8 bytes of length, by name. Raises ValueError for
+    two arrays of one name."""
     tree = json.loads(header, object_pairs_hook=_without_twins)
     tree.pop("__metadata__", None)
     return {
@@ -181,7 +181,7 @@ def make_header(arrays: Arrays, metadata: dict[str, str] | None = None) -> bytes
 
 
 def to_bytes(array: np.ndarray) -> memoryview:
-    """The bytes of the numbers in C order, low byte first; an array with another layout is
+    """Returns the bytes of the numbers in C order, low byte first; an array with another layout is
     copied."""
     numbers: np.ndarray = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
     return numbers.reshape(-1).view(np.uint8).data

@@ -29,8 +29,8 @@ _STREAM_BYTES = 2**22
 
 
 def optimal_interval_s(cost_s: float, mtbf_s: float) -> float:
-    """The optimal seconds of training between two checkpoints, if each stops training for cost_s
-    and faults are mtbf_s apart on average.
+    """Returns the optimal seconds of training between two checkpoints, if each stops training for
+    cost_s and faults are mtbf_s apart on average.
 
     Young 1974 (Comm. ACM 17(9)): sqrt(2 C M); with the higher order of Daly 2006 (Future Gener.
     Comput. Syst. 22(3), eq. 37), which is M if a checkpoint costs 2 M or more.

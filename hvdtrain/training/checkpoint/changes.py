@@ -95,7 +95,7 @@ class Change(NamedTuple):
 
 
 def changes(run: Path, config: Config) -> list[Change]:
-    """The changes, by key. Raises UserError if the run's config.yaml cannot be read."""
+    """Returns the changes, by key. Raises UserError if the run's config.yaml cannot be read."""
     recorded = list(read_run_config(run))
     former = resolve_recorded(recorded, {one.key for one in recorded}, unread_keys)
     before = flat(former.model_dump())
@@ -112,8 +112,8 @@ def changes(run: Path, config: Config) -> list[Change]:
 
 
 def ended_by_hook(now: TrainState, found: Sequence[Change]) -> TrainState:
-    """The state of a job that a hook has ended: complete, unless the command changes its length or
-    its hooks."""
+    """Returns the state of a job that a hook has ended: complete, unless the command changes its
+    length or its hooks."""
     if not now.ended_by:
         return now
     if any(_is_one_of(change.key, ("hooks", *_LENGTH)) for change in found):
@@ -178,7 +178,7 @@ def refuse_another_model(found: list[Change], config: Config, run: Path) -> None
 
 
 def _defaults_of(name: str, framework: str, config: Config) -> dict[str, Any]:
-    """The options of a model in a framework, with their defaults."""
+    """Returns the options of a model in a framework, with their defaults."""
     folder = plugins.folder_of("model", framework)
     if name not in plugins.files(folder):
         return {}
@@ -187,7 +187,7 @@ def _defaults_of(name: str, framework: str, config: Config) -> dict[str, Any]:
 
 
 def _default_form(config: Config) -> Any:
-    """The default form of the job's optimizer, if it has several forms."""
+    """Returns the default form of the job's optimizer, if it has several forms."""
     if is_dotted(config.optim.name):
         return None
     field = plugins.options_of(
@@ -239,7 +239,7 @@ def refuse_another_job(
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"data.name": ..., "model.widths": ...}"""
+    """Returns {"data.name": ..., "model.widths": ...}"""
     flattened: dict[str, Any] = {}
     for key, value in tree.items():
         flattened |= (
@@ -295,7 +295,7 @@ def resume_command(config: Config, run: Path, *arguments: str) -> str:
 
 
 def further(config: Config, now: TrainState) -> list[str]:
-    """The arguments that extend a complete job: one for each limit that it has reached."""
+    """Returns the arguments that extend a complete job: one for each limit that it has reached."""
     arguments = []
     if config.stop.steps is not None and now.progress.step >= config.stop.steps:
         arguments.append(f"stop.steps={2 * now.progress.step}")

@@ -70,7 +70,7 @@ class Checkpoints:
         self._lost = threading.Event()
 
     def on_other_ranks(self, hosts: Sequence[str]) -> Checkpoints:
-        """The job's checkpoints for a communicator whose ranks have changed."""
+        """Returns the job's checkpoints for a communicator whose ranks have changed."""
         return Checkpoints(
             self._communicator,
             self._learner,

@@ -135,12 +135,12 @@ def _give_name(checkpoints: Folder, unfinished: str, name: str) -> None:
 
 
 def unfinished_name(step: int, token: str) -> str:
-    """Name of the folder of a checkpoint while it is written."""
+    """Returns name of the folder of a checkpoint while it is written."""
     return f".{name_of(step)}.{token}{UNFINISHED}"
 
 
 def file_of(name: str) -> str:
-    """The file that contains an array."""
+    """Returns the file that contains an array."""
     return ARRAYS[name.startswith("s.")]
 
 
@@ -201,8 +201,8 @@ def _sync(file: BufferedWriter) -> None:
 
 
 def read_numbers(folder: Path) -> Checkpoint:
-    """The numbers of a checkpoint; its arrays are neither read nor checked. Raises Damaged if they
-    cannot be read."""
+    """Returns the numbers of a checkpoint; its arrays are neither read nor checked. Raises Damaged
+    if they cannot be read."""
     try:
         with open_checkpoint(folder) as files:
             tree = json.loads(files.read(PROGRESS, _PROGRESS_BYTES).decode())
@@ -258,7 +258,7 @@ def read_arrays(
 
 
 def read_checksums(files: Folder) -> bytes:
-    """The content of SHA256SUMS. Raises OSError, and ValueError if it is too large."""
+    """Returns the content of SHA256SUMS. Raises OSError, and ValueError if it is too large."""
     return files.read(CHECKSUMS, _PROGRESS_BYTES)
 
 
@@ -286,7 +286,7 @@ def read_chunk_sums(
 
 
 def _checksum(file: BufferedReader, on_piece: Callable[[], None]) -> str:
-    """The checksum of the rest of a file."""
+    """Returns the checksum of the rest of a file."""
     checksum = hashlib.sha256()
     buffer = memoryview(bytearray(PIECE_BYTES))
     while count := file.readinto(buffer):
@@ -306,7 +306,8 @@ def name_of(step: int) -> str:
 
 
 def finished(run: Path) -> list[Path]:
-    """The folders of complete checkpoints, by step. Raises UserError if they cannot be listed."""
+    """Returns the folders of complete checkpoints, by step. Raises UserError if they cannot be
+    listed."""
     try:
         with Folder.open(run, "checkpoints") as checkpoints:
             found = {

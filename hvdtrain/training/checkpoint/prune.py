@@ -42,13 +42,13 @@ def asked_for(folders: list[Path]) -> list[Path]:
 
 
 def best(folders: list[Path], count: int) -> list[Path]:
-    """The best checkpoints by the task's objective, ties in order of age; only checkpoints that
-    were evaluated at their own step."""
+    """Returns the best checkpoints by the task's objective, ties in order of age; only checkpoints
+    that were evaluated at their own step."""
     return best_first(_states(folders if count else []))[:count]
 
 
 def _states(folders: list[Path]) -> dict[Path, TrainState]:
-    """States of the checkpoints that can be read."""
+    """Returns states of the checkpoints that can be read."""
     states = {}
     for folder in folders:
         with contextlib.suppress(Damaged):

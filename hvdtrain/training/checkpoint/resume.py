@@ -176,7 +176,7 @@ def _misfit(config: Config, job: Shapes, checkpoint: Shapes) -> str:
 
 
 def former_run(config: Config) -> Path | None:
-    """The run folder to resume from: run= once it has a checkpoint of this command, else
+    """Returns the run folder to resume from: run= once it has a checkpoint of this command, else
     resume=."""
     run = Path(config.run).expanduser() if config.run is not None else None
     if config.resume == "no":
@@ -218,7 +218,7 @@ def _refuse_copy(config: Config, run: Path, now: TrainState) -> None:
 
 
 def newest(run: Path, reading: Reading) -> GoodCheckpoint:
-    """The newest undamaged checkpoint of a run. Raises UserError if there is none."""
+    """Returns the newest undamaged checkpoint of a run. Raises UserError if there is none."""
     return _first_good(run, files.finished(run)[::-1], reading)
 
 
@@ -240,7 +240,7 @@ def newest_good(
 
 
 def best(run: Path, reading: Reading) -> GoodCheckpoint | None:
-    """The undamaged checkpoint with the best objective; None if none was evaluated."""
+    """Returns the undamaged checkpoint with the best objective; None if none was evaluated."""
     folders = files.finished(run)
     rated = prune.best(folders, len(folders))
     return _first_good(run, rated, reading) if rated else None
@@ -297,8 +297,8 @@ def check_identity(found: Checkpoint, identity: Identity) -> None:
 
 
 def _first_difference(theirs: Any, ours: Any) -> tuple[Any, Any]:
-    """The first pair of entries that differ. Descends into lists of equal length; other values are
-    returned whole."""
+    """Returns the first pair of entries that differ. Descends into lists of equal length; other
+    values are returned whole."""
     if (
         isinstance(theirs, list)
         and isinstance(ours, list)

@@ -19,7 +19,7 @@ _BESIDE_ARRAYS_BYTES = 2**14  # headers, progress.json, SHA256SUMS
 
 
 def needed_bytes(array_bytes: int) -> int:
-    """The bytes that a checkpoint with `array_bytes` of arrays needs."""
+    """Returns the bytes that a checkpoint with `array_bytes` of arrays needs."""
     return array_bytes + _BESIDE_ARRAYS_BYTES
 
 
@@ -50,7 +50,7 @@ def free_bytes(run: Path) -> int | None:
 
 
 def cannot_write(error: OSError, where: str) -> UserError:
-    """The error for a run folder whose first files cannot be written."""
+    """Returns the error for a run folder whose first files cannot be written."""
     if error.errno in _ERRORS:
         return UserError(
             f"cannot write the run folder: {NO_ROOM}",
@@ -92,7 +92,7 @@ def give_up_one(run: Path, needed: int, keep_best: int, limit_bytes: int) -> int
 
 
 def _before_the_newest_good(run: Path, limit_bytes: int) -> list[Path]:
-    """The checkpoints before the newest good one, by step; empty if none is good."""
+    """Returns the checkpoints before the newest good one, by step; empty if none is good."""
     folders = files.finished(run)
     for place in reversed(range(len(folders))):
         try:
@@ -106,5 +106,5 @@ def _before_the_newest_good(run: Path, limit_bytes: int) -> list[Path]:
 
 
 def _size(folder: Path) -> int:
-    """The size on disk."""
+    """Returns the size on disk."""
     return sum(512 * entry.stat(follow_symlinks=False).st_blocks for entry in os.scandir(folder))

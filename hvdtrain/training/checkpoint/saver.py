@@ -352,8 +352,8 @@ class Saver:
         )
 
     def _failure_line(self, done: WriteResult) -> str:
-        """The full reason once; while the reason stays the same, only that there is still no
-        checkpoint."""
+        """Returns the full reason once; while the reason stays the same, only that there is still
+        no checkpoint."""
         kind = done.failure.partition(":")[0]
         former = self._told
         self._told = kind

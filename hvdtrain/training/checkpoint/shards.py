@@ -543,7 +543,7 @@ def _sums(report: dict[str, Any]) -> list[ByteSum]:
 
 
 def _total(sums: Sequence[Sequence[ByteSum]]) -> list[ByteSum]:
-    """The sum of each file, over all ranks."""
+    """Returns the sum of each file, over all ranks."""
     total = list(sums[0])
     for of_rank in sums[1:]:
         total = [one.plus(other) for one, other in zip(total, of_rank, strict=True)]

@@ -96,12 +96,12 @@ _AT_A_TIME = 64  # chunks that are handed to them
 
 
 def sums_of(file: str) -> str:
-    """The name of the text file."""
+    """Returns the name of the text file."""
     return f"{file}.chunks"
 
 
 def count_chunks(size: int) -> int:
-    """The number of chunks of a file of `size` bytes."""
+    """Returns the number of chunks of a file of `size` bytes."""
     return -(-size // CHUNK_BYTES)
 
 
@@ -135,8 +135,8 @@ class ChunkedFile:
         self._chunk = b""
 
     def read(self, begin: int, end: int) -> Iterator[memoryview]:
-        """Bytes begin ... end - 1, in pieces. Raises OSError, and ValueError for a chunk that does
-        not match its checksum."""
+        """Yields bytes begin ... end - 1, in pieces. Raises OSError, and ValueError for a chunk
+        that does not match its checksum."""
         while begin < end:
             number, offset = divmod(begin, CHUNK_BYTES)
             if number != self._number:

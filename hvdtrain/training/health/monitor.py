@@ -35,8 +35,8 @@ _FLAGS = ("stop.signal", "stop.time", "save")
 
 
 def nonfinite_steps(sums: Sums) -> int:
-    """The number of steps since the last sync point whose loss or gradient is not finite, from the
-    sums of all ranks."""
+    """Returns the number of steps since the last sync point whose loss or gradient is not finite,
+    from the sums of all ranks."""
     return round(sums["nonfinite"]) or int(not math.isfinite(sums["loss"]))
 
 
@@ -65,8 +65,8 @@ class HealthMonitor:
     )
 
     def flags(self, step: int | None = None) -> Sums:
-        """This rank's flags, to be summed over ranks: whether it asks to stop, and whether it wants
-        a checkpoint after `step` steps."""
+        """Returns this rank's flags, to be summed over ranks: whether it asks to stop, and whether
+        it wants a checkpoint after `step` steps."""
         out_of_time = self.deadline is not None and self.deadline.near(
             self.longest_s, self.checkpoints.longest_s
         )
@@ -225,7 +225,7 @@ class Deadline:
         return self._end_s - self._clock() < WINDOWS_LEFT * longest_s + SAVES_LEFT * save_s
 
     def left_s(self) -> float:
-        """Seconds until the deadline; infinite without one."""
+        """Returns seconds until the deadline; infinite without one."""
         return (
             math.inf
             if self._end_s is None

@@ -66,7 +66,7 @@ def unpack(packed: str) -> StallReport:
 
 
 def frames_of(thread: int) -> list[FrameType]:
-    """The Python calls that a thread is in, innermost first; none if it has ended."""
+    """Returns the Python calls that a thread is in, innermost first; none if it has ended."""
     frames = []
     frame = sys._current_frames().get(thread)
     while frame:
@@ -76,8 +76,8 @@ def frames_of(thread: int) -> list[FrameType]:
 
 
 def frames_of_work(thread: int) -> list[FrameType]:
-    """The frames of a thread. If it waits for samples, the frames of the reader that reads them,
-    because that is where it hangs."""
+    """Returns the frames of a thread. If it waits for samples, the frames of the reader that reads
+    them, because that is where it hangs."""
     frames = frames_of(thread)
     innermost = next(
         (frame for frame in frames if f"{frame.f_globals.get('__name__')}".startswith("hvdtrain.")),
@@ -117,8 +117,8 @@ def is_waiting(frames: Sequence[FrameType]) -> bool:
 
 
 def calls_of(frames: Sequence[FrameType], *, sources: bool) -> tuple[str, ...]:
-    """The innermost calls as lines of text, innermost last; `sources` adds lines of code, read from
-    files."""
+    """Returns the innermost calls as lines of text, innermost last; `sources` adds lines of code,
+    read from files."""
     kept = [
         frame for frame in frames if not frame.f_code.co_filename.startswith(("<frozen", _LAUNCHER))
     ][:DEPTH]
@@ -147,8 +147,8 @@ def render(
     limit_key: str,
     places: Sequence[str] = (),
 ) -> str:
-    """The report of all ranks; None means that a rank sent no report. places: each rank's place in
-    the mesh, if there is one."""
+    """Returns the report of all ranks; None means that a rank sent no report. places: each rank's
+    place in the mesh, if there is one."""
     received = [report for report in reports if report is not None]
     silent = [rank for rank, report in enumerate(reports) if report is None]
     title, behind, shown = _behind(received, silent)
@@ -171,7 +171,7 @@ def render(
 
 
 def render_alone(report: StallReport, limit_s: float, limit_key: str, reason: str = "") -> str:
-    """The report of one rank, used if the reports of all ranks cannot be gathered."""
+    """Returns the report of one rank, used if the reports of all ranks cannot be gathered."""
     first = (
         f"hvdtrain: {report.name}: no progress for {limit_s:g} s ({limit_key}){reason}; exit code "
         f"{STALLED}"
@@ -182,7 +182,7 @@ def render_alone(report: StallReport, limit_s: float, limit_key: str, reason: st
 def _behind(
     received: Sequence[StallReport], silent: Sequence[int]
 ) -> tuple[str, list[StallReport], list[StallReport]]:
-    """A title, the ranks that are behind, and the ranks to show in detail."""
+    """Returns a title, the ranks that are behind, and the ranks to show in detail."""
     busy = sorted((report for report in received if not report.waiting), key=_progress)
     if busy or silent or not received:  # ranks that do not answer are also behind
         return "behind:" * bool(busy), busy, busy[:STACKS]
@@ -230,7 +230,7 @@ def _heading(report: StallReport) -> str:
 
 
 def _stack(report: StallReport, depth: int) -> list[str]:
-    """The innermost calls."""
+    """Returns the innermost calls."""
     return [
         f"    {line if len(line) <= WIDTH else line[: WIDTH - 3] + '...'}"
         for line in report.stack[-depth:]
@@ -238,7 +238,7 @@ def _stack(report: StallReport, depth: int) -> list[str]:
 
 
 def _by_position(start: str, reports: Iterable[StallReport]) -> list[str]:
-    """A line for the ranks at each position, the earliest position first."""
+    """Returns a line for the ranks at each position, the earliest position first."""
     reports_at: dict[tuple[int, int, str], list[StallReport]] = {}
     for report in reports:
         reports_at.setdefault((report.epoch, report.step, report.position), []).append(report)
@@ -250,13 +250,13 @@ def _by_position(start: str, reports: Iterable[StallReport]) -> list[str]:
 
 
 def _awaited(reports: Sequence[StallReport]) -> str:
-    """The ranks whose messages they wait for: " (ranks 2-3)"."""
+    """Returns the ranks whose messages they wait for: " (ranks 2-3)"."""
     ranks = sorted({report.waits_for for report in reports if report.waits_for is not None})
     return f" ({ranks_summary(ranks)})" if ranks else ""
 
 
 def _by_host(silent: Sequence[int], hosts: Sequence[str], places: Sequence[str]) -> list[str]:
-    """Lines by host; in a mesh, a line for each rank."""
+    """Returns lines by host; in a mesh, a line for each rank."""
     ranks: dict[str, list[int]] = {}
     for rank in silent:
         ranks.setdefault(
@@ -268,8 +268,8 @@ def _by_host(silent: Sequence[int], hosts: Sequence[str], places: Sequence[str])
 
 
 def _cut(groups: Sequence[tuple[str, list[int]]], rest: str) -> list[str]:
-    """A line for each (template with {} for the ranks, ranks); if there are more than GROUPS
-    groups, the first ones and a line for the rest."""
+    """Returns a line for each (template with {} for the ranks, ranks); if there are more than
+    GROUPS groups, the first ones and a line for the rest."""
     if len(groups) > GROUPS:
         groups = [
             *groups[: GROUPS - 1],

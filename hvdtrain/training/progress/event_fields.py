@@ -17,8 +17,8 @@ from hvdtrain.training.progress.train_state import Reached, TrainState
 def step_fields(
     task: Task, now: TrainState, sums: Sums, window_s: float, epochs: float
 ) -> dict[str, Any]:
-    """Fields of the steps since the last sync point, from their sums over all ranks and their
-    seconds. epochs: of the job."""
+    """Returns fields of the steps since the last sync point, from their sums over all ranks and
+    their seconds. epochs: of the job."""
     p = now.progress
     return {
         "epochs": p.epochs,
@@ -46,8 +46,8 @@ def nonfinite_fields(config: Config, now: TrainState) -> dict[str, Any]:
 def epoch_fields(
     config: Config, task: Task, before: TrainState, now: TrainState, val: Sums, noise_scale: float
 ) -> dict[str, Any]:
-    """Fields of an evaluation. before: the state with the training sums since the last evaluation;
-    now: the state after it.
+    """Returns fields of an evaluation. before: the state with the training sums since the last
+    evaluation; now: the state after it.
 
     The epoch is the one that contains or ends with the evaluation, counted from 1.
     """
@@ -77,7 +77,7 @@ def epoch_fields(
 
 
 def target_fields(reached: Reached, objective: str) -> dict[str, Any]:
-    """Fields of a target that an evaluation was the first to reach."""
+    """Returns fields of a target that an evaluation was the first to reach."""
     fields = reached._asdict()
     return {
         "target": fields.pop("target"),

@@ -112,12 +112,12 @@ class TrainState:
     )
 
     def trained(self, sums: Sums, seconds: float, noise: tuple[float, float]) -> TrainState:
-        """The state after more steps, with their sums and time."""
+        """Returns the state after more steps, with their sums and time."""
         total = add_sums(self.sums, {name: host_value(sums[name]) for name in self.sums})
         return replace(self, sums=total, epoch_s=self.epoch_s + seconds, noise=noise)
 
     def add_energy(self, sums: Sums) -> TrainState:
-        """The state with more joules added."""
+        """Returns the state with more joules added."""
         gpu_j = sums.get("joules.gpu", 0.0)
         cpu_j = sums.get("joules.cpu", 0.0)
         return replace(
@@ -153,8 +153,8 @@ class TrainState:
     def after_evaluation(
         self, value: float, target: float | None, seconds: float, min_delta: float = 0.0
     ) -> TrainState:
-        """The state after an evaluation, `seconds` into the job. value: of the objective; target:
-        stop.target; min_delta: stop.min_delta."""
+        """Returns the state after an evaluation, `seconds` into the job. value: of the objective;
+        target: stop.target; min_delta: stop.min_delta."""
         improves = is_better(value, self.best, self.better)  # the first one too
         beats = is_better(
             value - min_delta if self.better == "max" else value + min_delta,

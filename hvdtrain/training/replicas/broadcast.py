@@ -79,8 +79,8 @@ def broadcast_state(
 
 
 def _different(communicator: Communicator, pieces: list[Piece]) -> list[Piece]:
-    """The pieces whose numbers are not the same on all ranks, in the same order on all ranks. A
-    collective."""
+    """Returns the pieces whose numbers are not the same on all ranks, in the same order on all
+    ranks. A collective."""
     if communicator.size == 1 or not pieces:
         return []
     numbers = digests_of_pieces((piece.name, piece) for piece in pieces)
@@ -92,7 +92,8 @@ def _different(communicator: Communicator, pieces: list[Piece]) -> list[Piece]:
 
 
 def common_digest(communicator: Communicator, learner: HasState) -> str:
-    """The digest of the replicated arrays. A collective. Raises RuntimeError if ranks differ."""
+    """Returns the digest of the replicated arrays. A collective. Raises RuntimeError if ranks
+    differ."""
     replicated = ((piece.name, piece) for piece in learner.pieces() if piece.is_whole)
     state_digests = communicator.allgather_object(combine(digests_of_pieces(replicated)))
     if len(set(state_digests)) > 1:

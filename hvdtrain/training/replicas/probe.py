@@ -76,7 +76,7 @@ class Probe:
 
 
 def largest_pass(batch: BatchConfig, ranks: int) -> int:
-    """The most samples in a forward pass of a rank."""
+    """Returns the most samples in a forward pass of a rank."""
     micro = batch.micro if isinstance(batch.micro, int) else batch.size
     return min(batch.evaluate, micro, -(-batch.size // ranks))
 
@@ -99,8 +99,8 @@ def probe_batch(task: Task, most: int = _SAMPLES) -> Batch:
 
 
 def _probe_field(field: Field, samples: int) -> np.ndarray:
-    """(samples, *shape): random bytes, integers in the field's range (0 for one number per sample),
-    or floats from -1 to 1."""
+    """Returns (samples, *shape): random bytes, integers in the field's range (0 for one number per
+    sample), or floats from -1 to 1."""
     values = samples * math.prod(field.shape)
     dtype = np.dtype(field.dtype)
     if field.is_mask:

@@ -20,8 +20,8 @@ Facts = dict[str, dict[str, Any]]  # kind, a key of software.FIXES -> name of a 
 
 
 def facts(config: Config, data: dict[str, Any], engine: str) -> Facts:
-    """The facts that must be equal on all ranks, by kind and by their names in messages. Reads no
-    clock and communicates with no rank.
+    """Returns the facts that must be equal on all ranks, by kind and by their names in messages.
+    Reads no clock and communicates with no rank.
 
     data: the facts of that kind.
     """
@@ -88,7 +88,7 @@ def check_same_facts(communicator: Communicator, facts: Facts) -> None:
 
 
 def _digest(facts: Facts) -> str:
-    """A digest of the facts, equal if _text() is equal for every kind and name."""
+    """Returns a digest of the facts, equal if _text() is equal for every kind and name."""
     texts = {
         (kind, name): _text(facts, kind, name)
         for kind, of_kind in facts.items()
@@ -104,5 +104,5 @@ def _text(theirs: Facts, kind: str, name: str) -> str | None:
 
 
 def _shown(name: str, value: str | None) -> str:
-    """A value for a message; secrets of the configuration are hidden."""
+    """Returns a value for a message; secrets of the configuration are hidden."""
     return "nothing" if value is None else short(redaction.redact({name: value})[name])

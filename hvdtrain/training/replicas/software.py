@@ -99,12 +99,12 @@ def code_digests() -> dict[str, str]:
 
 
 def digest(items: Mapping[str, str]) -> str:
-    """A short digest of names and values, independent of their order."""
+    """Returns a short digest of names and values, independent of their order."""
     return hashlib.sha256(repr(sorted(items.items())).encode()).hexdigest()[:12]
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables that change results and are set."""
+    """Returns the environment variables that change results and are set."""
     return {
         name: environ[name]
         for name in sorted(environ)

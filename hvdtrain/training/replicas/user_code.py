@@ -27,8 +27,8 @@ _OWN = __name__.partition(".")[0]  # hvdtrain's own files have a separate digest
 
 
 def named_modules(config: Config) -> list[str]:
-    """The user's classes that a configuration names, and the classes of objects that a script
-    passes: package.module:Class."""
+    """Returns the user's classes that a configuration names, and the classes of objects that a
+    script passes: package.module:Class."""
     sections = [
         section
         for section in (config.data, config.task, config.model, config.optim)
@@ -85,7 +85,7 @@ def _parents(module: str) -> list[str]:
 
 
 def _file(module: str) -> Path | None:
-    """The file that import would find; None for a module without a file."""
+    """Returns the file that import would find; None for a module without a file."""
     top, *below = module.split(".")
     if top == "__main__":
         origin = getattr(sys.modules["__main__"], "__file__", None)
@@ -133,8 +133,8 @@ def _installed_in(folder: Path) -> frozenset[str]:
 
 
 def _imports(source: bytes, module: str, *, is_package: bool) -> Iterator[str]:
-    """The modules that its import statements name, inside of functions too; `from a import b` may
-    mean the module a.b."""
+    """Yields the modules that its import statements name, inside of functions too; `from a import
+    b` may mean the module a.b."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):  # importing it reports the error
@@ -160,7 +160,7 @@ _MOST_DEPTH = 4  # limit for nested functions and lists
 
 
 def given_objects(config: Config) -> dict[str, Any]:
-    """The script's objects, by their names in messages; data have their own digests."""
+    """Returns the script's objects, by their names in messages; data have their own digests."""
     sections = (config, config.data, config.task, config.model, config.optim, config.recipe)
     given = [section.given for section in sections if section.given is not None]
     return {
@@ -188,7 +188,7 @@ def paths_of(thing: Any) -> set[str]:
 
 
 def _named(thing: Any) -> Any:
-    """The thing itself if it is a function or a class, else its class."""
+    """Returns the thing itself if it is a function or a class, else its class."""
     if isinstance(thing, functools.partial):
         return _named(thing.func)
     return thing if hasattr(thing, "__qualname__") else type(thing)
@@ -237,7 +237,8 @@ def _parts(thing: Any, depth: int) -> Iterator[Any]:
 
 
 def _plain(thing: Any) -> dict[str, str]:
-    """The numeric settings of an object; strings such as "cuda:1" may legitimately differ."""
+    """Returns the numeric settings of an object; strings such as "cuda:1" may legitimately
+    differ."""
     found = getattr(thing, "__dict__", {})
     return {
         str(name): repr(value)
@@ -247,7 +248,8 @@ def _plain(thing: Any) -> dict[str, str]:
 
 
 def _code(code: CodeType) -> Iterator[Any]:
-    """The values of a code object, without line numbers: these are compared with the file."""
+    """Yields the values of a code object, without line numbers: these are compared with the
+    file."""
     yield code.co_code, code.co_names
     for constant in code.co_consts:
         yield (

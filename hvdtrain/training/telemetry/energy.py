@@ -98,8 +98,8 @@ class EnergyCounters:
         self._unread = dict.fromkeys(KINDS, 0.0)
 
     def read(self) -> dict[str, float]:
-        """{"gpu": J, "cpu": J} since the last call on this rank; summed over all ranks they are the
-        job's.
+        """Returns {"gpu": J, "cpu": J} since the last call on this rank; summed over all ranks they
+        are the job's.
 
         0.0 for counters that another rank or no rank reads. After a counter fails, its kind and the
         sum over ranks are NaN.
@@ -146,7 +146,7 @@ def find_counters(
     clock: Callable[[], float] = time.monotonic,
     boot_id: Path = _BOOT_ID,
 ) -> EnergyCounters:
-    """The counters of this rank. Every rank calls it.
+    """Returns the counters of this rank. Every rank calls it.
 
     gpu: NVML's UUID ("GPU-...") of the device of this rank; None, with gpu_reason, if unknown. The
     lowest rank that shares a GPU or a machine reads its counter. A kind counts only if all its
@@ -183,8 +183,8 @@ def find_counters(
 
 
 def summary(reasons: Mapping[str, str]) -> str:
-    """One line: energy  GPUs by NVML; processors not measured: no /sys/class/powercap/intel-rapl
-    here."""
+    """Returns one line: energy  GPUs by NVML; processors not measured: no
+    /sys/class/powercap/intel-rapl here."""
     parts = []
     for kind, (things, method) in KINDS.items():
         if kind in reasons:
@@ -330,8 +330,8 @@ class EnergyMeter:
         self._counters.keep_up()
 
     def sync_sums(self) -> Sums:
-        """This rank's joules at a sync point, to sum over ranks; zeros if counters are not read at
-        this one."""
+        """Returns this rank's joules at a sync point, to sum over ranks; zeros if counters are not
+        read at this one."""
         now_s = self._clock()
         self._interval_s = now_s - self._synced_s
         self._synced_s = now_s

@@ -18,21 +18,21 @@ class Gauge:
         return {}
 
     def fields(self, sums: Sums, steps: int) -> dict[str, Any]:
-        """Fields of the event "step"; sums: (ranks,) of each name of values(), and of "rank.work"
-        in seconds. Every rank calls it."""
+        """Returns fields of the event "step"; sums: (ranks,) of each name of values(), and of
+        "rank.work" in seconds. Every rank calls it."""
         return {}
 
     def epoch_fields(self, steps: int) -> dict[str, Any]:
-        """Fields of the event "epoch"; steps: the number of steps since the last one."""
+        """Returns fields of the event "epoch"; steps: the number of steps since the last one."""
         return {}
 
     def emit(self, step: int) -> None:
         """Emits additional events after the event of an epoch. Every rank calls it."""
 
     def lines(self) -> list[str]:
-        """Lines for the end of a job."""
+        """Returns lines for the end of a job."""
         return []
 
     def from_step(self, step: int) -> Gauge:
-        """The gauge of the surviving ranks after a loss, which continue with that step."""
+        """Returns the gauge of the surviving ranks after a loss, which continue with that step."""
         return self

@@ -44,8 +44,8 @@ def gather_passes(
 
 
 def _row(one: TimedPass, begin_s: float) -> list[Any]:
-    """[kind, stage, micro-batch, begin of waiting, begin of computing, end], in milliseconds since
-    the first pass."""
+    """Returns [kind, stage, micro-batch, begin of waiting, begin of computing, end], in
+    milliseconds since the first pass."""
     times_s = one.start_s, one.start_s + one.waited_s, one.stop_s
     return [
         one.kind,
@@ -78,7 +78,7 @@ def on_one_clock(ranks: Sequence[Sequence[TimedPass]]) -> list[list[TimedPass]]:
 
 
 def _bounds(first: Sequence[TimedPass], second: Sequence[TimedPass]) -> tuple[float, float]:
-    """The smallest and largest seconds by which the clock of `second` may be ahead."""
+    """Returns the smallest and largest seconds by which the clock of `second` may be ahead."""
     passes = {
         (one.kind == "forward", one.stage, one.micro): one
         for one in first
@@ -98,19 +98,19 @@ def _bounds(first: Sequence[TimedPass], second: Sequence[TimedPass]) -> tuple[fl
 
 
 def stages_of_ranks(parallel: ParallelConfig, ranks: int) -> np.ndarray:
-    """(ranks,): the stage of each. Ranks of one stage do the same work."""
+    """Returns (ranks,): the stage of each. Ranks of one stage do the same work."""
     readers = ranks // parallel.ranks
     return np.array([coordinates(rank, readers, parallel.tensor).stage for rank in range(ranks)])
 
 
 def medians_of_stages(values: np.ndarray, stages: np.ndarray) -> np.ndarray:
-    """(ranks,) -> (stages,): the median of the ranks of each."""
+    """Returns (ranks,) -> (stages,): the median of the ranks of each."""
     return np.array([np.median(values[stages == stage]) for stage in range(int(stages.max()) + 1)])
 
 
 def slowest(work_ms: np.ndarray, stages: np.ndarray, hosts: Sequence[str]) -> dict[str, Any]:
-    """Fields of events: the slowest rank relative to the others of its stage. work_ms, stages:
-    (ranks,)."""
+    """Returns fields of events: the slowest rank relative to the others of its stage. work_ms,
+    stages: (ranks,)."""
     medians = medians_of_stages(work_ms, stages)
     times = work_ms / np.maximum(medians[stages], 1e-9)
     # if stages have one rank each, the one with the most work
@@ -154,8 +154,8 @@ class MeshGauge(Gauge):
         return of_passes | {"rank.communication": phases.get("communication", 0.0)}
 
     def fields(self, sums: Sums, steps: int) -> dict[str, Any]:
-        """Fields with `bubble`, the idle share of each rank of a pipeline, and the schedule's ideal
-        value."""
+        """Returns fields with `bubble`, the idle share of each rank of a pipeline, and the
+        schedule's ideal value."""
         self._epoch_communication = self._epoch_communication + sums["rank.communication"]
         if "rank.waiting" not in sums:
             return {}
@@ -210,6 +210,6 @@ class MeshGauge(Gauge):
 
 
 def _idle(seconds: np.ndarray, waiting: np.ndarray) -> np.ndarray:
-    """(ranks,) idle shares of the slowest rank's time."""
+    """Returns (ranks,) idle shares of the slowest rank's time."""
     idle: np.ndarray = 1.0 - (seconds - waiting) / max(float(seconds.max()), 1e-9)
     return idle

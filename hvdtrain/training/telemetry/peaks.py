@@ -59,8 +59,8 @@ _PEAKS = (
 
 
 def peak_tflops(name: str, number_type: str) -> float | None:
-    """The peak of the GPU that torch calls `name`, in 10^12 operations a second; None if the table
-    does not have it, and for a part of a GPU (MIG).
+    """Returns the peak of the GPU that torch calls `name`, in 10^12 operations a second; None if
+    the table does not have it, and for a part of a GPU (MIG).
 
     number_type: of matrix products, as torch names it: "bfloat16".
     """

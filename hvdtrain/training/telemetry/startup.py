@@ -50,8 +50,8 @@ NAMES |= {
 
 
 def phases(heartbeat: Heartbeat, now_s: float | None = None) -> dict[str, float]:
-    """Seconds of each phase, in order; with "launcher" if /proc shows a launcher's process on this
-    host."""
+    """Returns seconds of each phase, in order; with "launcher" if /proc shows a launcher's process
+    on this host."""
     marks = list(heartbeat.start_marks.items())
     found: dict[str, float] = {}
     began = _age_s(os.getpid())
@@ -67,14 +67,14 @@ def phases(heartbeat: Heartbeat, now_s: float | None = None) -> dict[str, float]
 
 
 def fields(heartbeat: Heartbeat) -> dict[str, Any]:
-    """Fields of the event "started"."""
+    """Returns fields of the event "started"."""
     found = phases(heartbeat)
     return {"start_s": found, "lines": [summary(found)]}
 
 
 def summary(found: dict[str, float]) -> str:
-    """One line: start   3.1 s to the end of the first step: launcher 0.4, Python 0.3, ranks 0.5,
-    ..."""
+    """Returns one line: start   3.1 s to the end of the first step: launcher 0.4, Python 0.3, ranks
+    0.5, ..."""
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in found.items() if seconds >= 0.05)
     return (
         f"start   {sum(found.values()):.1f} s to the end of the first "
@@ -90,8 +90,8 @@ def _launcher_age_s() -> float | None:
 
 
 def launcher(above: Iterable[tuple[str, int]], by_srun: bool) -> int | None:
-    """The launcher process that began this start. above: (name, id) of our parents, nearest first.
-    It is the topmost of the nearest uninterrupted sequence of launchers.
+    """Returns the launcher process that began this start. above: (name, id) of our parents, nearest
+    first. It is the topmost of the nearest uninterrupted sequence of launchers.
 
     Wrappers may be below it (mpirun -> sh -> us). Launchers above any other process started other
     commands: bash -> mpirun. slurmstepd runs our step only if srun alone started us; otherwise it
@@ -107,14 +107,15 @@ def launcher(above: Iterable[tuple[str, int]], by_srun: bool) -> int | None:
 
 
 def _above(pid: int) -> Iterator[tuple[str, int]]:
-    """(name, id) of a process and those above it, as far as /proc of this host shows them."""
+    """Yields (name, id) of a process and those above it, as far as /proc of this host shows
+    them."""
     while pid > 1 and (fields := _stat(pid)) is not None:
         yield fields[0], pid
         pid = int(fields[2])
 
 
 def _age_s(pid: int) -> float | None:
-    """Seconds since a process of this host began; None if the host has no /proc or no such
+    """Returns seconds since a process of this host began; None if the host has no /proc or no such
     process."""
     fields = _stat(pid)
     if fields is None or not hasattr(time, "CLOCK_BOOTTIME"):
@@ -123,7 +124,7 @@ def _age_s(pid: int) -> float | None:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The name, then the fields of /proc/PID/stat from the third on."""
+    """Returns the name, then the fields of /proc/PID/stat from the third on."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

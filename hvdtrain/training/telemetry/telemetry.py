@@ -47,7 +47,7 @@ def make_telemetry(
     run: Path,
     gauges: Sequence[Gauge] = (),
 ) -> Telemetry:
-    """The telemetry of a configuration, with these gauges. Every rank calls it."""
+    """Returns the telemetry of a configuration, with these gauges. Every rank calls it."""
     gpu = learner.gpu()
     counters = find_counters(
         communicator, gpu.uuid or None if gpu else None, gpu.why if gpu else ""
@@ -148,8 +148,8 @@ class Telemetry:
         self._learner.stopwatch.enter("data")
 
     def sync_sums(self) -> Sums:
-        """Sums of this rank since the last sync point, to sum over ranks; the host waits for the
-        device here."""
+        """Returns sums of this rank since the last sync point, to sum over ranks; the host waits
+        for the device here."""
         self._steps = self._learner.stopwatch.read()
         phases = total(self._steps)
         gpu = self._learner.gpu()
@@ -170,14 +170,14 @@ class Telemetry:
         return {"rank.gpu_percent": self._of_this_rank(self._utilization.percent())}
 
     def _of_this_rank(self, value: float) -> np.ndarray:
-        """(ranks,): the sum over ranks has every rank's value at its index."""
+        """Returns (ranks,): the sum over ranks has every rank's value at its index."""
         values = np.zeros(self._communicator.size)
         values[self._communicator.rank] = value
         return values
 
     def sync_fields(self, sums: Sums, step: int, window_s: float) -> dict[str, Any]:
-        """Fields of the event "step" for the steps since the last sync point, up to step `step`.
-        Every rank calls it."""
+        """Returns fields of the event "step" for the steps since the last sync point, up to step
+        `step`. Every rank calls it."""
         steps = max(1, len(self._steps))
         self._epoch_work_s = self._epoch_work_s + sums["rank.work"]
         self._epoch_steps += steps
@@ -201,8 +201,8 @@ class Telemetry:
         }
 
     def _phase_ms(self, sums: Sums, steps: int, window_s: float) -> dict[str, float]:
-        """Milliseconds of a step by phase, the mean over ranks; "other" is the time outside of all
-        phases."""
+        """Returns milliseconds of a step by phase, the mean over ranks; "other" is the time outside
+        of all phases."""
         phases = {
             phase: 1e3 * sums[f"phase.{phase}"] / steps / self._communicator.size
             for phase in PHASES
@@ -211,8 +211,8 @@ class Telemetry:
         return phases | {"other": max(0.0, 1e3 * window_s / steps - sum(phases.values()))}
 
     def _slowest(self, work_ms: np.ndarray) -> dict[str, Any]:
-        """The slowest rank. work_ms: (ranks,). Empty if a rank's work includes waiting for other
-        ranks.
+        """Returns the slowest rank. work_ms: (ranks,). Empty if a rank's work includes waiting for
+        other ranks.
 
         The ranks of a stage are compared with each other, since they do the same work; the field
         work_ms belongs to the slowest rank's stage.
@@ -247,8 +247,8 @@ class Telemetry:
         return f"step {step}, ms of each of {steps} steps: {phases}"
 
     def epoch_fields(self, now: TrainState, val: Sums, seconds: float) -> dict[str, Any]:
-        """Fields of the event "epoch", `seconds` into the job; `val`: the sums of its evaluation.
-        The next epoch begins."""
+        """Returns fields of the event "epoch", `seconds` into the job; `val`: the sums of its
+        evaluation. The next epoch begins."""
         self.energy.update(val)
         steps = max(1, self._epoch_steps)
         of_ranks = (
@@ -277,7 +277,7 @@ class Telemetry:
 
 
 def _memory_mb(sums: Sums) -> dict[str, float]:
-    """The largest value of any rank, for each name."""
+    """Returns the largest value of any rank, for each name."""
     peaks = {
         "memory_mb": float(sums["rank.memory"].max()) / 1e6,
         "gpu_memory_mb": float(sums["rank.gpu_memory"].max()) / 1e6,
@@ -286,14 +286,14 @@ def _memory_mb(sums: Sums) -> dict[str, float]:
 
 
 def _gpu_percent(sums: Sums) -> dict[str, float]:
-    """The mean over the ranks whose GPU can be read."""
+    """Returns the mean over the ranks whose GPU can be read."""
     percent = np.asarray(sums.get("rank.gpu_percent", ()), dtype=float)
     known = percent[np.isfinite(percent)]
     return {"gpu_percent": float(known.mean())} if len(known) else {}
 
 
 def _work_s(phases: PhaseTimes) -> float:
-    """Seconds that this rank was busy, not waiting for other ranks."""
+    """Returns seconds that this rank was busy, not waiting for other ranks."""
     return sum(seconds for phase, seconds in phases.items() if phase != "communication")
 
 

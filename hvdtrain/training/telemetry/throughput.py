@@ -74,7 +74,7 @@ class Throughput:
     def on_other_ranks(
         self, config: Config, communicator: Communicator, learner: Learner
     ) -> Throughput:
-        """The figures of the ranks that continue after a loss. A collective."""
+        """Returns the figures of the ranks that continue after a loss. A collective."""
         return replace(self, devices=count_devices(config, communicator, learner))
 
 
@@ -126,7 +126,7 @@ def _of_this_rank(
 
 
 def count_devices(config: Config, communicator: Communicator, learner: Learner) -> int:
-    """The devices of all ranks; a GPU that ranks share counts once. A collective."""
+    """Returns the devices of all ranks; a GPU that ranks share counts once. A collective."""
     gpu = learner.gpu()
     own = f"{socket.gethostname()} {gpu.uuid}" if gpu and gpu.uuid else f"{communicator.rank}"
     return len(set(communicator.allgather_object(own))) * config.speed.devices

@@ -33,7 +33,7 @@ class Utilization:
                 self.reason = str(error)
 
     def percent(self) -> float:
-        """The share in percent, over about the last second; NaN if it cannot be read."""
+        """Returns the share in percent, over about the last second; NaN if it cannot be read."""
         now_s = self._clock()
         if self._read is not None and now_s - self._read_s >= READ_EVERY_S:
             self._read_s = now_s

@@ -253,8 +253,8 @@ def _run_job(settings: JobSettings, ranks: int, batch: int) -> list[float]:
 
 
 def step_seconds(lines: Sequence[str]) -> list[float]:
-    """Seconds of a step between two sync points, from the lines of a job's events.jsonl; steps
-    before the first one are warm-up.
+    """Returns seconds of a step between two sync points, from the lines of a job's events.jsonl;
+    steps before the first one are warm-up.
 
     Raises UserError if the job has no second sync point.
     """
@@ -362,7 +362,7 @@ def _measured_step(trial: ScalingTrial, bucket_bytes: Sequence[float], link: Lin
 
 
 def _gradient_bytes(config: Config) -> int:
-    """Bytes of all gradients as they are reduced; the model is not built."""
+    """Returns bytes of all gradients as they are reduced; the model is not built."""
     source = build_source(unstaged(config), "train")
     task = planned_task(config, source)
     shapes = plugins.load("frameworks", config.framework, config.where("framework")).shapes(

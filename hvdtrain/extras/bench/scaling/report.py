@@ -171,7 +171,7 @@ def _latency_warning(link: Link) -> list[str]:
 
 
 def _errors_line(what: str, errors: Sequence[float]) -> str:
-    """The size of the errors, with n."""
+    """Returns the size of the errors, with n."""
     if not errors:
         return f"error   {what}: unknown, there are too few points to leave one out"
     sizes = [abs(error) for error in errors]
@@ -182,7 +182,7 @@ def _errors_line(what: str, errors: Sequence[float]) -> str:
 
 
 def _prediction_tables(study: Study) -> list[str]:
-    """A table for each kind of scaling: a row for each number of ranks, a column for each
+    """Returns a table for each kind of scaling: a row for each number of ranks, a column for each
     algorithm."""
     cluster = study.cluster
     predicted = predictions(study)
@@ -212,7 +212,7 @@ def _link_text(link: Link) -> str:
 
 
 def to_json(study: Study) -> dict[str, Any]:
-    """The report for programs, with the keys of the published benchmarks/scaling.json."""
+    """Returns the report for programs, with the keys of the published benchmarks/scaling.json."""
     rows = []
     for trial in study.trials:
         low, median, high = quartiles(trial.seconds)

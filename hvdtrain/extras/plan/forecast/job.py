@@ -49,7 +49,7 @@ class Forecast:
         return min(self.recipe.epochs, self.progress(self.steps).epochs)
 
     def progress(self, step: int) -> Progress:
-        """The progress of the job after `step` steps."""
+        """Returns the progress of the job after `step` steps."""
         phase = next(phase for phase in reversed(self.batch_phases) if phase.first_step <= step)
         samples = phase.samples + (step - phase.first_step) * phase.batch
         return Progress(self.dataset, total_samples(self.config, self.dataset), step, samples)
@@ -70,7 +70,7 @@ class Forecast:
         return None
 
     def samples_per_rank(self, batch: int) -> tuple[int, int]:
-        """The fewest and the most samples of a rank in a step."""
+        """Returns the fewest and the most samples of a rank in a step."""
         return batch // self._readers, math.ceil(batch / self._readers)
 
     @property

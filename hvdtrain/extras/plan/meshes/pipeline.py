@@ -206,7 +206,7 @@ def _names(units: Sequence[UnitCost]) -> str:
 
 
 def _shares(plan: PipelinePlan) -> list[str]:
-    """A row for each schedule and cut, a column for each number of micro-batches."""
+    """Returns a row for each schedule and cut, a column for each number of micro-batches."""
     numbers = sorted({bubble.micro for bubble in plan.bubbles})
     rows = [
         [
@@ -259,7 +259,7 @@ def _advice(plan: PipelinePlan) -> str:
 
 
 def pipeline_json(plan: PipelinePlan) -> dict[str, Any]:
-    """The plan for programs, in seconds and shares of 1."""
+    """Returns the plan for programs, in seconds and shares of 1."""
     return {
         "pipeline": plan.config.parallel.pipeline,
         "schedule": plan.config.parallel.schedule,

@@ -36,8 +36,8 @@ def build(
     widths: tuple[int, int, int, int] = (16, 16, 32, 64),
     dropout: float = 0.01,
 ) -> Functions:
-    """The default is narrow: digits train in seconds. 16,160,320,640 is the full width for 28x28
-    images.
+    """Builds the network. The default widths are narrow, so that digits train in seconds;
+    16,160,320,640 are the full widths for 28x28 images.
 
     widths: channels of the stem and of the three pairs of blocks
     dropout: share of activations dropped between the two convolutions of a block, 0 to 1

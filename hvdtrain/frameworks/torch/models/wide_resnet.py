@@ -73,8 +73,8 @@ def build(
     widths: tuple[int, int, int, int] = (16, 16, 32, 64),
     dropout: float = 0.01,
 ) -> nn.Module:
-    """The default is narrow: digits train in seconds. 16,160,320,640 is the full width for 28x28
-    images.
+    """Builds the network. The default widths are narrow, so that digits train in seconds;
+    16,160,320,640 are the full widths for 28x28 images.
 
     Unlike the ResNets it has no zero_gamma, because a block ends with a norm and ReLU. With a scale
     of 0 the ReLU would get 0, where its slope is 0, so that norm and the convolutions before it

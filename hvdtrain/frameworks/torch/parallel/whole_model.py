@@ -37,8 +37,8 @@ def select_strategy(
     optimizer: torch.optim.Optimizer,
     stopwatch: Stopwatch,
 ) -> Strategy:
-    """The strategy for the trained parameters and their still unwrapped optimizer, except with
-    shard.stage=3 and for arrangements with strategies of their own. Every rank calls it.
+    """Returns the strategy for the trained parameters and their still unwrapped optimizer, except
+    with shard.stage=3 and for arrangements with strategies of their own. Every rank calls it.
 
     training/conflicts.py has refused what the configuration or the engine excludes. Raises
     UserError if comm.reduce=distributed_optimizer asks Horovod to wrap an optimizer or parameters

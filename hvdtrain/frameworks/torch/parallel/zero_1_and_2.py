@@ -347,7 +347,7 @@ def of_shards(
     rank: int = 0,
     size: int = 1,
 ) -> torch.optim.Optimizer:
-    """This optimizer, without state, for the shards instead of the parameters.
+    """Returns this optimizer, without state, for the shards instead of the parameters.
 
     rank, size: of the ranks over which total() adds up, for rules that need whole matrices; others
     do without
@@ -440,8 +440,8 @@ class ShardedOps(TorchOps):
         given: Mapping[int, tuple[int, torch.Tensor]],
         like: torch.Tensor,
     ) -> Parts:
-        """Arrays of these shapes. given: of some of them, where this rank's elements begin, and
-        those; every rank calls it."""
+        """Returns arrays of these shapes. given: of some of them, where this rank's elements begin,
+        and those; every rank calls it."""
         sizes = [math.prod(shape) for shape in shapes]
         row = like.new_zeros(sum(sizes))
         for k, (start, part) in given.items():
@@ -456,8 +456,8 @@ class ShardedOps(TorchOps):
 def runs_of_bytes(
     indices: Sequence[int], shards: Sequence[Shard], itemsize: int
 ) -> Iterator[list[int]]:
-    """Some of the indices at a time, in order, whose shards are of parameters of about AT_ONCE
-    bytes together, or one larger one."""
+    """Yields some of the indices at a time, in order, whose shards are of parameters of about
+    AT_ONCE bytes together, or one larger one."""
     ends = itertools.accumulate(math.prod(shards[i].shape) * itemsize for i in indices)
     for _, run in itertools.groupby(
         zip(ends, indices, strict=True), lambda pair: pair[0] // AT_ONCE

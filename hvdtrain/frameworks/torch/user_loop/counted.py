@@ -35,8 +35,8 @@ class Accumulated:
         self.is_counted: bool | None = None  # once a part was computed
 
     def of_part(self, part: Samples) -> tuple[torch.Tensor, float]:
-        """The loss and its weight. Raises UserError if it is not a mean loss, or if only some parts
-        have a count."""
+        """Returns the loss and its weight. Raises UserError if it is not a mean loss, or if only
+        some parts have a count."""
         where = "ctx.accumulate()"
         found = self._loss_of(part)
         is_counted = isinstance(found, tuple) and len(found) == 2
@@ -161,7 +161,7 @@ def check_mean_over_samples(loss: torch.Tensor, where: str, fix: str) -> None:
 
 
 def _nodes(loss: torch.Tensor) -> Iterator[Any]:
-    """The nodes of the graph next to the loss, breadth first."""
+    """Yields the nodes of the graph next to the loss, breadth first."""
     nodes: list[Any] = [loss.grad_fn]
     seen: set[Any] = set()
     while nodes and len(seen) < _MOST_NODES:

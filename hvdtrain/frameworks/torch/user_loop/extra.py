@@ -14,12 +14,12 @@ from hvdtrain.frameworks.extra import Numbers, Tensors
 
 
 def to_arrays(values: Mapping[str, Any]) -> Arrays:
-    """A copy of each value. Raises UserError as extra.to_arrays()."""
+    """Returns a copy of each value. Raises UserError as extra.to_arrays()."""
     return extra.to_arrays(values, _TENSORS)
 
 
 def from_arrays(arrays: Arrays) -> dict[str, Any]:
-    """The values of to_arrays(). Raises ValueError if they cannot be such."""
+    """Returns the values of to_arrays(). Raises ValueError if they cannot be such."""
     return extra.from_arrays(arrays, _TENSORS)
 
 

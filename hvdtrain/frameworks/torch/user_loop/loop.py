@@ -17,7 +17,7 @@ class TorchLoop(UserLoop):
     words = WORDS
 
     def device(self, config: Config, communicator: Communicator) -> Any:
-        """The torch.device of this rank."""
+        """Returns the torch.device of this rank."""
         from hvdtrain.frameworks.torch.device import pick_device as device_of
 
         return device_of(config, communicator)

@@ -27,8 +27,8 @@ def build(
     side: int | None = None,
     colours: int = 16,
 ) -> UnencodedImages:
-    """The images of data.source for task.name=language: windows of side^2 + 1 tokens, a start token
-    followed by the pixels row by row.
+    """Returns the images of data.source for task.name=language: windows of side^2 + 1 tokens, a
+    start token followed by the pixels row by row.
 
     The codebook (Chen et al. 2020, "Generative Pretraining from Pixels", 3.2) is computed from
     65,536 pixels that counters draw from the training images. Rank 0 computes and broadcasts it,

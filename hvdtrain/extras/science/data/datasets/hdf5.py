@@ -64,8 +64,8 @@ def build(
     split_val: list[bool | int | str] | None = None,
     cache_mb: int = 256,
 ) -> Source:
-    """Arrays of train.h5 and val.h5 in data.root, of several such files, or of one file with
-    data.val_share or data.split_by.
+    """Returns arrays of train.h5 and val.h5 in data.root, of several such files, or of one file
+    with data.val_share or data.split_by.
 
     fields: array of each field, {x: /u, y: /labels}; "/u[:, 0:3]" is a part, of a list axis 1,
         {split} is train or val (default: x, y)

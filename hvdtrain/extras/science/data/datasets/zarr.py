@@ -70,8 +70,8 @@ def build(
     split_val: list[bool | int | str] | None = None,
     cache_mb: int = 256,
 ) -> Source:
-    """Arrays of train.zarr and val.zarr (or .zarr.zip) in data.root, of several, or of one with
-    data.val_share or data.split_by.
+    """Returns arrays of train.zarr and val.zarr (or .zarr.zip) in data.root, of several, or of one
+    with data.val_share or data.split_by.
 
     fields: array of each field, {x: u, y: labels}; "u[:, 0:3]" is a part, of a list axis 1, {split}
         is train or val (default: x, y)
@@ -364,8 +364,8 @@ def _dimensions(array: Any) -> list[Any]:
 
 
 def _attributes(array: Any) -> dict[str, Any]:
-    """The array's attributes, with a fill value that xarray wrote as 8 bytes in base64 decoded to a
-    number.
+    """Returns the array's attributes, with a fill value that xarray wrote as 8 bytes in base64
+    decoded to a number.
 
     In version 2 xarray writes `_FillValue` as the array's own fill_value. The library's default
     fill_value is 0, which does not mark a missing number.

@@ -13,7 +13,7 @@ from hvdtrain.frameworks.torch.parallel.tensor.plan import plan_of, resolve
 
 
 def tensor_cuts(model: nn.Module, config: Config, layers: Sequence[Layer]) -> dict[str, LayerCut]:
-    """Cuts of the layers that the ranks of a tensor group have in parts, by name."""
+    """Returns cuts of the layers that the ranks of a tensor group have in parts, by name."""
     parts = config.parallel.tensor
     where = config.where("parallel.tensor")
     by_name = {layer.name: layer for layer in layers}

@@ -49,7 +49,7 @@ class Way(NamedTuple):
     unit: int  # features that stay together, such as the features of a head
 
     def cuts(self, layer: nn.Module, parts: int, index: int) -> dict[str, Cut]:
-        """Cuts of the layer's parameters that are cut, by name."""
+        """Returns cuts of the layer's parameters that are cut, by name."""
         if self.kind == "sequence":
             return {}
         if self.kind == "rows":
@@ -419,7 +419,7 @@ def _check_shared(model: nn.Module, ways: Mapping[str, Way], where: str) -> None
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
-    """Parameters of each module, with one that several modules have as often as they do."""
+    """Yields parameters of each module, with one that several modules have as often as they do."""
     for name, module in model.named_modules():
         yield from ((name, key, p) for key, p in module._parameters.items() if p is not None)
 

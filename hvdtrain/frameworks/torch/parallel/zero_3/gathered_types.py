@@ -178,7 +178,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _inputs(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that an operation reads, without those that it writes to."""
+    """Returns the arguments that an operation reads, without those that it writes to."""
     written = {
         argument.name
         for argument in func._schema.arguments

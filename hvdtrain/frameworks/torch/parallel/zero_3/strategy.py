@@ -60,8 +60,8 @@ class ShardedModel(NamedTuple):
     def for_autocast(
         self, make_pass: Pass, device: torch.device, dtype: torch.dtype | None
     ) -> ShardedModel:
-        """The model, whose weights are gathered in 16 bits from now on where layers compute in
-        `dtype`; None: in none. A collective.
+        """Returns the model, whose weights are gathered in 16 bits from now on where layers compute
+        in `dtype`; None: in none. A collective.
 
         make_pass: of the model; it may change buffers.
         """
@@ -191,7 +191,7 @@ def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
 
 
 def _options(config: Config, device_mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
-    """Options of fully_shard(), for every unit."""
+    """Returns options of fully_shard(), for every unit."""
     on_host = config.shard.offload == "parameters"
     offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if on_host else OffloadPolicy()
     return {
@@ -442,7 +442,8 @@ class Fsdp(Strategy):
 
 
 def _held(p: torch.nn.Parameter, mesh: Mesh) -> Shard:
-    """The memory of this rank's rows: the first ranks have equally many, the last fewer or none."""
+    """Returns the memory of this rank's rows: the first ranks have equally many, the last fewer or
+    none."""
     rows = -(-len(p) // mesh.shard.size)
     first, last = (min(rank * rows, len(p)) for rank in (mesh.shard.rank, mesh.shard.rank + 1))
     per_row = p[:0].numel() if not len(p) else p.numel() // len(p)
@@ -457,6 +458,6 @@ def _on_host(held: Shard) -> Shard:
 
 
 def local_part(tensor: Any) -> torch.Tensor:
-    """(n,), the memory of a DTensor on this rank."""
+    """Returns (n,), the memory of a DTensor on this rank."""
     local: torch.Tensor = tensor.detach().to_local()
     return local.view(-1)

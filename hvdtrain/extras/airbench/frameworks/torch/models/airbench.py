@@ -136,8 +136,8 @@ def build(
     whitening_eps: float = 5e-4,
     identity: bool = True,
 ) -> nn.Module:
-    """A whitening convolution of 2x2 patches, blocks of two 3x3 convolutions, the largest number of
-    each channel, a linear layer.
+    """Returns a whitening convolution of 2x2 patches, blocks of two 3x3 convolutions, the largest
+    number of each channel, a linear layer.
 
     Images (n, C, H, W) of 9x9 pixels and more, for three blocks. The first layer is computed from
     5,000 training samples. In a block: conv, max-pool of 2, batch norm, GELU, conv, batch norm,
