@@ -1,5 +1,5 @@
-"""The Communicator protocol that every engine implements, and its reference: the `single` engine,
-one process that communicates with nobody."""
+"""The Communicator protocol that every engine implements, and its reference implementation, the
+`single` engine for one process."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ NUMBER_TYPES = (
     "int64",
     "uint8",
 )
-FEATURES: set[Feature] = {"device_memory", "bfloat16_sums"}  # of comm.engine=single
+FEATURES: set[Feature] = {"device_memory", "bfloat16_sums"}  # features of comm.engine=single
 
 
 class Handle(Protocol):
     """A collective that has been started."""
 
     def wait(self) -> Buffer:
-        """The result; called once. Handles may be waited for in any order."""
+        """Waits and returns the result; called once. Handles may be waited for in any order."""
 
 
 class Communicator(Protocol):
@@ -47,12 +47,12 @@ class Communicator(Protocol):
     that overflow wrap around. Collectives raise UserError for a buffer that the engine cannot take.
     """
 
-    name: str  # as in comm.engine=NAME
+    name: str  # name, as in comm.engine=NAME
     rank: int
     size: int
     local_rank: int  # among the ranks of this host
     local_size: int
-    features: frozenset[Feature]  # what this engine can do beyond the protocol: comm/engines.py
+    features: frozenset[Feature]  # optional features of this engine, see comm/engines.py
 
     @property
     def secret(self) -> str | None:
@@ -68,7 +68,7 @@ class Communicator(Protocol):
         not be used until wait() has returned."""
 
     def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
-        """x of rank `root` on every rank; x has the same shape and dtype on every rank."""
+        """Returns x of rank `root` on every rank; x has the same shape and dtype on every rank."""
 
     def start_broadcast(self, x: Buffer, name: str, root: int = 0) -> Handle:
         """Starts a broadcast(); returns before it is done if the engine is "asynchronous". x must
@@ -92,8 +92,8 @@ class Communicator(Protocol):
         """
 
     def start_spread(self, x: Buffer, name: str) -> Handle:
-        """Starts the inverse of reduce_scatter(): each rank's own part of x, split along axis 0 in
-        the same way, reaches all ranks. The result is x.
+        """Starts the inverse of reduce_scatter(): broadcasts each rank's part of x, split along
+        axis 0 in the same way. The result is x.
 
         x has the same shape and dtype on every rank; only the rank's own part of it is read.
         """
@@ -114,9 +114,10 @@ class Communicator(Protocol):
         """Gathers a message of each rank on rank 0, from any thread, also while main threads hang
         in a collective.
 
-        On rank 0 the messages in rank order, with None for each that did not come within wait_s; on
-        the others an empty list, once rank 0 has the message or wait_s is over. None if the engine
-        cannot do it: Horovod on Gloo, MPI without MPI_THREAD_MULTIPLE, a group of split().
+        Returns the messages in rank order on rank 0, with None for each that did not arrive within
+        wait_s. On other ranks, returns an empty list when rank 0 has the message or wait_s is over.
+        Returns None if the engine does not support it: Horovod on Gloo, MPI without
+        MPI_THREAD_MULTIPLE, a group of split().
         """
 
     def split(self, color: int | None) -> Communicator | None:
@@ -129,7 +130,7 @@ class Communicator(Protocol):
         """
 
     def abort(self, code: int) -> NoReturn:
-        """Ends every rank at once, this one with exit code `code`."""
+        """Ends every rank immediately, this one with exit code `code`."""
 
     def close(self) -> None:
         """Releases the engine. Every rank calls it once, last."""
@@ -139,9 +140,9 @@ class PointToPoint(Communicator, Protocol):
     """A communicator with the feature "p2p": one rank sends, another receives. See
     point_to_point().
 
-    A receive matches a message from the same sender with the same tag; messages with one tag arrive
-    in the order they were sent. The two buffers have the same number of bytes, in host memory, of
-    any of NUMBER_TYPES, bool or bfloat16. `name` only appears in error messages.
+    A receive matches a message from the given sender with the same tag; messages with one tag
+    arrive in the order in which they were sent. The two buffers have the same number of bytes, in
+    host memory, of any of NUMBER_TYPES, bool or bfloat16. `name` only appears in error messages.
     """
 
     def start_send(self, x: Buffer, to: int, name: str, tag: int = 0) -> Handle:
@@ -152,8 +153,8 @@ class PointToPoint(Communicator, Protocol):
         """Starts a receive into the memory of x, which wait() returns."""
 
     def recv_from_any(self, x: Buffer, name: str, tag: int) -> int:
-        """Waits for the first message of this tag, from any rank, which goes into the memory of x;
-        returns its sender."""
+        """Waits for the first message with this tag from any rank, and receives it into x; returns
+        its sender."""
 
 
 class Elastic(Communicator, Protocol):
@@ -183,13 +184,13 @@ class Elastic(Communicator, Protocol):
         """
 
     def shrink(self) -> list[int]:
-        """Removes the dead ranks. Returns once every surviving rank has called it; each does so
-        after a collective that failed.
+        """Removes the dead ranks. Returns when every surviving rank has called it; each calls it
+        after a failed collective.
 
         Afterwards this object has new values of rank, size, local_rank and local_size. Pending
-        collectives and the groups of split() are void; groups have to be created again. Returns the
-        ranks that were removed since the last shrink() that returned on this rank, as the launcher
-        numbered them. If another rank dies meanwhile, it fails as a collective does: call it again.
+        collectives and the groups of split() become invalid; groups must be created again. Returns
+        the ranks, by launcher number, that were removed since the last shrink() that returned on
+        this rank. If another rank dies meanwhile, it fails like a collective; call it again.
         """
 
 
@@ -198,8 +199,8 @@ class Interruptible(Elastic, Protocol):
     See interruptible()."""
 
     def interrupt(self) -> None:
-        """After a loss: makes every pending collective of this communicator fail on every rank,
-        until shrink(). Groups of split() are not affected."""
+        """Called after a loss. Makes every pending collective of this communicator fail on every
+        rank, until shrink(). Groups of split() are not affected."""
 
 
 def interruptible(communicator: Communicator, where: str) -> Interruptible:
@@ -305,15 +306,15 @@ class SingleProcessCommunicator:
 
 
 class StartedCollectives(ABC):
-    """Implements an engine's blocking collectives: starts each one and waits for it at once."""
+    """Implements an engine's blocking collectives by starting each one and waiting for it."""
 
     @abstractmethod
     def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
-        """Communicator.start_allreduce()"""
+        """Implements Communicator.start_allreduce()."""
 
     @abstractmethod
     def start_broadcast(self, x: Buffer, name: str, root: int = 0) -> Handle:
-        """Communicator.start_broadcast()"""
+        """Implements Communicator.start_broadcast()."""
 
     def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
         return self.start_allreduce(x, name, op).wait()
@@ -323,8 +324,8 @@ class StartedCollectives(ABC):
 
 
 class AroundCommunicator:
-    """A communicator that wraps another one, which does the work. Its collectives go through
-    pass_on(), which a subclass overrides."""
+    """A communicator that wraps another one. Its collectives go through pass_on(), which a subclass
+    overrides."""
 
     def __init__(self, within: Any) -> None:
         """within: the wrapped communicator."""
@@ -367,16 +368,16 @@ class AroundCommunicator:
 
 
 def part_of(length: int, rank: int, size: int) -> slice:
-    """The part of a rank when `length` elements are split as reduce_scatter() does: the first ranks
-    get one more."""
+    """Returns the part of a rank if `length` elements are split like in reduce_scatter(): the first
+    ranks get one more."""
     least, more = divmod(length, size)
     start = rank * least + min(rank, more)
     return slice(start, start + least + (rank < more))
 
 
 def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
-    """The communicator of comm.engine=single. Raises UserError if a launcher started several
-    processes."""
+    """Returns the communicator of comm.engine=single. Raises UserError if a launcher started
+    several processes."""
     if place.size > 1:
         what = (
             f"{place.launcher} started {place.size} processes, but the single engine supports "
@@ -423,5 +424,6 @@ def check_buffer(communicator: Communicator, x: Buffer, collective: str, name: s
 
 
 def writable(x: Buffer) -> Buffer:
-    """x itself, or a copy of an array that is read-only, as numpy's view of a JAX array is."""
+    """Returns x itself, or a copy if the array is read-only, such as NumPy's view of a JAX
+    array."""
     return x if not hasattr(x, "flags") or x.flags.writeable else x.copy()

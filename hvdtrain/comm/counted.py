@@ -1,5 +1,5 @@
-"""A communicator that records what it is asked to move. It wraps a real communicator, or stands for
-ranks that do not exist."""
+"""A communicator that records the data that it moves. It wraps a real communicator, or simulates
+one for hypothetical ranks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ class Moved(NamedTuple):
 
     kind: Kind
     name: str  # its stable name
-    ranks: tuple[int, ...]  # of the job, that take part; of a message the sender and the receiver
-    size_bytes: int  # of the result on all ranks together, or of the summed buffer
-    sent_bytes: int  # that leave this rank if each byte goes straight to the rank that needs it
+    # ranks of the job that take part; for a message, the sender and the receiver
+    ranks: tuple[int, ...]
+    size_bytes: int  # size of the result on all ranks together, or of the summed buffer
+    # bytes that leave this rank if each byte is sent directly to the rank that needs it
+    sent_bytes: int
 
 
 def counted(
@@ -41,7 +43,7 @@ _KINDS: dict[str, Kind] = {
 
 
 class _Counted(AroundCommunicator):
-    """Passes what it does not count to the wrapped communicator: objects, the side channel,
+    """Forwards uncounted operations to the wrapped communicator: objects, the side channel,
     abort()."""
 
     def __init__(self, within: Any, moved: list[Moved], ranks: tuple[int, ...]) -> None:

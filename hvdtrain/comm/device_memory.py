@@ -14,7 +14,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.launcher_variables import library_name
 from hvdtrain.errors import UserError
 
-Wish = Literal["auto", "host", "device"]  # of comm.device_memory
+Wish = Literal["auto", "host", "device"]  # values of comm.device_memory
 Way = Literal["host", "device"]
 Driver = Literal["cuda", "rocm", "ze"]  # ze: Intel's Level Zero
 
@@ -24,7 +24,7 @@ class _Switch(NamedTuple):
     enough."""
 
     variables: tuple[str, ...]
-    is_enough: bool  # the library exits at startup if it cannot do what the variable asks
+    is_enough: bool  # the library exits at startup if it cannot satisfy the variable
 
 
 _SWITCHES: dict[tuple[str, Driver], _Switch] = {
@@ -55,8 +55,8 @@ class Answer(NamedTuple):
 
 
 def ask(library: ctypes.CDLL, version: str, environ: Mapping[str, str], kind: Driver) -> Answer:
-    """Asks an MPI library that has started. library: the library that has its functions; version:
-    what MPI_Get_library_version() returns."""
+    """Queries an initialized MPI library. library: the shared library with its functions; version:
+    the result of MPI_Get_library_version()."""
     name = library_name(version)
     switch = next(
         (found for (start, of), found in _SWITCHES.items() if start in name.upper() and of == kind),
@@ -167,8 +167,8 @@ class DeviceArray:
     """
 
     def __init__(self, tensor: Any, settle: Callable[[], None], type_name: str = "") -> None:
-        """settle: waits until this thread's current stream has finished its work. type_name: as
-        numpy's; default: the tensor's."""
+        """settle: waits until this thread's current stream has finished its work. type_name: a
+        NumPy name; by default the tensor's."""
         self.tensor = tensor
         self._settle = settle
         self.type_name = type_name or str(tensor.dtype).removeprefix("torch.")
@@ -207,19 +207,19 @@ class DeviceArray:
         return self._like(self.tensor.view(*shape))
 
     def as_unsigned(self) -> DeviceArray:
-        """A view of the same memory, for collectives that only move it."""
+        """Returns a view of the same memory, for collectives that only move it."""
         return DeviceArray(self.tensor, self._settle, f"uint{8 * self.itemsize}")
 
     def empty(self, *shape: int) -> DeviceArray:
-        """New memory of the same type."""
+        """Returns new memory of the same type."""
         return self._like(self.tensor.new_empty(shape))
 
     def _like(self, tensor: Any) -> DeviceArray:
         return DeviceArray(tensor, self._settle, self.type_name)
 
     def message(self, mpi: Any) -> list[Any]:
-        """A one-dimensional message for mpi4py, which passes the address on and does not read the
-        memory."""
+        """Returns a one-dimensional message for mpi4py, which forwards the address and does not
+        read the memory."""
         types = {"float32": mpi.FLOAT, "float64": mpi.DOUBLE}
         types |= {
             f"{sign}int{bits}": getattr(mpi, f"{sign.upper()}INT{bits}_T")
@@ -231,7 +231,7 @@ class DeviceArray:
 
 
 def driver_of(kind: str) -> Driver:
-    """The driver of GPUs that the imported torch calls cuda or xpu."""
+    """Returns the driver of the GPUs that the imported torch calls cuda or xpu."""
     if kind == "xpu":
         return "ze"
     return "rocm" if sys.modules["torch"].version.hip else "cuda"

@@ -38,38 +38,41 @@ class DriverFiles(NamedTuple):
         return cls(root / "dev", root / "sys", root / "proc")
 
     def nvidia(self) -> int:
-        """The number of NVIDIA's GPUs. A container may have nvidia4 and nvidia5 only; CUDA numbers
-        them from 0."""
+        """Returns the number of NVIDIA's GPUs. A container may have nvidia4 and nvidia5 only; CUDA
+        numbers them from 0."""
         return len(self._nvidia_devices())
 
     def amd(self) -> int:
-        """The number of AMD's GPUs."""
+        """Returns the number of AMD's GPUs."""
         return len(self._amd_nodes())
 
     def visible_nvidia(self, environ: Mapping[str, str]) -> int:
-        """The number of GPUs that CUDA_VISIBLE_DEVICES lists, or that the host has."""
+        """Returns the number of GPUs that CUDA_VISIBLE_DEVICES lists, or that the host has."""
         listed = listed_devices(environ)
         return self.nvidia() if listed is None else len(listed)
 
     def visible_amd(self, environ: Mapping[str, str]) -> int:
-        """The number of GPUs in the shortest list of ROCm's variables, or that the host has."""
+        """Returns the number of GPUs in the shortest list of ROCm's variables, or that the host
+        has."""
         lists = (listed_devices(environ, name) for name in _LISTS_OF_AMD)
         return min((len(names) for names in lists if names is not None), default=self.amd())
 
     def hidden_nvidia(self, environ: Mapping[str, str]) -> str:
-        """The files of GPUs that CUDA would show: "/dev/nvidia0 and 3 more"; empty if there are
-        none, or if CUDA_VISIBLE_DEVICES hides all."""
+        """Returns the files of GPUs that CUDA would show: "/dev/nvidia0 and 3 more"; empty if there
+        are none, or if CUDA_VISIBLE_DEVICES hides all."""
         files = self._nvidia_devices()
         if not files or not self.visible_nvidia(environ):
             return ""
         return f"{files[0]}" + (f" and {len(files) - 1} more" if len(files) > 1 else "")
 
     def hidden_amd(self, environ: Mapping[str, str]) -> str:
-        """The driver's file for GPUs of AMD that ROCm would show; empty if there are none."""
+        """Returns the driver's file for GPUs of AMD that ROCm would show; empty if there are
+        none."""
         return f"{self.dev / 'kfd'}" if self.amd() and self.visible_amd(environ) else ""
 
     def address_of(self, local_rank: int, environ: Mapping[str, str]) -> str | None:
-        """The PCI address of the GPU of a local rank; None if it is not known which one that is.
+        """Returns the PCI address of the GPU of a local rank; None if it is not known which one
+        that is.
 
         The order is that of PCI addresses (NVIDIA) or of the driver's nodes (AMD). CUDA has the
         same order if the GPUs of a host are alike, or with CUDA_DEVICE_ORDER=PCI_BUS_ID.
@@ -97,7 +100,7 @@ class DriverFiles(NamedTuple):
         return found
 
     def _amd_nodes(self) -> list[dict[str, int]]:
-        """The properties of the nodes of the driver kfd that have compute units, unlike a
+        """Returns the properties of the nodes of the driver kfd that have compute units, unlike a
         processor, in its order. A node that a container may not use cannot be read."""
         nodes = self.sys.glob("class/kfd/kfd/topology/nodes/[0-9]*")
         every = [
@@ -124,8 +127,8 @@ HERE = DriverFiles()
 
 
 def _visible(gpus: Sequence[PciGpu], names: Sequence[str] | None) -> list[PciGpu]:
-    """The GPUs that a list of numbers or UUIDs names, in its order; none if one of them is not
-    known here, such as a part of a GPU."""
+    """Returns the GPUs that a list of numbers or UUIDs names, in its order; none if one of them is
+    not known here, such as a part of a GPU."""
     if names is None:
         return list(gpus)
     found = []

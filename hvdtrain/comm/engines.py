@@ -34,13 +34,13 @@ MEANINGS: dict[Feature, str] = {
     "p2p": "one rank sends to another one: start_send() and start_recv()",
     "shrink": "surviving ranks continue after others die: be_ready_to_shrink() and shrink()",
 }
-_SET_BY_PMI = ("PMIX_RANK", "PMI_RANK")  # by srun --mpi=pmix and --mpi=pmi2
+_SET_BY_PMI = ("PMIX_RANK", "PMI_RANK")  # set by srun --mpi=pmix and --mpi=pmi2
 
 
 @cache
 def features_of(engine: str) -> frozenset[Feature]:
-    """The features that comm.engine=`engine` has on every machine: FEATURES of its file, read
-    without importing torch or MPI.
+    """Returns the features that comm.engine=`engine` has on every machine: FEATURES of its file,
+    read without importing torch or MPI.
 
     A connected engine may have more (Communicator.features). Raises UserError if there is no such
     engine.
@@ -56,18 +56,18 @@ def features_of(engine: str) -> frozenset[Feature]:
     return frozenset(ast.literal_eval(value))
 
 
-# What batch systems call the number of tasks of a job, in which a process may have been started
-# alone.
+# Batch systems' variables for the number of tasks in a job, in which a process may have been
+# started alone.
 _TASKS = ("SLURM_NTASKS", "PBS_NP", "LSB_DJOB_NUMPROC", "NSLOTS")
 
 
 class EngineChoice(NamedTuple):
-    engine: str  # as in comm.engine=NAME
+    engine: str  # name, as in comm.engine=NAME
     reason: str
 
 
 class Installed(NamedTuple):
-    """Checks of what is installed on this machine; each runs only if the choice depends on it."""
+    """Checks of the software on this machine; each runs only if the choice depends on it."""
 
     horovod: Callable[[], bool]  # Horovod is installed
     horovod_nccl: Callable[[], bool]  # Horovod was built with NCCL
@@ -122,8 +122,8 @@ def select_engine(
 
 
 def possible_engines(engine: str, ranks: int) -> list[str]:
-    """The engines that comm.engine=`engine` may select for this number of ranks when the launcher
-    is unknown; for auto, every engine that can connect them."""
+    """Returns the engines that comm.engine=`engine` may select for this number of ranks when the
+    launcher is unknown; for auto, every engine that can connect them."""
     if engine != "auto":
         return [engine]
     if ranks == 1:
@@ -132,7 +132,7 @@ def possible_engines(engine: str, ranks: int) -> list[str]:
 
 
 def installed_here(config: Config) -> Installed:
-    """What is installed on this machine; the engines' modules are imported when asked."""
+    """Returns the checks for this machine; the engines' modules are imported on demand."""
     return Installed(
         horovod=lambda: importlib.util.find_spec("horovod") is not None,
         horovod_nccl=lambda: bool(plugins.load("comm", "horovod", "comm.engine").has_nccl()),
@@ -149,6 +149,6 @@ def may_use_gpu(config: Config) -> bool:
 
 
 def needed_features(config: Config) -> frozenset[Feature]:
-    """The features that the job needs and that some engines lack."""
+    """Returns the features that the job needs and that some engines lack."""
     needs = {name for section in config.sections for name in section.needed_of_engine}
     return frozenset(cast("set[Feature]", needs))

@@ -45,12 +45,12 @@ from hvdtrain.errors import UserError
 FEATURES: set[Feature] = {"several_ranks", "device_memory", "asynchronous", "adasum", "horovod_api"}
 # Horovod can add process sets after its start only if this variable is set
 GROUPS = "HOROVOD_DYNAMIC_PROCESS_SETS"
-# of Linux's prctl()
+# constant of Linux's prctl()
 _PR_SET_TIMERSLACK = 29
 _PR_GET_TIMERSLACK = 30
 _BUILD_COMMAND = "python -m hvdtrain.cli.horovod"
-# default without NCCL: 100 MB in host memory take a sixth of the time that they take with Horovod's
-# default of 128 MiB
+# default without NCCL: 100 MB in host memory take a sixth of the time with Horovod's default of 128
+# MiB
 CPU_FUSION_MB = 4.0
 # default where the ranks of one host reduce in host memory: with Horovod's default of 1 ms, which
 # each reduction waits for, a small network's step takes up to 2.5 times as long as with plain MPI
@@ -73,7 +73,7 @@ def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
     check_library(place, linked)
     one_host = place.local_size == place.size
     for name, value in horovod_variables(comm or CommConfig(), one_host, has_nccl()).items():
-        os.environ.setdefault(name, value)  # the user's own values are kept
+        os.environ.setdefault(name, value)  # the user's values are kept
     with _precise_sleep():
         hvd.init()
     if not hvd.mpi_enabled():
@@ -83,8 +83,8 @@ def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
 
 
 def note_on_speed(communicator: Communicator) -> str:
-    """For the header, if mpi can be faster: among the ranks of one host, in host memory. Measured
-    with benchmarks/engines.py on two ranks; large models take the same time with both."""
+    """Returns a header line if mpi can be faster: among the ranks of one host, in host memory.
+    Measured with benchmarks/engines.py on two ranks; large models take the same time with both."""
     one_host = 1 < communicator.size == communicator.local_size
     if (
         not one_host
@@ -96,8 +96,8 @@ def note_on_speed(communicator: Communicator) -> str:
 
 
 def horovod_variables(comm: CommConfig, one_host: bool, nccl: bool) -> dict[str, str]:
-    """The variables that Horovod reads once, when it starts. one_host: all ranks run on one host;
-    nccl: Horovod reduces on GPUs by NCCL."""
+    """Returns the variables that Horovod reads once, when it starts. one_host: all ranks run on one
+    host; nccl: Horovod reduces on GPUs by NCCL."""
     fusion_mb = comm.fusion_mb
     cycle_ms = comm.cycle_ms
     if not nccl and fusion_mb is None:
@@ -135,7 +135,7 @@ def has_nccl() -> bool:
 
 
 def load() -> tuple[Any, Any]:
-    """The modules (torch, horovod.torch). Raises UserError if one cannot be imported."""
+    """Returns the modules (torch, horovod.torch). Raises UserError if one cannot be imported."""
     try:
         return importlib.import_module("torch"), importlib.import_module("horovod.torch")
     except ImportError as error:
@@ -148,8 +148,8 @@ def load() -> tuple[Any, Any]:
 
 
 def library() -> str:
-    """The MPI that Horovod is linked to, without starting it; "Gloo, built without MPI" if there is
-    none."""
+    """Returns the MPI that Horovod is linked to, without starting it; "Gloo, built without MPI" if
+    there is none."""
     mpi = ctypes.CDLL(importlib.import_module("horovod.torch.mpi_lib_v2").__file__)
     if not hasattr(mpi, "MPI_Get_library_version"):
         return "Gloo, built without MPI"
@@ -161,8 +161,8 @@ def library() -> str:
 
 
 class HorovodCommunicator(StartedCollectives):
-    """Works in place on the memory of x where it can. int8, int16 and uint8, which Horovod does not
-    reduce, go through int32."""
+    """A communicator on Horovod. Works in place on the memory of x if possible. int8, int16 and
+    uint8, which Horovod does not reduce, are converted to int32."""
 
     name = "horovod"
 
@@ -200,7 +200,7 @@ class HorovodCommunicator(StartedCollectives):
         operand = self._reducible(tensor)
         if (
             op == "adasum" and operand.numel() > MOST_COUNT
-        ):  # it scales a whole buffer by its norm: pieces would have other scales
+        ):  # it scales a whole buffer by its norm, and pieces would have different scales
             where = f"comm.engine=horovod, allreduce {name!r}"
             raise UserError(
                 f"Adasum of {operand.numel():,} numbers, at most {MOST_COUNT:,}",
@@ -358,17 +358,17 @@ class HorovodCommunicator(StartedCollectives):
         """Does nothing: Horovod shuts down at exit, and cannot start again after a shutdown."""
 
     def _checked(self, x: Buffer, collective: str, name: str) -> tuple[Buffer, Any]:
-        """x, or a copy where it is read-only; and a view of it as a tensor."""
+        """Returns x, or a copy if it is read-only, and a view of it as a tensor."""
         check_buffer(self, x, collective, name)
         x = writable(x)
         return x, x.detach() if hasattr(x, "detach") else self._torch.from_numpy(x)
 
     def _reducible(self, tensor: Any) -> Any:
-        """The tensor, as int32 where Horovod does not reduce its type."""
+        """Returns the tensor, as int32 if Horovod does not reduce its dtype."""
         return tensor.to(self._torch.int32) if tensor.dtype in self._not_reduced else tensor
 
     def _movable(self, tensor: Any) -> Any:
-        """A view of the tensor: Horovod does not move bool, so its bytes are moved as uint8."""
+        """Returns a view of the tensor, with bool as uint8, because Horovod does not move bool."""
         return tensor.view(self._torch.uint8) if tensor.dtype == self._torch.bool else tensor
 
 
@@ -380,8 +380,8 @@ class ProcessSets:
         self._known = {tuple(hvd.global_process_set.ranks): hvd.global_process_set}
 
     def process_set_of(self, ranks: Sequence[int]) -> Any:
-        """The process set of these ranks. Every rank of the job calls it. Raises UserError if
-        Horovod was started without process sets."""
+        """Returns the process set of these ranks. Every rank of the job calls it. Raises UserError
+        if Horovod was started without process sets."""
         key = tuple(ranks)
         if key not in self._known:
             if os.environ.get(GROUPS) != "1":
@@ -400,8 +400,8 @@ class PendingInPlace:
     def __init__(
         self, hvd: Any, handles: Sequence[Any], x: Buffer, tensor: Any, operand: Any
     ) -> None:
-        """`tensor`: a view of x, which takes the result; `operand`: what Horovod changes, the same
-        or a copy of another type."""
+        """`tensor`: a view of x, which receives the result; `operand`: the tensor that Horovod
+        changes, the same or a copy of another dtype."""
         self._hvd = hvd
         self._handles = handles
         self._x = x
@@ -420,7 +420,7 @@ class PendingPart:
     """A Handle of a collective whose result is a new tensor."""
 
     def __init__(self, hvd: Any, handle: Any, x: Buffer, tensor: Any) -> None:
-        """`tensor`: a view of x, which takes the result."""
+        """`tensor`: a view of x, which receives the result."""
         self._hvd = hvd
         self._handle = handle
         self._x = x
@@ -432,7 +432,7 @@ class PendingPart:
 
 
 def _pieces(tensor: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """The tensor, or views of at most MOST_COUNT elements, each with its own name."""
+    """Yields the tensor, or views of at most MOST_COUNT elements, each with a separate name."""
     if tensor.numel() <= MOST_COUNT:
         return iter([(name, tensor)])
     return (
@@ -442,19 +442,19 @@ def _pieces(tensor: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _like(x: Buffer, tensor: Any) -> Buffer:
-    """The tensor, as an array where x is one."""
+    """Returns the tensor, as an array if x is one."""
     return tensor if hasattr(x, "detach") else tensor.numpy()
 
 
 def _abort_mpi(code: int) -> None:
-    """MPI_Abort of all ranks, where mpi4py is installed for the MPI that Horovod started."""
+    """Aborts all ranks with MPI_Abort, if mpi4py is installed for the MPI that Horovod started."""
     mpi = _mpi4py()
     if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.COMM_WORLD.Abort(code)
 
 
 def _mpi4py() -> Any:
-    """The module mpi4py.MPI, which neither starts nor finalizes MPI; None if it cannot be
+    """Returns the module mpi4py.MPI, without starting or finalizing MPI; None if it cannot be
     loaded."""
     try:
         import mpi4py

@@ -19,7 +19,7 @@ class Placement:
     size: int
     local_rank: int  # among the ranks of this host
     local_size: int
-    launcher: str  # its name, or "none"
+    launcher: str  # the launcher's name, or "none"
 
     def __post_init__(self) -> None:
         if not (0 <= self.rank < self.size and 0 <= self.local_rank < self.local_size <= self.size):
@@ -64,11 +64,11 @@ class EngineLibrary(NamedTuple):
     other_library: str = ""  # how the engine gets the library of a launcher of MPI
 
 
-# In order of precedence. `mpirun` inside a batch job leaves SLURM_PROCID=0 on every rank: srun
-# comes last. Flux, PALS and jsrun set variables of PMI or Open MPI beside their own: they come
-# before these. Sources: the manuals flux-environment(7), mpiexec(1) of HPE PALS, jsrun(1) of IBM's
-# Job Step Manager; mpirun_rsh of MVAPICH2 (its mpispawn.c); the launch.py of DeepSpeed; the other
-# ones were recorded.
+# In order of precedence. `mpirun` in a batch job leaves SLURM_PROCID=0 on every rank, so srun is
+# last. Flux, PALS and jsrun also set variables of PMI or Open MPI, so they come before these.
+# Sources: the manuals flux-environment(7), mpiexec(1) of HPE PALS, jsrun(1) of IBM's Job Step
+# Manager; mpirun_rsh of MVAPICH2 (its mpispawn.c); the launch.py of DeepSpeed; others were
+# recorded.
 LAUNCHERS = (
     Launcher(
         "Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "", nodes="FLUX_JOB_NNODES"
@@ -154,7 +154,8 @@ LAUNCHERS = (
 SRUN = Launcher(
     "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"
 )
-# Like srun it starts what may start a launcher, so it counts only if no other launcher does.
+# Like srun, it starts programs that may start a launcher, so it only counts if there is no other
+# launcher.
 SUBMITIT = Launcher(
     "submitit's local executor",
     "SUBMITIT_LOCAL_GLOBALID",
@@ -164,7 +165,7 @@ SUBMITIT = Launcher(
     needs=("SUBMITIT_LOCAL_GLOBALID",),
     nodes="SUBMITIT_LOCAL_JOB_NUM_NODES",
 )
-# which start torch.distributed, without an MPI
+# launchers that start torch.distributed, without MPI
 TORCH_LAUNCHERS = (
     "deepspeed",
     "torchrun",
@@ -182,8 +183,7 @@ _UNSUPPORTED = {
 }
 # Variables with the number of processes, from launchers that hvdtrain otherwise does not know.
 _SIZE = re.compile(r"(\w+_)?WORLD_SIZE|MPI_NRANKS|MPIRUN_N(PROCS|TASKS)|JAX_NUM_PROCESSES")
-# `launch` sets it beside torchrun's variables, which repeat the variables of the launcher that it
-# uses
+# `launch` sets it in addition to torchrun's variables, which repeat the variables of its launcher
 BY_LAUNCH = "HVDTRAIN_LAUNCH"
 _ELASTIC = "TORCHELASTIC_RUN_ID"  # torchrun itself
 _ONE_LAUNCHER = "start it with one launcher, from a shell that no other launcher started"
@@ -213,7 +213,7 @@ _FIRST_SPECIAL_STEP = (
 
 
 def placement(environ: Mapping[str, str]) -> Placement:
-    """The placement that the launcher's variables give; NO_LAUNCHER if there are none.
+    """Returns the placement that the launcher's variables give; NO_LAUNCHER if there are none.
 
     Raises UserError if the variables of a launcher are incomplete, two launchers disagree, or the
     launcher is not supported.
@@ -246,7 +246,7 @@ def _refuse_unknown(environ: Mapping[str, str]) -> None:
     """Raises UserError if a launcher started this process without giving it a rank: each of its
     processes would train alone.
 
-    If a launcher has set all of its own variables, the local rank of another MPI is ignored: a
+    If a launcher has set all of its variables, another MPI's local rank is ignored, because a
     site's script may set it for other programs.
     """
     for launcher in LAUNCHERS:
@@ -285,8 +285,8 @@ def _refuse_unknown(environ: Mapping[str, str]) -> None:
 
 
 def torchrun_variables(place: Placement, node: tuple[int, int] | None) -> dict[str, str]:
-    """The variables that torchrun sets, except rank 0's address. node: this node's number and the
-    number of nodes, if known."""
+    """Returns the variables that torchrun sets, except rank 0's address. node: this node's number
+    and the number of nodes, if known."""
     rank = str(place.rank)
     size = str(place.size)
     variables = {
@@ -304,10 +304,10 @@ def torchrun_variables(place: Placement, node: tuple[int, int] | None) -> dict[s
 def _placement_by(
     launcher: Launcher, environ: Mapping[str, str], earlier: Sequence[Placement]
 ) -> Placement | None:
-    """The placement from one launcher's variables; None if it set none, or if another launcher set
-    them.
+    """Returns the placement from one launcher's variables; None if it set none, or if another
+    launcher set them.
 
-    `srun --mpi=pmi2` sets PMI's rank and size only: the placement is srun's then.
+    `srun --mpi=pmi2` only sets PMI's rank and size; then the placement comes from srun.
     """
     missing = [key for key in launcher.variables if key not in environ]
     if {launcher.rank, launcher.size} <= {*missing} or any(
@@ -333,8 +333,8 @@ def _incomplete(launcher: Launcher, missing: Sequence[str]) -> UserError:
 
 
 def _share_of_node(launcher: Launcher, size: int, nodes: int) -> int:
-    """The local size if all nodes have the same number of processes. Raises UserError if they
-    cannot."""
+    """Returns the local size if all nodes have the same number of processes. Raises UserError if
+    they cannot."""
     if nodes < 1 or size % nodes:
         what = (
             f"{launcher.name} started {size} processes on {nodes} nodes, and does not report how "
@@ -360,8 +360,8 @@ def _agrees(launcher: Launcher, environ: Mapping[str, str], other: Placement) ->
 
 
 def _placement_by_srun(environ: Mapping[str, str]) -> Placement | None:
-    """The placement from srun's variables; None in the batch script and in an allocation's shell,
-    which are one process each."""
+    """Returns the placement from srun's variables; None in the batch script and in an allocation's
+    shell, which are one process each."""
     if SRUN.size not in environ and environ.get(SRUN.rank, "0") != "0":
         raise UserError(
             f"srun set {SRUN.rank}={short(environ[SRUN.rank])}, but not {SRUN.size}",
@@ -417,7 +417,7 @@ def _integer(environ: Mapping[str, str], key: str) -> int:
 
 
 def library_name(version: str) -> str:
-    """Name and version from what MPI_Get_library_version() gives: "Open MPI v5.0.11"."""
+    """Returns name and version from the result of MPI_Get_library_version(): "Open MPI v5.0.11"."""
     return " ".join(version.replace("\0", "").splitlines()[0].split(",")[0].split())
 
 
@@ -425,7 +425,7 @@ def check_library(place: Placement, library: EngineLibrary) -> None:
     """Raises LauncherMismatch if the launcher cannot start this MPI library. Without this check
     MPI_Init would end the process without an explanation."""
     for launcher in LAUNCHERS:
-        # the second is made of the first
+        # the second is derived from the first
         is_open_mpi = any(name in library.description for name in ("Open MPI", "Spectrum MPI"))
         if launcher.name == place.launcher and launcher.open_mpi not in (None, is_open_mpi):
             raise _mismatch(
@@ -461,8 +461,8 @@ def _mismatch(place: Placement, library: EngineLibrary, observation: str) -> Lau
 
 
 def listed_devices(environ: Mapping[str, str], variable: str = VISIBLE_DEVICES) -> list[str] | None:
-    """The numbers and UUIDs in the list, up to the first that is not a device, as CUDA reads it;
-    None: all devices are visible."""
+    """Returns the numbers and UUIDs in the list, up to the first that is not a device, as CUDA
+    reads it; None: all devices are visible."""
     listed = environ.get(variable)
     if listed is None:
         return None
@@ -479,8 +479,8 @@ def take_part_of_gpu(place: Placement, environ: MutableMapping[str, str]) -> Non
     """Reduces the list to this local rank's entry, if it lists several parts of partitioned GPUs
     ("MIG-...").
 
-    CUDA shows a process only one part, the first in the list: without this all ranks would train on
-    it. Called before CUDA starts.
+    CUDA shows a process only one part, the first in the list: without this, all ranks would train
+    on it. Called before CUDA starts.
     """
     names = listed_devices(environ) or []
     if len(names) > 1 and any(name.startswith("MIG-") for name in names):

@@ -28,11 +28,11 @@ from hvdtrain.comm.signed import SignedStore
 from hvdtrain.errors import UserError
 
 POLL_S = 0.003  # after a loss
-# for the first connection to a store; torch's own limit tries twice as long if the process has
-# ended
+# limit for the first connection to a store; torch's limit is twice as long if the process has ended
 ATTEMPT_S = 0.5
 AT_A_TIME = 64
-# for a host to answer; a host that is down never does, a port without a process refuses at once
+# limit for a host to answer; a host that is down never does, a port without a process refuses
+# immediately
 PROBE_S = 5.0
 HOST_EXITS_LATER_S = 0.5
 ALL = "all"  # key: rank 0 writes here that all ranks have arrived, or why not
@@ -58,7 +58,7 @@ def rendezvous_over_mpi(communicator: Communicator) -> Rendezvous:
 
 
 def open_store(rendezvous: Rendezvous, place: Placement, timeout: timedelta) -> Any:
-    """The store of this job, which rank 0 hosts unless the launcher does."""
+    """Opens the store of this job, which rank 0 hosts unless the launcher does."""
     if place.rank == 0 and not rendezvous.hosted:
         listener = listen(rendezvous, place.local_size == place.size)
         host, port = listener.getsockname()[:2]
@@ -103,9 +103,9 @@ def wait_for_all_ranks(
     """Waits until all ranks have arrived. Raises UserError if two processes have the same rank,
     were started for different numbers of ranks, or do not arrive in time.
 
-    Different numbers are reported as soon as two processes meet, on all that have arrived: the one
-    that notices wakes the others. Only rank 0 waits for each rank, and the others wait for rank 0:
-    if each waited for each, 8,192 ranks would name 67 million keys.
+    Different numbers are reported as soon as two processes meet, on all that have arrived, because
+    the process that notices wakes the others. Only rank 0 waits for each rank, and the others wait
+    for rank 0. If each waited for each, 8,192 ranks would use 67 million keys.
     """
     where = f"{rendezvous.host}:{rendezvous.port}"
     mine = Arrival(place.rank, place.size, place.local_size, socket.gethostname())
@@ -204,7 +204,8 @@ def _compare_sizes(store: SignedStore, mine: Arrival, where: str) -> None:
         for rank in range(size):
             store.set(f"here/{rank}", mine)
         store.set(ALL, mine)
-    store.get(ALL)  # set() returns before the store has the value, and this process may end at once
+    # set() returns before the store has the value, and this process may end immediately
+    store.get(ALL)
     _raise(refusal, mine.rank)
 
 
@@ -223,7 +224,7 @@ def not_of_this_job(where: str) -> UserError:
 
 
 def own_store(rendezvous: Rendezvous, communicator: Communicator) -> tuple[Any, str]:
-    """A store that this process hosts, and the name of its host."""
+    """Returns a store that this process hosts, and the name of its host."""
     one_host = communicator.local_size == communicator.size
     host = LOOPBACK if one_host else local_address(rendezvous, one_host) or socket.gethostname()
     listener = listen(Rendezvous(host, 0), one_host)
@@ -243,16 +244,16 @@ class Address(NamedTuple):
 class Agreement(NamedTuple):
     """The ranks that survived."""
 
-    number: int  # of this agreement at its store
+    number: int  # number of this agreement at its store
     calls: dict[int, int]  # rank -> the number of its call that this answers
 
 
 class Living(NamedTuple):
-    """What agree() returns, the same on all surviving ranks."""
+    """The result of agree(), the same on all surviving ranks."""
 
     ranks: list[int]  # in order, by their original numbers
     store: Any  # hosted by the first of them
-    number: int  # no other agreement at that store has it
+    number: int  # unique among the agreements at that store
 
 
 class Meeting:
@@ -273,11 +274,10 @@ class Meeting:
         )
         self.living = list(range(communicator.size))
         self._answered: dict[int, int] = {}  # rank -> its last call that this rank's store answered
-        self._agreements = 0  # made there
+        self._agreements = 0  # number of agreements at that store
 
     def agree(self) -> Living:
-        """Returns once every living rank has called it. A rank that lives but never comes is waited
-        for."""
+        """Waits until every living rank has called it, without a limit."""
         for host in self._alive(self.living[: self.living.index(self.rank) + 1]):
             living = self._decide() if host == self.rank else self._follow(host)
             if living is not None:
@@ -286,7 +286,7 @@ class Meeting:
         raise AssertionError(f"rank {self.rank} is none of {self.living}")
 
     def connection(self, living: Living) -> Callable[[], SignedStore]:
-        """A function that opens a new connection to the store of an agreement."""
+        """Returns a function that opens a new connection to the store of an agreement."""
         host = living.ranks[0]
         prefix = f"agreement-{living.number}"
         return lambda: SignedStore(dist.PrefixStore(prefix, self._connect(host)), self._secret)
@@ -309,8 +309,8 @@ class Meeting:
                 return store
 
     def _alive(self, ranks: Iterable[int]) -> Iterator[int]:
-        """The ranks whose processes live, in order. After the first one many are probed at a time:
-        each rank of a dead host takes PROBE_S."""
+        """Yields the ranks whose processes live, in order. After the first one, many are probed at
+        a time, because each rank of a dead host takes PROBE_S."""
         asked = list(ranks)
         with ThreadPoolExecutor(AT_A_TIME) as threads:
             for part in (
@@ -333,7 +333,7 @@ class Meeting:
         return True
 
     def _follow(self, host: int) -> Living | None:
-        """Returns what another rank decides; None if that rank is gone, too."""
+        """Returns another rank's decision; None if that rank has died, too."""
         try:
             connected = self._connect(host)
             store = SignedStore(connected, self._secret)
@@ -347,7 +347,7 @@ class Meeting:
             return None
 
     def _decide(self) -> Living:
-        """Waits until every other rank has called or is gone, and decides who is left."""
+        """Waits until every other rank has called or died, and decides which ranks are left."""
         store = SignedStore(self._own, self._secret)
         while True:
             calls = {

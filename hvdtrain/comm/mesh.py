@@ -13,7 +13,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.parallel import ParallelConfig
 from hvdtrain.errors import UserError
 
-PIECES = 12  # of a list of ranks
+PIECES = 12  # pieces shown of a list of ranks
 ALONE: Communicator = SingleProcessCommunicator()
 
 
@@ -63,7 +63,7 @@ class Mesh(NamedTuple):
         return self.tensor.rank == 0 and self.pipe.rank == self.pipe.size - 1
 
     def summary(self) -> str:
-        """ "2 data x 2 tensor", "2 pipeline x 2 data" """
+        """Returns the mesh for people: "2 data x 2 tensor", "2 pipeline x 2 data"."""
         sizes = {"pipeline": self.pipe.size, "data": self.data.size, "tensor": self.tensor.size}
         return " x ".join(
             f"{size} {name}" for name, size in sizes.items() if size > 1 or name == "data"
@@ -71,13 +71,13 @@ class Mesh(NamedTuple):
 
 
 def one_group(world: Communicator) -> Mesh:
-    """The mesh of pure data parallelism: every rank reads its own samples, and shards are over all
-    ranks."""
+    """Returns the mesh of pure data parallelism: every rank reads its own samples, and shards are
+    over all ranks."""
     return Mesh(world, world, ALONE, world, world, ALONE, (tuple(range(world.size)),))
 
 
 def make_mesh(world: Communicator, config: Config) -> Mesh:
-    """The mesh that a configuration describes. Every rank calls it.
+    """Returns the mesh that a configuration describes. Every rank calls it.
 
     Raises UserError if hosts have different numbers of ranks, or if the engine does not support
     groups.
@@ -108,12 +108,12 @@ def make_mesh(world: Communicator, config: Config) -> Mesh:
 
 
 def coordinates(rank: int, data: int, tensor: int) -> Coordinates:
-    """The coordinates of a rank in a mesh with these sizes of `data` and `tensor`."""
+    """Returns the coordinates of a rank in a mesh with these sizes of `data` and `tensor`."""
     return Coordinates(rank // tensor // data, rank // tensor % data, rank % tensor)
 
 
 def place_of(rank: int, size: int, parallel: ParallelConfig) -> str:
-    """ "stage 1, data 0, tensor 0" of a rank of `size`, without the axes of one place; empty if
+    """Returns "stage 1, data 0, tensor 0" for a rank of `size`, without axes of length 1; empty if
     every rank has a whole model."""
     if parallel.ranks == 1:
         return ""
@@ -173,7 +173,7 @@ def _group(world: Communicator, color: int) -> Communicator:
 
 
 def _hosts(world: Communicator) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each host. A collective."""
+    """Returns the ranks of each host. A collective."""
     hosts = split_groups(world, 0).hosts
     return tuple(
         tuple(rank for rank, host in enumerate(hosts) if host == number)
@@ -189,11 +189,11 @@ class Groups(NamedTuple):
     hosts: list[int]  # for each rank of the communicator, the number of its host
 
     def group_of(self, rank: int) -> list[int] | None:
-        """The group of a rank of the communicator; None if it is in none."""
+        """Returns the group of a rank of the communicator; None if it is in none."""
         return next((group for group in self.members if rank in group), None)
 
     def place(self, rank: int) -> Placement:
-        """Placement of a rank of the communicator in its group."""
+        """Returns the placement of a rank of the communicator in its group."""
         group = self.group_of(rank)
         assert group is not None, rank
         beside = [member for member in group if self.hosts[member] == self.hosts[rank]]
@@ -201,7 +201,7 @@ class Groups(NamedTuple):
 
 
 def split_groups(communicator: Communicator, color: int | None) -> Groups:
-    """The groups of equal colors. A collective."""
+    """Returns the groups of equal colors. A collective."""
     table = communicator.allgather_object((color, socket.gethostname(), communicator.local_rank))
     ranks_of: dict[int, list[int]] = {}
     for rank, (theirs, _, _) in enumerate(table):
@@ -215,8 +215,8 @@ def number_hosts(places: Sequence[tuple[str, int]]) -> list[int]:
     """For each rank the number of its host, in the order of their first ranks; places[rank] is its
     host's name and its local rank.
 
-    If two ranks have the same host name and the same local rank, as in containers, the name stands
-    for several hosts: the second such rank is on the second one.
+    If two ranks have the same host name and local rank, as in containers, the name stands for
+    several hosts, and the second such rank is on the second host.
     """
     seen: Counter[tuple[str, int]] = Counter()
     hosts: dict[tuple[str, int], int] = {}
@@ -228,7 +228,7 @@ def number_hosts(places: Sequence[tuple[str, int]]) -> list[int]:
 
 
 def ranks_summary(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 0, 2-7"; a very long list is cut, with its length."""
+    """Formats ranks: "rank 3", "ranks 0, 2-7"; a very long list is cut, with its length."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][-1] == rank - 1:

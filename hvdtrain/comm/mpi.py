@@ -60,8 +60,8 @@ _OTHER_LIBRARY = (
 def connect(place: Placement, comm: CommConfig | None = None) -> MpiCommunicator:
     """Starts MPI. Without a launcher this process is rank 0 of 1.
 
-    Raises UserError if mpi4py is missing or MPI does not start, LauncherMismatch where the launcher
-    belongs to another MPI.
+    Raises UserError if mpi4py is missing or MPI does not start, and LauncherMismatch if the
+    launcher belongs to another MPI.
     """
     mpi = load()
     library = _library(mpi)
@@ -79,8 +79,8 @@ def connect(place: Placement, comm: CommConfig | None = None) -> MpiCommunicator
 
 
 def connect_some(place: Placement, ranks: Any) -> MpiCommunicator:
-    """A communicator of some ranks, renumbered from 0. `ranks` is a list, and only these ranks call
-    it, or an MPI communicator.
+    """Returns a communicator of some ranks, renumbered from 0. `ranks` is an MPI communicator, or a
+    list; then only these ranks call it.
 
     Raises UserError on a rank that is not in `ranks`.
     """
@@ -112,12 +112,12 @@ def _library(mpi: Any) -> EngineLibrary:
 
 
 def load() -> Any:
-    """The module mpi4py.MPI, without starting MPI: MPI_Init under another launcher ends the
-    process. Raises UserError without mpi4py."""
+    """Returns the module mpi4py.MPI without starting MPI, because MPI_Init under another launcher
+    ends the process. Raises UserError without mpi4py."""
     try:
         import mpi4py
 
-        if "mpi4py.MPI" not in sys.modules:  # else the script has already configured it
+        if "mpi4py.MPI" not in sys.modules:  # otherwise the script has already configured it
             mpi4py.rc(initialize=False, finalize=False)
         from mpi4py import MPI
     except (
@@ -134,8 +134,8 @@ def load() -> Any:
 
 
 def _initialize(mpi: Any) -> None:
-    """MPI_Init_thread as mpi4py calls it, but without holding the interpreter's lock: the watchdog
-    can report a start that hangs."""
+    """Calls MPI_Init_thread like mpi4py, but without holding the interpreter lock, so that the
+    watchdog can report a start that hangs."""
     library = ctypes.CDLL(mpi.__file__)
     provided = ctypes.c_int()
     atexit.register(_finalize)
@@ -205,18 +205,18 @@ class MpiCommunicator:
         self.local_rank = place.local_rank
         self.local_size = place.local_size
         self.features = frozenset(FEATURES)
-        # by confirm(), which each rank calls equally often, or by shrink() instead
+        # set by confirm(), which each rank calls equally often, or by shrink()
         self._loss_is_agreed = False
         # the original numbers of the current ranks
         self._members = list(range(self.size))
-        self._groups: list[MpiCommunicator] = []  # of split()
+        self._groups: list[MpiCommunicator] = []  # groups from split()
         self._exchanges: list[MpiExchange] = []
         self._comm_thread: CommThread | None = None
         self._device: Device | None = None  # result of use_gpus(), for the groups of split()
-        self._ways: Ways | None = None  # for tensors on this rank's GPU
+        self._ways: Ways | None = None  # used for tensors on this rank's GPU
         self.notes: tuple[str, ...] = ()  # lines for the user
-        # On one host an allreduce is work for the CPU, and a thread would take a core from
-        # backward: start_allreduce() blocks there.
+        # On one host, an allreduce uses the CPU, and a thread would take a core from backward, so
+        # start_allreduce() blocks.
         if mpi.Query_thread() >= mpi.THREAD_MULTIPLE and self.local_size < self.size:
             self._start_thread(ranks)
 
@@ -342,7 +342,7 @@ class MpiCommunicator:
         if color is None:
             return None
         group = MpiCommunicator(self._mpi, ranks, groups.place(self.rank), None)
-        ranks.Free()  # the group has its own
+        ranks.Free()  # the group has a separate copy
         if self._device is not None:
             group._take_devices(self._device)
         self._groups.append(group)
@@ -414,12 +414,10 @@ class MpiCommunicator:
             each.interrupt()  # so that every rank leaves the collective that it is in
         self._groups = []
         if self._comm_thread:
-            self._comm_thread.start(
-                lambda: None
-            ).wait()  # behind those that were started before, which fail
+            self._comm_thread.start(lambda: None).wait()  # after earlier collectives, which fail
         if (
             not self._loss_is_agreed
-        ):  # others wait in confirm(), which does not end with a revoked communicator
+        ):  # others wait in confirm(), which a revoked communicator does not end
             with contextlib.suppress(self._mpi.Exception):
                 self._comm.Agree(0)
         self._comm = self._comm.Shrink()
@@ -473,8 +471,8 @@ class MpiCommunicator:
         """Lets collectives (but not messages) take tensors on GPUs from now on, on ranks that have
         one. A collective.
 
-        gpus: None if this rank computes on a CPU. wish, where: comm.device_memory, and the place
-        where it was set. Raises UserError on every rank if the setting is not possible.
+        gpus: None if this rank computes on a CPU. wish, where: comm.device_memory, and where it was
+        set. Raises UserError on every rank if the setting is not possible.
         """
         answer = None
         if gpus is not None:
@@ -491,8 +489,8 @@ class MpiCommunicator:
                 each._take_devices(Device(gpus, choice.way))
 
     def _take_devices(self, device: Device) -> None:
-        """Uses a thread, on one host too: it takes no core from a backward pass on a GPU. Ranks on
-        CPUs run the same collectives."""
+        """Uses a thread even on one host, because it does not take a core from a backward pass on a
+        GPU. Ranks on CPUs run the same collectives."""
         self._device = device
         if device.gpus is not None:
             from hvdtrain.comm.staging import Ways  # torch, which a job without GPUs may not have

@@ -19,7 +19,7 @@ PIECE_BYTES = (
 )  # of one message or MPI_Allreduce: 100 MB in pieces take a quarter of the time of one call (docs/performance.md)  # noqa: E501
 # MPI_Reduce_scatter of at most these for each rank is the faster way (docs/performance.md)
 ONE_CALL_BYTES = 1 << 16
-# elements of one call, which MPI counts with C's int; calls for more are made in pieces
+# most elements in one call, because MPI counts with C's int; larger buffers are sent in pieces
 MOST_COUNT = 2**31 - 1
 HALF_TYPES = ("float16", "bfloat16")
 _HALF_SUMS: dict[str, Any] = {}  # dtype -> MPI operation, mpi4py allows 32 in a process
@@ -28,9 +28,9 @@ Sent = Any  # an array of numpy, or a DeviceArray, which behaves like an array h
 
 
 class Reduction(NamedTuple):
-    """An allreduce to be made."""
+    """A pending allreduce."""
 
-    x: Buffer  # as the caller gave it, or a copy where that is read-only
+    x: Buffer  # the caller's buffer, or a copy if it is read-only
     array: Sent  # a view of x
     operand: Sent  # the view, or a copy in a type that MPI has
     op: Any  # the MPI operation
@@ -58,15 +58,15 @@ class MpiCalls:
         return _cast_back(reduction.x, reduction.array, reduction.operand)
 
     def reduce(self, x: Buffer, root: int) -> Buffer:
-        """The sum on rank `root`."""
+        """Returns the sum on rank `root`."""
         reduction = self._reduction(x, "sum")
         self._reduce_pieces(reduction.operand.reshape(-1), reduction.op, root)
         return _cast_back(reduction.x, reduction.array, reduction.operand)
 
     def reduce_to_owners(self, x: Buffer) -> Buffer:
-        """This rank's part of the sum. Large parts are reduced to one rank after another, in
-        pieces: one call takes up to 6 times as long. Of small parts as many calls as ranks would
-        be latency alone."""
+        """Returns this rank's part of the sum. Large parts are reduced to one rank after another,
+        in pieces, because a single call takes up to 6 times as long. For small parts, one call per
+        rank would be dominated by latency."""
         reduction = self._reduction(x, "sum")
         operand = reduction.operand
         own = part_of(len(reduction.operand), self._rank, self._size)
@@ -87,7 +87,7 @@ class MpiCalls:
         return _cast_back(reduction.x[own], reduction.array[own], operand[own])
 
     def reduce_scatter(self, x: Buffer) -> Buffer:
-        """This rank's part of the sum in new memory; x is left as it is."""
+        """Returns this rank's part of the sum in new memory; x is not changed."""
         operand = _without_float16(_as_array(x))
         parts = [operand[part_of(len(operand), rank, self._size)] for rank in range(self._size)]
         summed = _empty_like(operand, len(parts[self._rank]))
@@ -198,11 +198,11 @@ class MpiCalls:
             self._comm.Bcast(self._message(piece), root)
 
     def _counts(self, array: Sent) -> list[int]:
-        """Elements of each rank's part."""
+        """Returns elements of each rank's part."""
         return [array[part_of(len(array), rank, self._size)].size for rank in range(self._size)]
 
     def _message(self, array: Sent, counts: list[int] | None = None) -> Any:
-        """The message as mpi4py takes it. counts: elements of each rank's part."""
+        """Returns the message for mpi4py. counts: elements of each rank's part."""
         if isinstance(array, DeviceArray):
             buffer, count, kind = array.message(self._mpi)
             return [buffer, count if counts is None else counts, kind]
@@ -231,13 +231,13 @@ def _pieces(flat: Sent) -> Iterator[Sent]:
 
 
 def _as_array(x: Buffer) -> Sent:
-    """A view of x."""
+    """Returns a view of x."""
     return x.detach().numpy() if hasattr(x, "detach") else x
 
 
 def _as_unsigned(x: Buffer) -> Sent:
-    """A view of x as unsigned integers of its itemsize, for collectives that only move data: MPI
-    has no float16 and numpy no bfloat16."""
+    """Returns a view of x as unsigned integers of its itemsize, for collectives that only move
+    data, because MPI has no float16 and NumPy no bfloat16."""
     if isinstance(x, DeviceArray):
         return x.as_unsigned()
     array = _as_array(x.view(sys.modules["torch"].int16) if str(x.dtype) == "torch.bfloat16" else x)
@@ -245,7 +245,7 @@ def _as_unsigned(x: Buffer) -> Sent:
 
 
 def _empty_like(x: Buffer, rows: int) -> Buffer:
-    """Uninitialized memory of x's type, with `rows` rows."""
+    """Returns uninitialized memory with x's dtype and `rows` rows."""
     shape = (rows, *x.shape[1:])
     if isinstance(x, DeviceArray):
         return x.empty(*shape)
@@ -253,7 +253,7 @@ def _empty_like(x: Buffer, rows: int) -> Buffer:
 
 
 def _without_float16(array: Sent) -> Sent:
-    """The array, as float32 where it is float16."""
+    """Returns the array, as float32 if it is float16."""
     return (
         array.astype(np.float32)
         if isinstance(array, np.ndarray) and array.dtype == np.float16
@@ -262,18 +262,18 @@ def _without_float16(array: Sent) -> Sent:
 
 
 def _cast_back(x: Buffer, array: Sent, operand: Sent) -> Buffer:
-    """x, whose view `array` takes the numbers of `operand`."""
+    """Copies the numbers of `operand` to x, by its view `array`, and returns x."""
     if operand is not array:
         with np.errstate(
             over="ignore"
-        ):  # an overflow is inf, as in float16 arithmetic; loss scaling looks for it
+        ):  # an overflow becomes inf, as in float16 arithmetic; loss scaling detects it
             array[...] = operand
     return x
 
 
 def _sum_function(dtype: str) -> Callable[[Any, Any, Any], None]:
-    """A function for MPI.Op.Create: b += a, elementwise, for buffers of `dtype` that MPI treats as
-    integers. Each addition rounds."""
+    """Returns a function for MPI.Op.Create: b += a, elementwise, for buffers of `dtype` that MPI
+    treats as integers. Each addition rounds."""
     import torch
 
     half_type = getattr(torch, dtype)

@@ -29,10 +29,10 @@ def allreduce_sums(
     """Sums each value over all ranks, which have the same keys. Returns floats, and float64 arrays
     (n,) for vectors. The host waits for the device.
 
-    lengths: of vectors, by name; a rank without samples, which has one 0 instead, then sends as
-    many numbers as the others. 0: not a vector. gathered: names of Concatenated, which a rank
-    without samples lacks, with what rank 0 computes of those of all ranks; the result is in its
-    place.
+    lengths: lengths of vectors by name, 0 for a number, so that a rank without samples, which has a
+    single 0, sends as many numbers as the others. gathered: names of Concatenated values, which a
+    rank without samples lacks, with the functions that rank 0 applies to the values of all ranks;
+    the results replace them.
     """
     values: Sums = {}
     for key, of in (gathered or {}).items():
@@ -48,8 +48,8 @@ def _value_of(of: Callable[[Concatenated], float], parts: Concatenated | None) -
 
 
 def gather_parts(communicator: Communicator, own: Concatenated, name: str) -> Concatenated | None:
-    """The parts of all ranks, in the order of the ranks, on rank 0; None on the others, which would
-    need memory for the samples of all. A collective."""
+    """Gathers the parts of all ranks, in rank order, on rank 0; None on other ranks, to save
+    memory. A collective."""
     forms = [
         [[(str(array.dtype), list(array.shape)) for array in group] for group in part]
         for part in own
@@ -82,7 +82,7 @@ def _nbytes(dtype: str, shape: list[int]) -> int:
 
 
 def _parts_in(content: np.ndarray, forms: Sequence[Sequence[Sequence[Form]]]) -> Iterator[Part]:
-    """The arrays of a rank's parts, one behind the other in uint8 (n,)."""
+    """Splits uint8 (n,) into the arrays of a rank's parts."""
     start = 0
 
     def array(dtype: str, shape: list[int]) -> np.ndarray:
@@ -101,8 +101,8 @@ TAG_OF_PARTS = 321
 def _on_rank_0_in_turn(
     communicator: Communicator, own: np.ndarray, sizes: Sequence[int], name: str
 ) -> Iterator[np.ndarray]:
-    """The bytes of each rank, of these sizes, one after the other on rank 0; nothing on the others.
-    A collective, once all are taken."""
+    """Yields the bytes of each rank, of these sizes, in turn on rank 0; nothing on other ranks. A
+    collective if it is exhausted."""
     if "p2p" not in communicator.features:
         content = communicator.allgather(own, name)
         yield from [] if communicator.rank else np.split(content, np.cumsum(sizes)[:-1])
@@ -136,10 +136,10 @@ def _added_up(
 
 
 def same_on_all_ranks(communicator: Communicator, digests: Sequence[int | None]) -> list[bool]:
-    """Whether each of these 64-bit numbers is the same on all ranks, but for those that have None.
-    A collective."""
+    """Returns for each 64-bit number whether it is the same on all ranks that do not have None. A
+    collective."""
     own = np.array([each or 0 for each in digests], np.uint64).view(np.int64)
-    # the largest ~x is that of the smallest x
+    # the largest ~x belongs to the smallest x
     rows = np.stack([own, ~own])
     rows[:, [each is None for each in digests]] = np.iinfo(np.int64).min
     highest = communicator.allreduce(rows, "same", "max")
@@ -170,7 +170,7 @@ def on_rank_0_only(communicator: Communicator, work: Callable[[], T]) -> T | Non
 
 
 def _tried(communicator: Communicator, work: Callable[[], T]) -> tuple[T | None, UserError | None]:
-    """On rank 0, the result of the work, or its UserError."""
+    """Returns the result of the work, or its UserError, on rank 0."""
     if communicator.rank:
         return None, None
     try:
@@ -184,10 +184,10 @@ def long_on_rank_0(
     work: Callable[[Callable[[], None]], T],
     go_on: Callable[[], None] = lambda: None,
 ) -> T:
-    """Does what on_rank_0() does, for work that may take longer than the timeout of a collective.
+    """Like on_rank_0(), for work that may take longer than the timeout of a collective.
 
-    work() calls its argument, from the same thread, whenever it makes progress: all ranks then
-    meet, every MEET_S at most, and go_on() is called on each of them.
+    work() calls its argument, from the same thread, whenever it makes progress. Then all ranks
+    synchronize, at most every MEET_S, and go_on() is called on each of them.
     """
     met_s = time.monotonic()
 

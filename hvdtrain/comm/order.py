@@ -1,5 +1,5 @@
-"""The order of collectives: a thread runs a rank's collectives in the order they were started, and
-ranks compare what they are about to do, or have done."""
+"""The order of collectives. A thread runs a rank's collectives in the order in which they were
+started, and ranks compare the collectives that they will run, or have run."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from hvdtrain.comm.communicator import Buffer, Communicator
 from hvdtrain.comm.mesh import ranks_summary
 from hvdtrain.errors import UserError
 
-ENDED = -1  # in place of a hash, of a rank that has done no more
+ENDED = -1  # instead of a hash, for a rank that has run no more
 
 
 class SameOrder:
     """Checks that all ranks run the same collectives. Ranks call ask() before each collective of a
     layer, and end() at the end of a pass or a step.
 
-    A rank with different or fewer collectives then meets a question of the other ranks that differs
-    from its own. A question is an allreduce of 16 bytes, before the collective: of an engine whose
-    host waits for its collectives, those of other sizes would fail, or hang. Where the host waits
-    for none (NCCL), ranks ask once, at the end of the step before its update: each collective
-    enters a hash, and the first one that differs is searched for only if the hashes differ.
+    A rank with different or fewer collectives then has a different question than the other ranks. A
+    question is an allreduce of 16 bytes before the collective, because mismatched collectives of
+    other sizes would fail or hang on an engine whose host waits. If the host does not wait (NCCL),
+    ranks ask once, at the end of the step before its update. Each collective enters a hash, and the
+    first difference is only searched for if the hashes differ.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class SameOrder:
         *,
         lags: bool = False,
     ) -> None:
-        """rank: in the job; where, fix: for the error; lags: the host does not wait for the
+        """rank: rank in the job; where, fix: for the error; lags: the host does not wait for the
         collectives."""
         self._ranks = ranks
         self._rank = rank
@@ -48,9 +48,9 @@ class SameOrder:
         self._fix = fix
         self.lags = lags
         self._history = History()
-        self._waiting = ""  # for the answer to a question
+        self._waiting = ""  # waits for the answer to a question
         self.at = (
-            ""  # what this rank does between questions, for people: "forward pass of blocks.3"
+            ""  # activity of this rank between questions, for people: "forward pass of blocks.3"
         )
 
     @property
@@ -73,8 +73,9 @@ class SameOrder:
         self._waiting = ""
 
     def end(self, doing: str, *, backward_follows: bool = False) -> None:
-        """Asks as ask() does when no collective follows; where the host does not wait, about all
-        since the last end(), unless backward_follows: the end of the step then asks."""
+        """Like ask(), when no collective follows. If the host does not wait, it asks about all
+        collectives since the last end(), unless backward_follows, because then the end of the step
+        asks."""
         self.ask(doing)
         if self._history.hashes and not backward_follows:
             self._waiting = doing
@@ -90,8 +91,8 @@ class SameOrder:
         return bool(largest[0] == -largest[1])
 
     def _first_difference(self) -> str:
-        """What this rank did where the histories of ranks first differ: by bisection, since a hash
-        stands for all that was done before."""
+        """Returns this rank's activity where the histories of ranks first differ, found by
+        bisection, because a hash covers the whole history before it."""
         hashes = self._history.hashes
         last = self._ranks.allreduce(np.array([len(hashes) - 1]), "order", "max")
         # the ranks are the same before `first`, and differ at `last`
@@ -115,7 +116,7 @@ class History:
 
     def __init__(self) -> None:
         self.done: list[str] = []
-        self.hashes: list[int] = []  # of all up to and including each
+        self.hashes: list[int] = []  # hash of all up to and including each
 
     def add(self, doing: str) -> None:
         before = self.hashes[-1] if self.hashes else 0
@@ -129,12 +130,13 @@ def end_step(orders: Iterable[SameOrder]) -> None:
 
 
 def doing_in(orders: Iterable[SameOrder]) -> str:
-    """ "forward pass of blocks.3", empty between passes"""
+    """Returns "forward pass of blocks.3"; empty between passes."""
     return ", ".join(order.doing for order in orders if order.doing)
 
 
 def _code(doing: str) -> int:
-    """A hash, at least 0 and less than 2^56. Not cached: torch.compile would warn about a cache."""
+    """Returns a hash, at least 0 and less than 2^56. Not cached, because torch.compile would warn
+    about a cache."""
     return int.from_bytes(hashlib.blake2b(doing.encode(), digest_size=7).digest(), "little")
 
 
@@ -156,7 +158,7 @@ class CommThread:
         return future
 
     def stop(self) -> None:
-        """Returns once the thread has run everything that was started and has ended. Nothing may be
+        """Waits until the thread has run everything that was started and has ended. Nothing may be
         started afterwards. Must not be called on that thread.
 
         The thread may hold the last reference to tensors: releasing them while the interpreter
@@ -189,14 +191,14 @@ class Future:
         self._done.set()
 
     def wait(self) -> Buffer:
-        """The result. Raises what the collective raised."""
+        """Waits and returns the result. Raises the collective's error."""
         self._done.wait()
         if self._error is not None:
             raise self._error
         return self._result
 
 
-# of a rank about an exchange: it waits there, it has taken the result, or it never will
+# a rank's state in an exchange: it waits, it has taken the result, or it never will
 Word = Literal["here", "taken", "given up"]
 WORDS: tuple[Word, ...] = get_args(Word)
 # tags of MPI messages
@@ -205,26 +207,26 @@ LAST = 2
 
 
 class OrderedExchange(Protocol):
-    """Gathers, one after another: each rank starts the next one once the last is done."""
+    """Consecutive gathers: each rank starts the next one when the last is done."""
 
     threads: bool  # whether threads of a process may use their communicators at the same time
 
     def start(self, block: np.ndarray, rows: np.ndarray) -> None:
-        """block: of the same length and dtype on every rank, unchanged until done(); rows: receives
-        the blocks in rank order."""
+        """block: has the same length and dtype on every rank, and must not change until done();
+        rows: receives the blocks in rank order."""
 
     def done(self) -> bool:
-        """Whether every rank has started it. Raises what a collective raises when a rank dies."""
+        """Whether every rank has started it. If a rank dies, raises like a collective."""
 
     def say(self, word: Word) -> None:
         """Sends a word about this rank's latest exchange to the other ranks, which need not be in
         it."""
 
     def said(self) -> dict[Word, set[int]]:
-        """The ranks that have sent each word about this exchange."""
+        """Returns the ranks that have sent each word about this exchange."""
 
     def free(self) -> None:
-        """Every rank calls it once, last, when no exchange is under way. A collective."""
+        """Every rank calls it once, last, when no exchange is pending. A collective."""
 
 
 class Alone:
@@ -286,7 +288,7 @@ class MpiExchange:
         return {word: {rank for rank, other in now if other == word} for word in WORDS}
 
     def _receive(self) -> None:
-        """Receives what others have sent, which would otherwise wait in MPI's memory."""
+        """Receives messages of other ranks, which would otherwise wait in MPI's memory."""
         status = self._mpi.Status()
         notice = np.zeros(2, np.int64)
         while self._notices.Iprobe(self._mpi.ANY_SOURCE, NOTICE, status):
@@ -294,13 +296,13 @@ class MpiExchange:
             self._said[status.source, WORDS[notice[1]]] = int(notice[0])
 
     def free(self) -> None:
-        """Frees the communicator once its last message has arrived: MPI may give its number to
-        another one."""
+        """Frees the communicator after its last message has arrived, because MPI may reuse its
+        number."""
         others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
         number = np.zeros(1, np.int64)
         sends = [self._notices.Isend(number, rank, LAST) for rank in others]
         for rank in others:
-            self._notices.Recv(number, rank, LAST)  # behind the notices of this rank
+            self._notices.Recv(number, rank, LAST)  # after the notices of this rank
         self._receive()
         self._mpi.Request.Waitall([*sends, *(request for _, request in self._sent)])
         self._sent = []

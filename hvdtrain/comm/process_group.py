@@ -38,7 +38,7 @@ def _create(options: Any, world: Communicator) -> CommunicatorGroup:
     return CommunicatorGroup(world, options.group_id)
 
 
-# its methods have several signatures; torch calls the ones below
+# its methods have several signatures; torch calls the following
 _ProcessGroup: Any = dist.ProcessGroup
 
 
@@ -161,8 +161,8 @@ class CommunicatorGroup(_ProcessGroup):
         rows: list[int],
         options: Any,
     ) -> Work:
-        """Runs an allgather; each rank keeps its own part. Costs each rank memory for everything
-        that all ranks send."""
+        """Runs an allgather; each rank keeps its part. Each rank needs memory for everything that
+        all ranks send."""
         rows = rows or [len(tensor) // self.size()] * self.size()
         cuts = self._communicator.allgather(
             torch.tensor(rows, device="cpu"), f"{self._name}.rows"
@@ -241,11 +241,11 @@ class CommunicatorGroup(_ProcessGroup):
             _take(tensor, found.view(tensor.dtype).view(tensor.shape))
 
     def _host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, contiguous and on a device that the engine supports."""
+        """Returns the tensor, contiguous and on a device that the engine supports."""
         return (tensor.detach() if self._takes_devices else tensor.detach().cpu()).contiguous()
 
     def _op(self, op: Any) -> tuple[Op, int]:
-        """The engine's operation, and the divisor of the result."""
+        """Returns the engine's operation and the divisor of the result."""
         names: list[tuple[Any, Op]] = [
             (dist.ReduceOp.SUM, "sum"),
             (dist.ReduceOp.MIN, "min"),
@@ -277,8 +277,8 @@ class Work(dist._Work):  # torch's base class for other backends
         return True
 
     def is_completed(self) -> bool:
-        """Waits for the collective: an engine cannot be asked, and a loop that polls would never
-        end."""
+        """Waits for the collective, because an engine cannot be polled, and a polling loop would
+        never end."""
         return self.wait()
 
     def is_success(self) -> bool:
@@ -295,7 +295,7 @@ class Work(dist._Work):  # torch's base class for other backends
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A view as bytes, for collectives that only move data: of any number type."""
+    """Returns a view as bytes, for collectives that only move data, of any dtype."""
     return (
         tensor.view(-1).view(torch.uint8)
         if tensor.numel()
@@ -304,7 +304,8 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_memory_of(found: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Without data_ptr(), which tensors without numbers do not have."""
+    """Whether two tensors share memory, without data_ptr(), which tensors without values do not
+    have."""
     return found.untyped_storage()._cdata == tensor.untyped_storage()._cdata
 
 
@@ -314,7 +315,7 @@ def _take(tensor: torch.Tensor, found: torch.Tensor, divisor: int = 1) -> None:
 
 
 def _finish(handle: Handle, tensor: torch.Tensor | None = None) -> Callable[[], None]:
-    """Waits for a message, and copies it into the tensor that takes it."""
+    """Waits for a message, and copies it to the receiving tensor."""
 
     def wait() -> None:
         found = handle.wait()

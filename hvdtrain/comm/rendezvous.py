@@ -18,10 +18,10 @@ from typing import NamedTuple
 from hvdtrain.comm.launcher_variables import SUBMITIT, TORCH_LAUNCHERS, Placement
 from hvdtrain.errors import UserError
 
-PORTS = range(20000, 32000)  # below those that Linux gives to outgoing connections
+PORTS = range(20000, 32000)  # below the ports that Linux uses for outgoing connections
 LOOPBACK = "127.0.0.1"
 SECRET = "HVDTRAIN_SECRET"  # the environment variable with the job's secret, the same on all ranks
-_SIOCGIFADDR = 0x8915  # of <linux/sockios.h>: the IPv4 address of an interface
+_SIOCGIFADDR = 0x8915  # from <linux/sockios.h>: gets the IPv4 address of an interface
 _FIX_ADDRESS = "comm.address=HOST:PORT, with a host of rank 0 that the other hosts reach"
 
 
@@ -30,18 +30,18 @@ class Rendezvous(NamedTuple):
 
     host: str  # rank 0's host, by the name that other hosts use
     port: int
-    # Another host of the job, "" where none is known. Where rank 0's host maps its own name to
-    # loopback, the route to the peer is used.
+    # Another host of the job, "" if unknown. If rank 0's host maps its name to loopback, the route
+    # to the peer is used.
     peer: str = ""
-    hosted: bool = False  # by the launcher
+    hosted: bool = False  # hosted by the launcher
     # prefix of every key: a launcher that restarts a job keeps the keys of the old one
     job: str = "hvdtrain"
-    secret: str = ""  # signs what the ranks write into the store, and send each other
+    secret: str = ""  # signs data that ranks write to the store and send to each other
 
 
 def secret_of(environ: Mapping[str, str]) -> str:
-    """The job's secret; empty if the launcher gave none: signatures then only detect damaged
-    values."""
+    """Returns the job's secret; empty if the launcher gave none: signatures then only detect
+    damaged values."""
     return environ.get(SECRET, "")
 
 
@@ -49,18 +49,18 @@ def new_secret() -> str:
     return secrets.token_hex(16)
 
 
-# host -> this host's IPv4 address on the network to it, None where its name has no address
+# host -> this host's IPv4 address on the network to it; None if its name has no address
 Route = Callable[[str], str | None]
 
 
 def find_rendezvous(
     place: Placement, environ: Mapping[str, str], address: str | None
 ) -> Rendezvous | None:
-    """Finds the address: comm.address, else the launcher's variables. None under mpirun and
-    mpiexec, where MPI distributes the address.
+    """Finds the address in comm.address, else in the launcher's variables. None under mpirun and
+    mpiexec, because MPI distributes the address.
 
-    Raises UserError if the address is not HOST:PORT, or the launcher's variables give none. On
-    several hosts a loopback address raises it on every rank.
+    Raises UserError if the address is not HOST:PORT, or if the launcher's variables contain none.
+    On several hosts, a loopback address raises it on every rank.
     """
     if address is not None:
         return _on_one_host_only(_by_address(address, place, environ), place, "comm.address")
@@ -82,8 +82,8 @@ def find_rendezvous(
 
 
 def _on_one_host_only(rendezvous: Rendezvous, place: Placement, where: str) -> Rendezvous:
-    """The rendezvous, unless it is a loopback address of a job on several hosts: only rank 0 would
-    notice, and the others would wait."""
+    """Returns the rendezvous. Raises UserError for a loopback address in a job on several hosts,
+    because only rank 0 would notice, and the others would wait."""
     is_loopback = rendezvous.host in ("localhost", "::1") or re.fullmatch(
         r"127(\.\d{1,3}){3}", rendezvous.host
     )
@@ -101,8 +101,8 @@ def _on_one_host_only(rendezvous: Rendezvous, place: Placement, where: str) -> R
 
 
 def parse_address(text: str, where: str = "comm.address") -> tuple[str, int]:
-    """ "n1:29500" -> ("n1", 29500); "[fe80::1]:29500" too. Raises UserError for anything else;
-    where: the source of the text."""
+    """Parses "n1:29500" to ("n1", 29500), and "[fe80::1]:29500". Raises UserError for anything
+    else; where: the source of the text."""
     host, _, port = text.rpartition(":")
     if not (host and port.isdecimal() and 0 < int(port) < 65536):
         raise UserError(f"{text!r} is not HOST:PORT", where, "comm.address=n1:29500")
@@ -110,7 +110,7 @@ def parse_address(text: str, where: str = "comm.address") -> tuple[str, int]:
 
 
 def expand_nodes(nodes: str) -> list[str]:
-    """SLURM's list of nodes: "n[1-2,07-08],gpu3" -> ["n1", "n2", "n07", "n08", "gpu3"]."""
+    """Parses SLURM's list of nodes: "n[1-2,07-08],gpu3" -> ["n1", "n2", "n07", "n08", "gpu3"]."""
     hosts: list[str] = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
         names = [""]
@@ -121,7 +121,7 @@ def expand_nodes(nodes: str) -> list[str]:
 
 
 def _expand_range(piece: str) -> list[str]:
-    """ "[1-2,07]" -> ["1", "2", "07"]; anything else is itself."""
+    """Expands "[1-2,07]" to ["1", "2", "07"]; returns anything else unchanged."""
     if not piece.startswith("["):
         return [piece]
     numbers: list[str] = []
@@ -148,8 +148,8 @@ def _by_torchrun(place: Placement, environ: Mapping[str, str]) -> Rendezvous:
         )
     host, port = parse_address(f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}")
     hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    # torchrun's store outlives a restart of the ranks; rank 0's does not, and a node that joins
-    # later counts its own restarts.
+    # torchrun's store outlives a restart of the ranks. Rank 0's does not, and a node that joins
+    # later counts restarts separately.
     start = environ.get("TORCHELASTIC_RESTART_COUNT", "0") if hosted else ""
     return Rendezvous(
         host, port, hosted=hosted, job=f"hvdtrain/{environ.get('TORCHELASTIC_RUN_ID', '')}/{start}"
@@ -157,8 +157,8 @@ def _by_torchrun(place: Placement, environ: Mapping[str, str]) -> Rendezvous:
 
 
 def _by_srun(environ: Mapping[str, str]) -> Rendezvous:
-    """Rank 0 is on the step's first node. The port follows from job and step, so that each rank
-    knows it without asking."""
+    """Returns the address: rank 0 is on the step's first node, and the port is computed from job
+    and step, so that each rank knows it."""
     nodes = step_nodes(environ)
     if not nodes:
         raise UserError("srun did not set SLURM_STEP_NODELIST", "the environment", _FIX_ADDRESS)
@@ -171,12 +171,12 @@ def _by_srun(environ: Mapping[str, str]) -> Rendezvous:
 
 
 def _port(job: str) -> int:
-    """The port that every rank computes from the job's name."""
+    """Returns the port that every rank computes from the job's name."""
     return PORTS[zlib.crc32(job.encode()) % len(PORTS)]
 
 
 def free_port() -> int:
-    """A port that no process of this host listens on now, drawn from PORTS. Raises UserError if
+    """Returns a random port from PORTS that no process on this host listens on. Raises UserError if
     there is none."""
     for port in random.SystemRandom().sample(PORTS, 256):
         with contextlib.suppress(OSError), socket.socket() as probe:
@@ -190,13 +190,13 @@ def free_port() -> int:
 
 
 def step_nodes(environ: Mapping[str, str]) -> list[str]:
-    """The nodes of srun's step, else of SLURM's job; none elsewhere."""
+    """Returns the nodes of srun's step, else of SLURM's job; empty elsewhere."""
     return expand_nodes(environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "")))
 
 
 def address_towards(host: str) -> str | None:
-    """This host's IPv4 address on the network to another; nothing is sent. None if the other's name
-    has no such address."""
+    """Returns this host's IPv4 address on the network to another host, without sending anything.
+    None if the other's name has no such address."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return str(probe.getsockname()[0])
@@ -206,8 +206,8 @@ def address_towards(host: str) -> str | None:
 def local_address(
     rendezvous: Rendezvous, one_host: bool, route: Route = address_towards
 ) -> str | None:
-    """This host's IPv4 address on the network to rank 0's host; on that host, whose own name may be
-    a loopback one, to the peer."""
+    """Returns this host's IPv4 address on the network to rank 0's host; on that host, whose name
+    may be a loopback address, to the peer."""
     address = route(rendezvous.host)
     if one_host or (address and not address.startswith("127.")):
         return address
@@ -216,8 +216,8 @@ def local_address(
 
 
 def host_to_connect(rendezvous: Rendezvous, one_host: bool, route: Route = address_towards) -> str:
-    """The address at which this host's ranks reach rank 0: its name, or the network's address on
-    rank 0's own host if its name maps to loopback."""
+    """Returns the address at which this host's ranks reach rank 0: its name, or on rank 0's host
+    the network address if the name maps to loopback."""
     address = route(rendezvous.host)
     is_loopback = (
         address is not None
@@ -229,8 +229,8 @@ def host_to_connect(rendezvous: Rendezvous, one_host: bool, route: Route = addre
 
 
 def listening_address(hosts: Sequence[str], rank_0_host: str) -> str:
-    """The address on which rank 0 listens for ranks on these hosts; loopback if all are on its own
-    host. Raises UserError if no network leads there."""
+    """Returns the address on which rank 0 listens for ranks on these hosts; loopback if all are on
+    its host. Raises UserError if no network leads there."""
     others = [host for host in hosts if host != rank_0_host]
     address = address_towards(others[0]) if others else LOOPBACK
     if address is None or (others and address.startswith("127.")):
@@ -244,8 +244,8 @@ def listening_address(hosts: Sequence[str], rank_0_host: str) -> str:
 
 
 def interfaces() -> dict[str, str]:
-    """{name: IPv4 address} of this host's network interfaces; interfaces without an address are
-    skipped."""
+    """Returns {name: IPv4 address} of this host's network interfaces; interfaces without an address
+    are skipped."""
     addresses = dict[str, str]()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -258,7 +258,8 @@ def interfaces() -> dict[str, str]:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface of this host that has an IPv4 address; None if none has it."""
+    """Returns the network interface of this host that has an IPv4 address; None if there is
+    none."""
     return next((name for name, found in interfaces().items() if found == address), None)
 
 
@@ -294,8 +295,8 @@ def listen(rendezvous: Rendezvous, one_host: bool, route: Route = address_toward
 
 
 def files_needed(ranks: int) -> int:
-    """The most open files that a process of a job with this many ranks needs: Gloo connects every
-    pair, and the store has two connections per rank."""
+    """Returns the most open files that a process of a job with this many ranks needs. Gloo connects
+    every pair, and the store has two connections per rank."""
     return 256 + 8 * ranks
 
 

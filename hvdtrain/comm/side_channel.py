@@ -16,14 +16,14 @@ from hvdtrain.core.process import exit_now
 from hvdtrain.errors import DONE, LOST
 
 MPI_POLL_S = 0.02
-# Tags on COMM_WORLD, or on the copy that survives a loss. Nothing else uses them: Horovod and the
-# mpi engine have their own communicators.
+# Tags on COMM_WORLD, or on the copy that survives a loss. Nothing else uses them, because Horovod
+# and the mpi engine have separate communicators.
 REQUEST = 29101
 REPLY = 29102
 ACKNOWLEDGMENT = 29103
 STORE_POLL_S = 0.1
 OWN_ERROR_S = (
-    2.0  # time for this rank to report its own error before it exits because the store is gone
+    2.0  # time for this rank to report its error before it exits because the store has ended
 )
 HOST_EXITS_LATER_S = (
     0.5  # rank 0, whose process may host the store, exits after the others have read the exit code
@@ -35,14 +35,14 @@ class Gather(NamedTuple):
     """One call of gather(); a later call ends it."""
 
     number: int
-    end_s: float  # of time.monotonic()
+    end_s: float  # by time.monotonic()
 
 
 class MpiSideChannel:
     """A side channel over MPI. Rank 0 sends requests and the others reply, in the threads that call
     gather(). Nothing is sent, posted or polled outside of gather().
 
-    A rank may receive the request of a gather that rank 0 has given up. So each request has a
+    A rank may receive the request of a gather that rank 0 has abandoned. So each request has a
     number, rank 0 takes only replies to its latest one, and a rank replies to every request that it
     receives until one reply is acknowledged.
     """
@@ -118,8 +118,8 @@ class MpiSideChannel:
         self._sends.append(self._world.isend(content, rank, tag))
 
     def _received(self, tag: int) -> Iterator[tuple[int, Any]]:
-        """(rank, content) of each message that has arrived completely. A large one stays pending if
-        its sender has stopped meanwhile."""
+        """Yields (rank, content) of each message that has arrived completely. A large one stays
+        pending if its sender has stopped meanwhile."""
         status = self._mpi.Status()
         receives = self._receives[tag]
         while message := self._world.improbe(tag=tag, status=status):
@@ -133,8 +133,8 @@ class MpiSideChannel:
 
 
 class StoreSideChannel:
-    """A side channel over a store, for ranks without MPI. Each use opens its own connection:
-    waiting for a key blocks a connection for all other uses.
+    """A side channel over a store, for ranks without MPI. Each use opens a separate connection,
+    because waiting for a key blocks the connection for all other uses.
 
     Values that no rank of the job has signed count as absent; an unsigned end makes a rank exit
     with LOST, never with DONE.
@@ -207,7 +207,7 @@ class StoreSideChannel:
         return []
 
     def abort(self, code: int) -> None:
-        """Makes the other ranks exit with this code within a second; returns once the store has
+        """Makes the other ranks exit with this code within a second; returns when the store has
         it."""
         with contextlib.suppress(RuntimeError):
             store = self._connect()
@@ -220,7 +220,7 @@ class StoreSideChannel:
         self._closed = True
 
     def close(self, wait_s: float) -> None:
-        """Waits until every rank closes: rank 0, whose process may host the store, leaves last.
+        """Waits until every rank closes. Rank 0, whose process may host the store, leaves last.
         Every rank calls it."""
         self._closed = True
         end_s = time.monotonic() + wait_s

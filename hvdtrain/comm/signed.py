@@ -101,7 +101,7 @@ def _kind_and_content(thing: Any) -> tuple[str, Any]:
 
 
 def _object(plain: Any) -> Any:
-    """The inverse of _plain(). Input that _plain() cannot produce raises many kinds of errors."""
+    """Inverts _plain(). Input that _plain() cannot produce raises many kinds of errors."""
     if isinstance(plain, list):
         return [_object(inner) for inner in plain]
     if not isinstance(plain, dict):
@@ -117,7 +117,7 @@ def _array(content: Any) -> np.ndarray:
 
 def _of_class(content: Any) -> Any:
     module, name, arguments = content
-    found: Any = sys.modules[module]  # never imported for it: that would run code
+    found: Any = sys.modules[module]  # not imported, because that would run code
     for part in name.split("."):
         found = getattr(found, part)
     if not (isinstance(found, type) and found.__module__ == module and _is_value_class(found)):
@@ -143,7 +143,7 @@ def _is_value_class(kind: type) -> bool:
 
 
 def _arguments(thing: Any) -> list[Any]:
-    """The arguments with which its class creates an equal object."""
+    """Returns the arguments with which its class creates an equal object."""
     if isinstance(thing, tuple):
         return list(thing)
     if isinstance(thing, UserError):
@@ -167,12 +167,12 @@ class SignedStore:
         self._store.set(key, pack(value, self._secret, key))
 
     def set_first(self, key: str, value: Any) -> Any:
-        """Sets the value if the key has none; returns the store's value as get() does."""
+        """Sets the value if the key has none; returns the store's value like get()."""
         return self._read(key, self._store.compare_set(key, "", pack(value, self._secret, key)))
 
     def get(self, key: str) -> Any:
-        """The value, which must exist; None if no process with the job's secret set it under this
-        key."""
+        """Returns the value, which must exist; None if it was not set under this key by a process
+        with the job's secret."""
         return self._read(key, self._store.get(key))
 
     def _read(self, key: str, packed: bytes) -> Any:

@@ -1,8 +1,8 @@
-"""Moves a tensor from GPU memory to an MPI collective and back while the GPU computes, with torch's
-streams and events.
+"""Copies a tensor from GPU memory to an MPI collective and back while the GPU computes, with
+torch's streams and events.
 
-MPI does not know streams: it may touch memory only once the GPU has filled it. Only the thread that
-calls MPI waits for that.
+MPI does not know streams, so it must not access memory before the GPU has filled it. Only the
+thread that calls MPI waits for that.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from hvdtrain.comm.device_memory import DeviceArray, Way
 
 Stream = Any  # torch.cuda.Stream, torch.xpu.Stream
 Event = Any
-Kind = Literal["cuda", "xpu"]  # of torch.device; ROCm's GPUs are cuda too
+Kind = Literal["cuda", "xpu"]  # types of torch.device; ROCm's GPUs are also cuda
 KINDS: tuple[Kind, ...] = get_args(Kind)
 ALL = slice(None)
 _HALF = (torch.float16, torch.bfloat16)
 
 
 def kind_of_build() -> Kind:
-    """The kind of GPUs that this torch is built for; cuda if it is built for CPUs."""
+    """Returns the kind of GPUs that this torch is built for; cuda if it is built for CPUs."""
     device = torch.accelerator.current_accelerator()
     return next((kind for kind in KINDS if device is not None and device.type == kind), "cuda")
 
@@ -39,29 +39,29 @@ class Accelerator:
         self._torch = torch.get_device_module(kind)  # torch.cuda, torch.xpu
 
     def present(self, device: torch.device) -> Stream:
-        """The current stream of this thread."""
+        """Returns the current stream of this thread."""
         return self._torch.current_stream(device)
 
     def new(self, device: torch.device) -> Stream:
         return self._torch.Stream(device)
 
     def set_device(self, device: torch.device) -> None:
-        """Makes the GPU the current one of this thread, for good.
+        """Makes the GPU the current one of this thread permanently.
 
         A new thread begins with GPU 0. Leaving a stream of another GPU would select GPU 0 again,
-        which opens a context there, some 500 MB for every rank of the host.
+        and create a context there, some 500 MB for every rank of the host.
         """
         self._torch.set_device(device)
 
     @contextmanager
     def use(self, stream: Stream) -> Iterator[None]:
-        """Inside, makes the stream and its device the current ones of this thread; opens no
-        context on the device that was current before."""
+        """Within the context, makes the stream and its device the current ones of this thread. Does
+        not create a context on the previously current device."""
         with torch.accelerator.device_index(stream.device.index), self._torch.stream(stream):
             yield
 
     def mark(self, stream: Stream) -> Event:
-        """Records an event behind the stream's present work; with CUDA a thread waits for it
+        """Records an event after the stream's current work; with CUDA, a thread waits for it
         asleep, not in a loop."""
         options = {"blocking": True} if self.kind == "cuda" else {}
         return stream.record_event(self._torch.Event(**options))
@@ -94,11 +94,11 @@ class Ways:
         self._gpus.set_device(x.device)
 
     def begin(self, x: torch.Tensor, needed: slice = ALL, *, reduces: bool = False) -> Moving:
-        """Begins to move x, behind the present work of the current stream. Called by the thread
-        that starts the collective.
+        """Starts to copy x after the current stream's work. Called by the thread that starts the
+        collective.
 
         needed: the rows that this rank contributes. Sums of 16-bit numbers are computed in host
-        memory: MPI has no such type.
+        memory, because MPI has no such type.
         """
         if self._way == "device" and not (reduces and x.dtype in _HALF):
             return Direct(self._gpus, x, self._stream(x.device, "MPI's"))
@@ -129,7 +129,7 @@ class Direct:
     """MPI gets the address of the tensor."""
 
     def __init__(self, gpus: Accelerator, x: torch.Tensor, stream: Stream) -> None:
-        """stream: for memory allocated for the collective, and nothing else."""
+        """stream: only used for memory allocated for the collective."""
         self._gpus = gpus
         self._x = x
         self._stream = stream
@@ -184,8 +184,8 @@ class Staged:
             return result, self._up.record_event()
 
     def _place(self, found: torch.Tensor) -> torch.Tensor:
-        """The rows of x that `found` is a part of in the host's copy; new memory if it is not a
-        part."""
+        """Returns the rows of x that correspond to `found` in the host's copy; new memory if it is
+        not a part of the copy."""
         if found is self._host:
             return self._x
         if found.untyped_storage().data_ptr() != self._host.untyped_storage().data_ptr():

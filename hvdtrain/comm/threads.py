@@ -49,7 +49,7 @@ class ThreadCommunicator:
     """The communicator of one thread. Sums are computed in rank order."""
 
     name = "threads"
-    # as if each were alone on its host: threads share nothing out
+    # as if each were alone on its host, so that threads do not divide resources
     local_rank = 0
     local_size = 1
     features: frozenset[Feature] = frozenset({"p2p", "several_ranks"})
@@ -109,8 +109,8 @@ class _Receive:
 
 
 def run_threads(ranks: Sequence[ThreadRanks], works: Sequence[Callable[[], T]]) -> list[T]:
-    """Runs each work on its own thread and returns the results. ranks: what the threads share.
-    Raises the first error, which ends the others."""
+    """Runs each work on its own thread and returns the results. ranks: the shared state of the
+    threads. Raises the first error, which ends the others."""
     results: dict[int, T] = {}
     errors: list[BaseException] = []
 
@@ -138,12 +138,12 @@ def run_threads(ranks: Sequence[ThreadRanks], works: Sequence[Callable[[], T]]) 
 
 
 def _array(x: Buffer) -> np.ndarray:
-    """A view."""
+    """Returns a view."""
     return x.detach().numpy() if hasattr(x, "detach") else x
 
 
 def _like(x: Buffer, array: np.ndarray) -> Buffer:
-    """The array, as a tensor if x is one."""
+    """Returns the array, as a tensor if x is one."""
     if not hasattr(x, "new_empty"):
         return array
     tensor = x.new_empty(array.shape)

@@ -29,10 +29,10 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 class EvenParts:
     """The rows of a tensor in equal parts, one for each rank: the tensor itself, or a padded copy
-    if it does not split evenly.
+    if it does not divide evenly.
 
-    In the copy the parts of the last ranks have one more row, with arbitrary numbers, than
-    communicator.part_of() gives them.
+    In the copy, the parts of the last ranks have one more row, with arbitrary numbers, than from
+    communicator.part_of().
     """
 
     def __init__(self, tensor: torch.Tensor, rank: int, size: int) -> None:
@@ -49,7 +49,7 @@ class EvenParts:
             even.copy_(theirs)
 
     def blocks(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Views of the same rows of the tensor and of its copy; none without a copy."""
+        """Returns views of the same rows of the tensor and of its copy; empty without a copy."""
         if not self._is_copy:
             return []
         more = len(self._tensor) % self._size
@@ -89,8 +89,8 @@ def gather_rows(tensor: torch.Tensor, size: int, group: Any) -> torch.Tensor:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the tensor as bytes, for collectives that only move data: neither library supports
-    all number types."""
+    """Returns a view of the tensor as bytes, for collectives that only move data: neither library
+    supports all number types."""
     return (
         tensor.view(-1).view(torch.uint8)
         if tensor.numel()
@@ -100,16 +100,17 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 TAG_OF_EXTREMES = 2**16  # callers of start_send() have smaller ones
 SMALL_BYTES = 1024
-FEW_RANKS = 8  # for which a ring takes no longer
+FEW_RANKS = 8  # number of ranks up to which a ring is as fast
 
 
 def extremes(tensor: torch.Tensor, op: Literal["min", "max"], group: Ranks) -> None:
-    """The least or largest of each number over ranks, in place, in log2(ranks) messages one after
-    the other. Gloo's allreduce is a ring, of 2 (ranks - 1).
+    """Computes the minimum or maximum of each number over ranks, in place, with log2(ranks)
+    consecutive messages. Gloo's allreduce is a ring with 2 (ranks - 1).
 
-    In round k a rank has those of 2^k ranks, itself the last, and gets those of the 2^k before
-    them; in the last round some may come twice, which changes no extreme (Hensgen, Finkel, Manber
-    1988, "Two algorithms for barrier synchronization", section 3).
+    In round k, a rank has the extremes of 2^k ranks, of which it is the last, and receives the
+    extremes of the 2^k ranks before them. In the last round some ranks may count twice, which does
+    not change an extreme (Hensgen, Finkel, Manber 1988, "Two algorithms for barrier
+    synchronization", section 3).
     """
     combine = torch.maximum if op == "max" else torch.minimum
     theirs = torch.empty_like(tensor)
@@ -121,7 +122,7 @@ def extremes(tensor: torch.Tensor, op: Literal["min", "max"], group: Ranks) -> N
 
 
 def is_for_extremes(tensor: torch.Tensor, ranks: int) -> bool:
-    """Whether extremes() is the faster way, and gives the same: of NaN and signed zeros the order
+    """Whether extremes() is faster and gives the same result; with NaN and signed zeros, the order
     of ranks would matter."""
     return (
         ranks > FEW_RANKS
@@ -137,10 +138,11 @@ class Ranks(Protocol):
 
     @property
     def size(self) -> int:
-        """How many."""
+        """The number of ranks."""
 
     def exchange(self, mine: torch.Tensor, distance: int, theirs: torch.Tensor) -> None:
-        """Sends to the rank `distance` behind this one, and receives from the one before it."""
+        """Sends to the rank `distance` after this one, and receives from the one `distance` before
+        it."""
 
 
 class GroupRanks(NamedTuple):
@@ -192,7 +194,7 @@ class GroupExchange:
         assert self._work is not None, "nothing was started"
         if not self._work.is_completed():
             return False
-        self._work.wait()  # raises where it has failed
+        self._work.wait()  # raises if it has failed
         return True
 
     def say(self, word: Word) -> None:
@@ -211,13 +213,13 @@ class GroupExchange:
 
 
 Address = tuple[str, int]
-# as torch calls the threads that carry out Gloo's collectives; torch 2.9 gives them no name
+# torch's name for threads that run Gloo's collectives; in torch 2.9 they have no name
 THREAD_NAME = "pt_gloo_runloop"
 
 
 def set_gloo_interface(rendezvous: Rendezvous, place: Placement) -> None:
-    """Sets GLOO_SOCKET_IFNAME, unless the user did: Gloo's default is the address of the host's own
-    name, often a loopback one."""
+    """Sets GLOO_SOCKET_IFNAME, unless the user did, because Gloo's default is the address of the
+    host's name, often a loopback address."""
     address = local_address(rendezvous, place.local_size == place.size)
     name = interface_of(address) if address else None
     if name:
@@ -226,17 +228,18 @@ def set_gloo_interface(rendezvous: Rendezvous, place: Placement) -> None:
 
 def connect_gloo_lazily(environ: MutableMapping[str, str]) -> None:
     """Makes Gloo connect two ranks when they first communicate, in groups that are created later,
-    unless the user decided. Its default connects all pairs of each group, and beside NCCL few of
-    them are used: of 32 ranks in two groups each had 62 connections, and now has 9."""
+    unless the user decided otherwise. By default it connects all pairs of each group, but with NCCL
+    few of them are used: with 32 ranks in two groups, each rank had 62 connections, and now has
+    9."""
     environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
 class GlooConnections:
     """Gloo's connections of one process group of all ranks.
 
-    torch can leave a group only once the collectives that the rank has started are done: abort()
-    does nothing with Gloo (torch 2.13). But two ranks may wait for each other in different
-    collectives, and neither learns that a third one died.
+    torch can only leave a group after the rank's started collectives are done, because abort() does
+    nothing with Gloo (torch 2.13). But two ranks may wait for each other in different collectives,
+    without noticing that a third one died.
     """
 
     def __init__(self) -> None:
@@ -274,13 +277,13 @@ def _listening() -> Iterator[Address]:
 
 def _connected() -> Iterator[tuple[Address, Address, socket.socket]]:
     for one in _tcp_sockets():
-        with contextlib.suppress(OSError):  # it listens, or has no other side any more
+        with contextlib.suppress(OSError):  # it listens, or its peer has closed
             yield _address(one.getsockname()), _address(one.getpeername()), one
 
 
 def _tcp_sockets() -> Iterator[socket.socket]:
-    """TCP sockets of this process; none if the system has no /proc (macOS). Each is a copy: Gloo
-    may close its own at any time."""
+    """Yields the TCP sockets of this process; none if the system has no /proc (macOS). Each is a
+    copy, because Gloo may close its own at any time."""
     with contextlib.suppress(FileNotFoundError):
         for number in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):  # closed meanwhile, or no socket
@@ -309,15 +312,15 @@ def wait_until_idle(timeout_s: float) -> None:
     or a traceback can keep. A thread that releases a tensor needs the interpreter's lock; if the
     interpreter is exiting, the whole process is aborted instead (signal 6).
 
-    A thread is idle if it sleeps and was not scheduled between two checks: one that waits for the
-    interpreter's lock wakes every sys.getswitchinterval() to ask again. On a system without /proc
-    (macOS) the function only pauses once.
+    A thread is idle if it sleeps and was not scheduled between two checks; a thread that waits for
+    the interpreter lock wakes every sys.getswitchinterval(). On a system without /proc (macOS) the
+    function only pauses once.
     """
     ends = time.monotonic() + timeout_s
     look_s = 4 * max(sys.getswitchinterval(), 0.005)
     before = _threads()
     while before and time.monotonic() < ends:
-        time.sleep(look_s)  # without the interpreter's lock, so that who waits for it gets it
+        time.sleep(look_s)  # releases the interpreter lock, so that waiting threads get it
         now = _threads()
         if now == before and all(state == "S" for state, *_ in now.values()):
             return
@@ -327,11 +330,11 @@ def wait_until_idle(timeout_s: float) -> None:
 
 
 def _threads() -> dict[str, tuple[str, ...]]:
-    """For each thread of Gloo: its state (S: sleeping, R: running or ready to run), and how often
-    it was switched out.
+    """Returns for each thread of Gloo its state (S: sleeping, R: running or ready to run), and how
+    often it was switched out.
 
-    If no thread has Gloo's name: all threads that Python did not start, except those that wait for
-    sockets.
+    If no thread has Gloo's name, returns all threads that Python did not start, except threads that
+    wait for sockets.
     """
     found = dict[str, tuple[str, ...]]()
     unnamed = dict[str, tuple[str, ...]]()

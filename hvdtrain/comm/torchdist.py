@@ -66,11 +66,12 @@ FEATURES: set[Feature] = {
     "p2p",
     "shrink",
 }
-BACKENDS = "cpu:gloo,cuda:nccl"  # of torch.distributed, where there is NCCL
-BACKENDS_OF_INTEL = "cpu:gloo,xpu:xccl"  # by oneCCL
-CLOSE_S = 10.0  # for all ranks to close
-CONNECT_S = 10.0  # for an answer of a store after a loss
-# for the survivors to form a group after a loss, doubled each time: another rank may die meanwhile
+BACKENDS = "cpu:gloo,cuda:nccl"  # backends of torch.distributed with NCCL
+BACKENDS_OF_INTEL = "cpu:gloo,xpu:xccl"  # with oneCCL
+CLOSE_S = 10.0  # time for all ranks to close
+CONNECT_S = 10.0  # time for an answer from a store after a loss
+# time for the survivors to form a group after a loss, doubled each time, because another rank may
+# die meanwhile
 FORM_S = 1.0
 
 
@@ -160,7 +161,7 @@ def _leave_process_group(gloo: GlooConnections) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.distributed_c10d._world.group_count = (
-        0  # the next group's name, the same on all ranks: attempts that failed count, too
+        0  # number in the next group's name, the same on all ranks; failed attempts count, too
     )
 
 
@@ -199,7 +200,7 @@ class TorchDistCommunicator(StartedCollectives):
         self._pending: WeakSet[Pending] | None = (
             None  # pending collectives, which hold the connections; None unless loss is survived
         )
-        self._lost: list[int] = []  # ranks whose loss shrink() still has to return
+        self._lost: list[int] = []  # dead ranks that shrink() has not returned yet
         self._form_s = FORM_S
         self.rank = place.rank
         self.size = place.size
@@ -253,8 +254,8 @@ class TorchDistCommunicator(StartedCollectives):
         return self._pend(works, x, tensor, operand)
 
     def start_reduce_scatter(self, x: Buffer, name: str) -> Handle:
-        """One call with NCCL. With Gloo a reduction to each rank in turn, which takes a third of
-        the time of its reduce-scatter."""
+        """Uses one call with NCCL. With Gloo, it reduces to each rank in turn, which takes a third
+        of the time of Gloo's reduce-scatter."""
         x, tensor = self._checked(x, "start_reduce_scatter", name)
         operand = _reducible(tensor)
         own = part_of(len(tensor), self.rank, self.size)
@@ -268,7 +269,7 @@ class TorchDistCommunicator(StartedCollectives):
         return self._pend(works, x[own], tensor[own], operand[own])
 
     def start_spread(self, x: Buffer, name: str) -> Handle:
-        """One call with NCCL; with Gloo a broadcast from each rank."""
+        """Uses one call with NCCL; with Gloo, a broadcast from each rank."""
         x, tensor = self._checked(x, "allgather", name)
         if tensor.device.type in self.in_one_call:
             even = EvenParts(tensor, self.rank, self.size)
@@ -280,12 +281,12 @@ class TorchDistCommunicator(StartedCollectives):
         return self._pend_blocks(works, x, [])
 
     def _parts(self, tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        """The part of each rank that has one."""
+        """Yields the part of each rank that has one."""
         parts = [(rank, tensor[part_of(len(tensor), rank, self.size)]) for rank in range(self.size)]
         return [(rank, part) for rank, part in parts if len(part)]
 
     def reduce_scatter(self, x: Buffer, name: str) -> Buffer:
-        """With Gloo, an allreduce from which this rank keeps its part: that takes half the time."""
+        """With Gloo, uses an allreduce and keeps this rank's part, which takes half the time."""
         x, tensor = self._checked(x, "reduce_scatter", name)
         if tensor.device.type in self.in_one_call:
             return self.start_reduce_scatter(tensor.clone(), name).wait().clone()
@@ -311,7 +312,7 @@ class TorchDistCommunicator(StartedCollectives):
         )
 
     def allgather_object(self, thing: Any) -> list[Any]:
-        """Objects of all ranks, sent as signed JSON. Raises TypeError for an object that
+        """Returns objects of all ranks, sent as signed JSON. Raises TypeError for an object that
         comm/signed.py does not support."""
         packed = pack(thing, self.secret, str(self.rank))
         content = np.frombuffer(len(packed).to_bytes(8, "little") + packed, np.uint8)
@@ -328,7 +329,7 @@ class TorchDistCommunicator(StartedCollectives):
         return things
 
     def broadcast_object(self, thing: Any, root: int = 0) -> Any:
-        """The object of `root`, sent as signed JSON: see allgather_object()."""
+        """Returns the object of `root`, sent as signed JSON: see allgather_object()."""
         packed = pack(thing, self.secret, str(root)) if self.rank == root else b""
         length = self.broadcast(np.array([len(packed)]), "object.length", root)
         content = (
@@ -386,7 +387,7 @@ class TorchDistCommunicator(StartedCollectives):
         own = None
         for members in (
             groups.members
-        ):  # every rank makes all of them, so that torch gives them the same names everywhere
+        ):  # every rank creates all of them, so that torch gives them the same names everywhere
             group = dist.new_group(members)
             if self.rank in members:
                 own = TorchDistCommunicator(groups.place(self.rank), None, None, self.secret)
@@ -433,8 +434,8 @@ class TorchDistCommunicator(StartedCollectives):
         )
 
     def confirm(self) -> None:
-        """Does nothing: a collective in which a rank dies fails on the ranks that miss its numbers,
-        and they make the others leave theirs."""
+        """Does nothing: a collective in which a rank dies fails on the ranks that need its numbers,
+        and they make the others leave it."""
 
     def shrink(self) -> list[int]:
         for pending in self._pending or ():
@@ -564,10 +565,10 @@ class Pending:
 
 
 def _reducible(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, as int32 if it is int16."""
+    """Returns the tensor, as int32 if it is int16."""
     return tensor.to(torch.int32) if tensor.dtype == torch.int16 else tensor
 
 
 def _like(x: Buffer, tensor: torch.Tensor) -> Buffer:
-    """The tensor, as an array if x is one."""
+    """Returns the tensor, as an array if x is one."""
     return tensor if hasattr(x, "detach") else tensor.numpy()

@@ -288,7 +288,7 @@ def frameworks_of_user_loops() -> list[str]:
 
 
 def user_loop_of(framework: str) -> UserLoop:
-    """Returns the framework's UserLoop, from its user_loop/loop.py, which imports no tensor library."""
+    """Returns the UserLoop of a framework, without importing a tensor library."""
     user_loop: UserLoop = importlib.import_module(
         f"hvdtrain.frameworks.{framework}.user_loop.loop"
     ).LOOP

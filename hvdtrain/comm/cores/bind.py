@@ -1,4 +1,5 @@
-"""Binds the threads of this rank to its share of the host's cores, and says what each rank got."""
+"""Binds the threads of this rank to its share of the host's cores, and reports each rank's
+cores."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from hvdtrain.comm.launcher_variables import Placement
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _TASKS = Path("/proc/self/task")
-_MOST_RANKS = 8  # whose cores the header names
+_MOST_RANKS = 8  # ranks whose cores the header names
 NO_GPU = "its GPU, or the place of it, is not known"
 
 
@@ -33,9 +34,9 @@ class Seat(NamedTuple):
 
 
 class _Claim(NamedTuple):
-    """What a rank tells the others; cores as text, since 8,192 ranks exchange it."""
+    """The data that ranks exchange; cores are text, because 8,192 ranks exchange them."""
 
-    machine: str  # the same for two containers of one host
+    machine: str  # the same for two containers on one host
     cores: str
     near: str
     why_not_near: str
@@ -46,7 +47,7 @@ def can_bind() -> bool:
 
 
 def usable_cores() -> tuple[int, ...]:
-    """The cores that this process may use now."""
+    """Returns the cores that this process may use now."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
@@ -59,12 +60,12 @@ def bound(
     gpu_address: Callable[[], str | None],
     host: Topology | None = None,
 ) -> Iterator[list[Seat]]:
-    """Binds this rank's threads inside, to the cores that comm.bind gives it; those that were bound
-    before on purpose stay as they are. Gives the seat of each rank, none with comm.bind=none. A
-    collective at its beginning, not with none.
+    """Within the context, binds this rank's threads to the cores from comm.bind; threads with a
+    deliberate binding keep it. Yields the seat of each rank, empty with comm.bind=none. Entering it
+    is a collective, except with none.
 
-    gpu_address: finds the PCI address of this rank's GPU, called with comm.bind=gpu. Threads that
-    start later inherit the cores, and at the end all threads get the former ones.
+    gpu_address: returns the PCI address of this rank's GPU, called with comm.bind=gpu. Threads that
+    start later inherit the cores; on exit, all threads get their former cores.
     """
     if bind == "none":
         yield []
@@ -90,8 +91,8 @@ def bind_alone(
     place: Placement,
     root: Path = Path("/"),
 ) -> list[str]:
-    """Binds this process as bound() does, without asking the other ranks: its launcher gave all
-    ranks of this host the same cores. Returns lines for the user, on rank 0."""
+    """Binds this process like bound(), without communication: its launcher gave all ranks of this
+    host the same cores. Returns lines for the user, on rank 0."""
     if bind == "none":
         return []
     host = Topology(root)
@@ -112,7 +113,7 @@ def bind_alone(
 
 
 def _next_to(address: str | None, cores: tuple[int, ...], host: Topology) -> Usable:
-    """The cores of a rank with comm.bind=gpu. address: of its GPU; None if it is not known."""
+    """Returns the cores of a rank with comm.bind=gpu. address: of its GPU; None if unknown."""
     near = host.near(address) if address else ()
     why = NO_GPU if address is None else f"/sys does not say which cores are next to GPU {address}"
     return Usable(cores, near, "" if near else why)
@@ -134,7 +135,7 @@ def _usable(bind: Bind, gpu_address: Callable[[], str | None], host: Topology) -
 
 
 def _share(communicator: Communicator, usable: Usable, host: Topology) -> Share:
-    """This rank's share among the ranks of its machine. A collective."""
+    """Returns this rank's share among the ranks of its machine. A collective."""
     claim = _Claim(
         _machine(), number_ranges(usable.cores), number_ranges(usable.near), usable.why_not_near
     )
@@ -160,16 +161,17 @@ def _machine() -> str:
 
 def _move_threads(former: Collection[int], cores: Collection[int]) -> str:
     """Moves the threads of this process that may use the `former` cores to others. Returns why the
-    kernel refuses; empty if it does not.
+    kernel rejects it; empty if it does not.
 
-    A thread with another mask chose it itself, as Horovod's does with HOROVOD_THREAD_AFFINITY.
+    A thread with another mask was bound deliberately, such as Horovod's with
+    HOROVOD_THREAD_AFFINITY.
     """
     try:
         os.sched_setaffinity(0, cores)
     except OSError as error:
         return f"{error.strerror}, cores {number_ranges(cores)}"
     for thread in _threads():
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the thread has ended
             if os.sched_getaffinity(thread) == {*former}:
                 os.sched_setaffinity(thread, cores)
     return ""
@@ -183,7 +185,7 @@ def _threads() -> list[int]:
 
 
 def lines_of_seats(bind: Bind, seats: Sequence[Seat]) -> list[str]:
-    """Lines for the header: the cores of the first host's ranks, and each note with its ranks."""
+    """Returns header lines: the cores of the first host's ranks, and each note with its ranks."""
     if not seats:
         return []
     host = seats[0].host

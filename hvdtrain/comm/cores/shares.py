@@ -1,4 +1,4 @@
-"""Which of a host's cores each of its ranks takes, as a pure function of what they may use."""
+"""Divides a host's cores among its ranks, as a pure function of the cores that they may use."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ KEPT = "the launcher bound each rank to cores of its own, and they keep these"
 class Usable(NamedTuple):
     """What one rank may use."""
 
-    cores: tuple[int, ...]  # by the affinity mask that its launcher, or a cgroup, gave
-    # that are next to its GPU; empty where it has none, or with comm.bind=numa
+    cores: tuple[int, ...]  # from the affinity mask set by its launcher or a cgroup
+    # cores next to its GPU; empty without a GPU, and with comm.bind=numa
     near: tuple[int, ...] = ()
     why_not_near: str = ""  # with comm.bind=gpu, why `near` is empty
 
@@ -26,16 +26,16 @@ class Share(NamedTuple):
     """The cores that a rank takes."""
 
     cores: tuple[int, ...]
-    note: str = ""  # what is not as comm.bind asks, and why; empty: it is
+    note: str = ""  # what differs from comm.bind, and why; empty if nothing does
     is_bound: bool = True  # the rank has these cores for itself
 
 
 def divide(ranks: Sequence[Usable], host: Topology) -> list[Share]:
-    """The share of each rank of one host, in their order.
+    """Returns the share of each rank of one host, in rank order.
 
-    No rank gets a core outside of its mask. Ranks that were given disjoint masks keep them. Ranks
-    with one mask divide it: first those with a GPU the cores next to it, then the others what is
-    left. A physical core is not divided unless there are fewer of them than ranks.
+    No rank gets a core outside of its mask. Ranks with disjoint masks keep them. Ranks with a
+    common mask divide it: first, ranks with a GPU get cores next to it, then the other ranks get
+    the remaining cores. A physical core is only divided if there are fewer cores than ranks.
     """
     masks = [frozenset(rank.cores) for rank in ranks]
     if len(ranks) > 1 and not any(one & other for one, other in combinations(masks, 2)):
@@ -66,7 +66,7 @@ def _kept(rank: Usable) -> str:
 
 
 def _divide_mask(mask: frozenset[int], ranks: Sequence[Usable], host: Topology) -> list[Share]:
-    """Divides one mask over the ranks that have it."""
+    """Divides a mask among the ranks that have it."""
     zones = [mask.intersection(rank.near) or mask for rank in ranks]
     notes = [_note(rank, mask) for rank in ranks]
     shares: dict[int, Share] = {}
@@ -105,10 +105,10 @@ def _divide_evenly(mask: frozenset[int], notes: Sequence[str], host: Topology) -
 
 
 def split_cores(cores: frozenset[int], parts: int, host: Topology) -> list[tuple[int, ...]]:
-    """Splits cores into consecutive parts, whose sizes differ by one physical core at most; by
+    """Splits cores into consecutive parts whose sizes differ by at most one physical core; splits
     hardware threads if there are fewer cores than parts.
 
-    None is empty: without enough threads the result is an empty list.
+    No part is empty: without enough threads, returns an empty list.
     """
     physical = host.physical(cores)
     units = physical if len(physical) >= parts else [(core,) for unit in physical for core in unit]

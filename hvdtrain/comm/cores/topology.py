@@ -11,8 +11,8 @@ _NODE = re.compile(r"node([0-9]+)")
 
 
 def read_ranges(text: str) -> tuple[int, ...]:
-    """The kernel's list of numbers, "0-3,8" -> (0, 1, 2, 3, 8). Raises ValueError for anything
-    else."""
+    """Parses the kernel's list of numbers, "0-3,8", to (0, 1, 2, 3, 8). Raises ValueError for
+    anything else."""
     numbers: set[int] = set()
     for part in text.strip().split(","):
         if part:
@@ -22,7 +22,7 @@ def read_ranges(text: str) -> tuple[int, ...]:
 
 
 def number_ranges(numbers: Iterable[int]) -> str:
-    """[0, 1, 2, 5] -> "0-2,5" """
+    """Formats [0, 1, 2, 5] as "0-2,5"."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
@@ -35,11 +35,12 @@ def number_ranges(numbers: Iterable[int]) -> str:
 class Topology:
     """The hardware threads of a host, which /sys calls CPUs and users call cores.
 
-    What /sys does not say is taken as the simplest case: one NUMA node, one thread in each core.
+    Missing information in /sys is replaced by the simplest case: one NUMA node, one thread in each
+    core.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
-        """root: the folder with sys/; another one in tests."""
+        """root: the folder that contains sys/; tests use another one."""
         self._sys = root / "sys"
         self._node_of = {
             core: node for node, cores in sorted(self._nodes().items()) for core in cores
@@ -49,12 +50,12 @@ class Topology:
         return self._node_of.get(core, 0)
 
     def nodes_of(self, cores: Iterable[int]) -> list[int]:
-        """The NUMA nodes of some cores, in order."""
+        """Returns the NUMA nodes of some cores, in order."""
         return sorted({self.node_of(core) for core in cores})
 
     def physical(self, cores: Collection[int]) -> list[tuple[int, ...]]:
-        """The physical cores in order of their NUMA nodes, each as those of its threads that are
-        among `cores`."""
+        """Returns the physical cores in the order of their NUMA nodes; each is a tuple of its
+        threads that are in `cores`."""
         allowed = {*cores}
         found = {
             tuple(sorted({core, *self._siblings(core)} & allowed)): self.node_of(core)
@@ -63,9 +64,10 @@ class Topology:
         return sorted(found, key=lambda threads: (found[threads], threads))
 
     def near(self, address: str) -> tuple[int, ...]:
-        """The cores next to the PCI device "0000:c1:00.0"; none if /sys does not say.
+        """Returns the cores next to the PCI device "0000:c1:00.0"; empty if /sys does not list
+        them.
 
-        A device without a NUMA node has all cores in its local_cpulist, which says nothing.
+        A device without a NUMA node lists all cores in its local_cpulist, which is not informative.
         """
         if not _PCI.fullmatch(address):
             return ()
@@ -96,7 +98,7 @@ class Topology:
 
 
 def _read(path: Path) -> str:
-    """The text of a file; empty if it cannot be read."""
+    """Returns the text of a file; empty if it cannot be read."""
     try:
         return path.read_text(encoding="ascii").strip()
     except (OSError, ValueError):
