@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from hvdtrain.comm.launcher_variables import VISIBLE_DEVICES, listed_devices
 
-# of AMD's runtime, which filters GPUs before HIP counts them
+# read by AMD's runtime, which filters GPUs before HIP counts them
 _ROCR = "ROCR_VISIBLE_DEVICES"
 _HIP = "HIP_VISIBLE_DEVICES"
-# of ROCm: the first is of its driver's interface, the others are of HIP, after it
+# ROCm's variables: its runtime reads the first, then HIP reads the others
 _LISTS_OF_AMD = (_ROCR, _HIP, "GPU_DEVICE_ORDINAL")
 
 
@@ -71,11 +71,10 @@ class DriverFiles(NamedTuple):
         return f"{self.dev / 'kfd'}" if self.amd() and self.visible_amd(environ) else ""
 
     def address_of(self, local_rank: int, environ: Mapping[str, str]) -> str | None:
-        """Returns the PCI address of the GPU of a local rank; None if it is not known which one
-        that is.
+        """Returns the PCI address of a local rank's GPU; None if it is unknown.
 
-        The order is that of PCI addresses (NVIDIA) or of the driver's nodes (AMD). CUDA has the
-        same order if the GPUs of a host are alike, or with CUDA_DEVICE_ORDER=PCI_BUS_ID.
+        GPUs are sorted by PCI address (NVIDIA) or by the driver's nodes (AMD). CUDA uses the same
+        order if the GPUs of a host are alike, or with CUDA_DEVICE_ORDER=PCI_BUS_ID.
         """
         gpus = self._permitted_nvidia()
         if gpus:
@@ -90,8 +89,8 @@ class DriverFiles(NamedTuple):
         return sorted(self.dev.glob("nvidia[0-9]*"))
 
     def _permitted_nvidia(self) -> list[PciGpu]:
-        """NVIDIA's GPUs that this process may open: a batch system may show all of a host's here,
-        and permit some."""
+        """Returns NVIDIA's GPUs that this process may open: a batch system may list all GPUs of a
+        host here but permit only some."""
         found = []
         for folder in sorted(self.proc.glob("driver/nvidia/gpus/*:*:*.*")):
             facts = dict(re.findall(r"^([\w ]+):\s*(.*?)\s*$", _text(folder / "information"), re.M))
@@ -100,8 +99,9 @@ class DriverFiles(NamedTuple):
         return found
 
     def _amd_nodes(self) -> list[dict[str, int]]:
-        """Returns the properties of the nodes of the driver kfd that have compute units, unlike a
-        processor, in its order. A node that a container may not use cannot be read."""
+        """Returns the properties of the nodes of the driver kfd that have compute units, in its
+        order. A node of a processor has none; a node that a container may not use cannot be
+        read."""
         nodes = self.sys.glob("class/kfd/kfd/topology/nodes/[0-9]*")
         every = [
             dict(re.findall(r"^(\w+) (\d+)$", _text(node / "properties"), re.M))
@@ -111,7 +111,7 @@ class DriverFiles(NamedTuple):
         return [facts for facts in numbers if facts.get("simd_count")]
 
     def _permitted_amd(self) -> list[PciGpu]:
-        """AMD's GPUs that this process may open, in the order of the driver's nodes."""
+        """Returns AMD's GPUs that this process may open, in the order of the driver's nodes."""
         found = []
         for facts in self._amd_nodes():
             # 8 bits of the bus, 5 of the device, 3 of the function
@@ -127,8 +127,8 @@ HERE = DriverFiles()
 
 
 def _visible(gpus: Sequence[PciGpu], names: Sequence[str] | None) -> list[PciGpu]:
-    """Returns the GPUs that a list of numbers or UUIDs names, in its order; none if one of them is
-    not known here, such as a part of a GPU."""
+    """Returns the GPUs that a list of numbers or UUIDs names, in its order; no GPU if one name is
+    unknown here, such as a part of a GPU."""
     if names is None:
         return list(gpus)
     found = []

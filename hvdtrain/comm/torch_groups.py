@@ -107,10 +107,10 @@ def extremes(tensor: torch.Tensor, op: Literal["min", "max"], group: Ranks) -> N
     """Computes the minimum or maximum of each number over ranks, in place, with log2(ranks)
     consecutive messages. Gloo's allreduce is a ring with 2 (ranks - 1).
 
-    In round k, a rank has the extremes of 2^k ranks, of which it is the last, and receives the
-    extremes of the 2^k ranks before them. In the last round some ranks may count twice, which does
-    not change an extreme (Hensgen, Finkel, Manber 1988, "Two algorithms for barrier
-    synchronization", section 3).
+    In round k, a rank has the extremes of 2^k ranks, itself the last, and receives the extremes of
+    the 2^k ranks before them. In the last round some ranks may count twice, which does not change
+    an extreme (Hensgen, Finkel, Manber 1988, "Two algorithms for barrier synchronization", section
+    3).
     """
     combine = torch.maximum if op == "max" else torch.minimum
     theirs = torch.empty_like(tensor)

@@ -27,10 +27,11 @@ class Samples:
     number type of the data."""
 
     fields: Mapping[str, Any]
-    # of this rank's samples that count: 0 on a rank that has none, and gets one that does not
+    # number of this rank's samples that count: 0 on a rank without samples, which gets one that
+    # does not count
     count: int
     step: int = 0  # steps done before this one
-    epoch: int = 0  # that its first sample is of, from 0
+    epoch: int = 0  # epoch of its first sample, from 0
     ends_epoch: bool = False  # with its last sample an epoch is over
 
     def __getitem__(self, name: str) -> Any:
@@ -44,11 +45,11 @@ class Samples:
         return self.fields[name]
 
     def __iter__(self) -> Iterator[Any]:
-        """x, y = batch"""
+        """Yields the fields, so that `x, y = batch` works."""
         return iter(self.fields.values())
 
     def __len__(self) -> int:
-        """Samples, also those that do not count."""
+        """Returns the number of samples, including samples that do not count."""
         return len(next(iter(self.fields.values())))
 
     def micro_batches(self, number: int) -> list[Self]:
@@ -93,10 +94,10 @@ class UserLoop:
     words: Words
 
     def begin(self, config: Config, communicator: Communicator) -> None:
-        """Called on every rank when the context is made. Does nothing here."""
+        """Called on every rank when the context is created. Does nothing by default."""
 
     def device(self, config: Config, communicator: Communicator) -> Any:
-        """Returns the device of this rank, as the framework has it."""
+        """Returns this rank's device as the framework's own object."""
         raise NotImplementedError
 
     def learner(
@@ -123,7 +124,7 @@ class UserLoop:
         return values
 
     def learner_class(self) -> Callable[..., Any]:
-        """Returns the class of LoopLearners; its arguments are those of learner()."""
+        """Returns the class of LoopLearners; it takes the same arguments as learner()."""
         raise NotImplementedError
 
     def extra(self) -> Any:
@@ -136,13 +137,13 @@ class Divisor:
     (tokens, labelled pixels)."""
 
     def __init__(self, config: Config, data: Communicator) -> None:
-        """data: the ranks that read different samples."""
+        """data: the group of ranks that read different samples."""
         self._padded = next(iter(config.data.pad), None)
         self._data = data
         self._is_counted: bool | None = (
             None  # whether the script counts; unknown before the first step
         )
-        self.items: float | None = None  # that this rank has counted in the batch of this step
+        self.items: float | None = None  # this rank's count in this step's batch
 
     @property
     def is_missing(self) -> bool:
@@ -150,7 +151,7 @@ class Divisor:
         return self.items is None and (self._padded is not None or self._is_counted is True)
 
     def need_count(self, where: str, fix: str) -> None:
-        """Called for a loss without a count. Raises UserError if data.pad needs one."""
+        """Called for a loss without a count. Raises UserError if data.pad needs a count."""
         if self._padded is not None:
             what = (
                 f"data.pad makes samples of {self._padded} variable-length, but the call does not "
@@ -159,8 +160,8 @@ class Divisor:
             raise UserError(what, where, f"{fix}; for a mean over samples, N is batch.count")
 
     def agree(self, where: str, *, is_counted: bool) -> None:
-        """Raises UserError if other ranks or steps count and this one does not, or the other
-        way. A collective in the first step."""
+        """Raises UserError if other ranks or steps pass a count and this one does not, or vice
+        versa. A collective in the first step."""
         if self._is_counted is None:
             ranks = allreduce_sums(self._data, {"counted": float(is_counted)}, "context.counted")[
                 "counted"
@@ -181,15 +182,15 @@ class Divisor:
             raise UserError(what, where, "a count in every step on every rank, or in none")
 
     def total(self, own: float) -> float:
-        """Returns the items of all ranks, at least what divides by no zero. own: of this rank. A
-        collective."""
+        """Returns the number of items of all ranks, at least a number that can be divided by. own:
+        this rank's. A collective."""
         self.items = own
         return allreduce_sums(self._data, {"items": own}, "context.items")["items"] or 1.0
 
 
 def item_count(count: Any, where: str) -> float:
-    """Returns the count that a script gives: a number, or an array of one, for which the host
-    waits. Raises UserError for anything else."""
+    """Returns the count that a script passed: a number, or an array of one number, for which the
+    host waits. Raises UserError for anything else."""
     fix = "the number of items that the loss averages over: count=(targets != -100).sum()"
     if isinstance(count, bool):
         raise UserError(f"count={count} is not a number of items", where, fix)
@@ -210,11 +211,11 @@ class LoopLearner:
     divisor: Divisor
 
     def cache_on_device(self, source: Source) -> bool:
-        """Never: the script may look at any sample."""
+        """Never caches: the script may read any sample."""
         return False
 
     def to_device(self, batch: Batch) -> Samples:
-        """numpy (n, ...) of each field as arrays on the device."""
+        """Returns each field, numpy (n, ...), as an array on the device."""
         raise NotImplementedError
 
     def begin_step(self, batch: Any, global_batch: int, seed: int) -> Any:
@@ -228,17 +229,17 @@ class LoopLearner:
 
     @property
     def user_model(self) -> Any:
-        """The script's object that training changes, which must not be prepared again after the
-        loss of a rank; else the learner."""
+        """Returns the script's object that training changes, which must not be prepared again after
+        a rank was lost; if there is none, the learner."""
         return self
 
     def check_prepared(self, model: Any, optimizer: Any, where: str) -> None:
-        """Raises UserError if they are not what prepare() returned, or what they have become
-        since."""
+        """Raises UserError if these are not the objects that prepare() returned, or their current
+        versions."""
         raise NotImplementedError
 
     def check_resume(self, given: tuple[Any, ...]) -> None:
-        """Raises UserError for what Context.resume() is not called with."""
+        """Raises UserError for arguments that Context.resume() does not accept."""
         raise NotImplementedError
 
     def resumed(self, extra: dict[str, Any]) -> Any:
@@ -247,7 +248,7 @@ class LoopLearner:
 
     @property
     def has_stepped(self) -> bool:
-        """Whether the step of the last batch was made."""
+        """Whether the last batch's step was made."""
         raise NotImplementedError
 
     def under_way(self) -> CurrentPass | None:

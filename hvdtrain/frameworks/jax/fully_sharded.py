@@ -135,7 +135,8 @@ class WholeUnits:
 
 
 class BlockPasses:
-    """The passes of a model whose weights are parts, (n,) of each parameter. Each is a collective.
+    """Forward and backward passes of a model with sharded weights: each rank has a part (n,) of
+    every weight. Each pass is a collective.
 
     A rank without samples computes nothing and returns zeros; if synchronized norms wait for it, it
     computes one row of padding.

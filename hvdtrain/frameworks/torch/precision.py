@@ -20,7 +20,7 @@ from hvdtrain.frameworks.torch.private_api import cpu_multiplies_bf16
 T = TypeVar("T")
 
 FIRST_SCALE = 2.0**16
-NAME = "s.loss scale"  # of the scale in a state; it has a space, as no parameter's name
+NAME = "s.loss scale"  # the scale's name in a state; no parameter's name has a space
 GROW_AFTER = 2000  # good steps, as in torch.amp.GradScaler
 
 
@@ -31,9 +31,9 @@ class Precision(NamedTuple):
     weights: torch.dtype
     layers: torch.dtype | None
     summary: str  # "float32 and bfloat16"
-    note: str = ""  # what slows it down on this device, to follow the device's name
+    note: str = ""  # why it is slow on this device; printed after the device's name
     keeps_casts: bool = (
-        True  # one cast of a weight for a whole pass, whose copy stays until its end
+        True  # True: a weight is cast once per pass, and the copy stays until the pass ends
     )
 
     def autocast(self, device: torch.device) -> torch.autocast:
@@ -74,8 +74,8 @@ def pick_precision(config: Config, device: torch.device, communicator: Communica
 
 
 def is_built_for_bf16(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 faster than float32: AVX512-BF16 or AMX, or tensor
-    cores of 2020 and later, or a GPU of Intel that says so."""
+    """Whether the device multiplies bfloat16 faster than float32: AVX512-BF16, AMX, tensor cores of
+    2020 and later, or an Intel GPU that reports it."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type == "xpu":
@@ -83,7 +83,7 @@ def is_built_for_bf16(device: torch.device) -> bool:
     return cpu_multiplies_bf16()
 
 
-_FLAGS = {  # of /proc/cpuinfo, on x86 and Arm
+_FLAGS = {  # in /proc/cpuinfo, on x86 and Arm
     torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),
     torch.float16: ("avx512_fp16", "amx_fp16", "asimdhp"),
 }
@@ -118,11 +118,11 @@ def cpu_flags() -> frozenset[str]:
 def refuse_tiny_images(
     model: torch.nn.Module, inputs: Called, precision: Precision, where: str
 ) -> None:
-    """Raises UserError for a convolution with a stride that gets images of 1x1: its bf16 gradient
+    """Raises UserError for a convolution with a stride whose input has size 1x1: its bf16 gradient
     on a CPU is uninitialised memory.
 
-    A bug of oneDNN in torch 2.13, for kernels of 3x3 and larger; tests that compare gradients with
-    those in float32 found it.
+    This is a bug of oneDNN in torch 2.13 for kernels of 3x3 and larger, found by tests that compare
+    bf16 gradients with float32 gradients.
     """
     if precision.layers is not torch.bfloat16 or any_of(inputs).device.type != "cpu":
         return
@@ -158,7 +158,7 @@ def refuse_tiny_images(
 def _note_tiny(
     found: list[str], name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]
 ) -> None:
-    """A forward pre-hook of the convolution `name`."""
+    """A forward pre-hook for the convolution `name`."""
     if max(inputs[0].shape[2:]) == 1:
         found.append(name)
 
@@ -177,8 +177,8 @@ class Scale:
         """Divides every p.grad by the scale."""
 
     def update(self, bad: torch.Tensor) -> torch.Tensor | bool:
-        """Whether the step is to be left out because the scale was too large, () bool where only
-        the device knows; `bad`: () bool, whether a gradient was not finite."""
+        """Returns whether to skip the step because the scale was too large: a () bool tensor if
+        only the device knows. `bad`: () bool, whether a gradient was not finite."""
         return False
 
 
@@ -187,8 +187,8 @@ class LossScale(Scale):
     after GROW_AFTER good steps.
 
     Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, as torch.amp.GradScaler. All ranks see
-    the same mean gradient, so their scales stay equal. A step that overflows is left out and does
-    not count as one with bad numbers, unless the scale cannot become smaller.
+    the same mean gradient, so their scales stay equal. A step that overflows is skipped. It counts
+    as a step with bad numbers only if the scale cannot become smaller.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -205,13 +205,13 @@ class LossScale(Scale):
         all in host memory."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         if gradients:
-            # the host waits where the gradients were copied to it, too
+            # the host also waits if the gradients were copied to it
             factor = (1.0 / self._scale).to(gradients[0].device)
             torch._foreach_mul_(gradients, factor)
 
     def update(self, bad: torch.Tensor) -> torch.Tensor:
-        """Scale.update(), for which the host waits for no device."""
-        bad = bad.to(self._scale.device)  # of offloaded gradients it is in host memory
+        """Scale.update(), without waiting for the device."""
+        bad = bad.to(self._scale.device)  # `bad` is in host memory if gradients are offloaded
         overflowed = bad & (self._scale > 1.0)
         self._good += 1
         grows = ~bad & (self._good >= GROW_AFTER)

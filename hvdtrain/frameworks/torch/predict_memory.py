@@ -1,5 +1,5 @@
-"""Predicts memory, computation and communication of a rank: its learner makes two steps on tensors
-without data, which are counted."""
+"""Predicts a rank's memory, computation and communication: counts them in two steps of its learner
+on tensors without data."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ from hvdtrain.frameworks.torch.private_api import FakeTensorMode, TorchDispatchM
 from hvdtrain.frameworks.torch.step_costs import FlopCounter, stopwatch_for
 from hvdtrain.tasks.task import Task
 
-# of a step that has more: the second one adds to the gradients of the first, as all others do
+# for a step with more passes: like all later passes, the second adds to the gradients of the
+# first
 _PASSES = 2
-_FUSION_MB = 4.0  # as comm.fusion_mb says
+_FUSION_MB = 4.0  # default of comm.fusion_mb
 KIND_OF_PHASE = {
     "forward": "activations",
     "backward": "activations",
@@ -60,10 +61,10 @@ def predict(
 def planned_work(
     config: Config, task: Task, step: PlannedStep, ranks: int, features: frozenset[Feature]
 ) -> list[PlannedWork]:
-    """Returns work of the first rank of each stage of the pipeline, or of rank 0 without one: what
-    it computes, sends and keeps in a step.
+    """Returns what the first rank of each pipeline stage, or rank 0 without a pipeline, computes,
+    sends and keeps in a step.
 
-    Raises UserError as predict() does.
+    Raises the same UserErrors as predict().
     """
     return _works(config, task, step, ranks, features, step.passes)
 
@@ -85,7 +86,8 @@ def _works(
             ]
     except UserError:
         raise
-    except Exception as error:  # of the user's model: it reads numbers, or calls what is not torch
+    # in the user's model: it reads numbers, or calls functions outside torch
+    except Exception as error:
         what = (
             f"the memory of {config.model.name} cannot be predicted: {type(error).__name__}: "
             f"{first_line(error)}"
@@ -140,14 +142,14 @@ def _count(
     stage: int,
     most_passes: int,
 ) -> PlannedWork:
-    """most_passes: the most passes of a step to plan. Memory needs two, because the second adds to
-    gradients, or as many as a pipeline has under way."""
+    """most_passes: maximum number of passes to plan in a step. Memory needs two, because the second
+    adds to gradients, or as many as a pipeline runs at once."""
     fuses = _horovod_reduces(config, ranks, features)
     moved = list[Moved]()
     mesh = planned_mesh(config, 1 if fuses else ranks, features, stage, moved)
     live = _FakeStorages()
     with FakeTensorMode(allow_non_fake_inputs=True), live:
-        with CopiedWithoutNumbers():  # of the model and the loss that a script gives
+        with CopiedWithoutNumbers():  # for a script's model and loss
             learner, start = _learner(config, task, mesh, features)
         inputs = learner.forward.inputs
         micro = [inputs.zeros(step.micro)] * min(step.passes, most_passes)
@@ -162,8 +164,8 @@ def _count(
             p.register_post_accumulate_grad_hook(lambda p: live.mark([p.grad], "gradients"))
         with learner.stopwatch.replaced_by(live):
             for _ in range(2):
-                # the first may make optimizer state and buffers that the second has from the
-                # beginning
+                # the first step may create optimizer state and buffers that the second has from
+                # its start
                 mark(learner, live)
                 live.reset_peak()
                 moved.clear()
@@ -213,7 +215,7 @@ def _count(
 def _learner(
     config: Config, task: Task, mesh: Mesh, features: frozenset[Feature]
 ) -> tuple[TorchLearner, int]:
-    """Returns the learner that build() makes, and the bytes of its start."""
+    """Returns the learner that build() creates, and the bytes needed at its start."""
     device = torch.device("cpu")
     stopwatch = ReplaceableStopwatch(stopwatch_for(device))
     precision = pick_precision(config, device, mesh.world)
@@ -246,7 +248,7 @@ def mark(learner: TorchLearner, live: LiveStorages) -> None:
 
 
 def state_bytes(learner: TorchLearner) -> int:
-    """Returns bytes of what rank 0 copies for a checkpoint."""
+    """Returns the number of bytes that rank 0 copies for a checkpoint."""
     return sum(t.nbytes for t in state_tensors(learner))
 
 
@@ -259,8 +261,8 @@ def state_tensors(learner: TorchLearner) -> list[torch.Tensor]:
 
 
 def copies_bytes(learner: TorchLearner) -> int:
-    """Returns bytes of what guard.lost keeps: the same, and of parts the neighbour's too, all of
-    them of two sync points."""
+    """Returns the number of bytes that guard.lost keeps: a checkpoint's, but parts four times: this
+    rank's and its neighbour's, of two sync points."""
     states = [learner.optimizer.state.get(shard.parameter, {}) for shard in learner.shards]
     parts = sum(t.nbytes for state in states for t in state.values() if isinstance(t, torch.Tensor))
     return state_bytes(learner) + 3 * parts * learner.is_sharded
@@ -268,8 +270,8 @@ def copies_bytes(learner: TorchLearner) -> int:
 
 @contextmanager
 def side_effects_undone() -> Iterator[None]:
-    """Redraws random numbers, and keeps torch from logging what it cannot predict: predict()
-    raises it."""
+    """Restores torch's random generator, and keeps torch from logging what it cannot predict,
+    because predict() raises it."""
     log = logging.getLogger(FakeTensorMode.__module__)
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -282,7 +284,7 @@ def side_effects_undone() -> Iterator[None]:
 
 class CopiedWithoutNumbers(TorchFunctionMode):
     """Makes copy.deepcopy() work inside FakeTensorMode for tensors that are not parameters, such as
-    buffers. Without it their numbers would be copied into a tensor without numbers."""
+    buffers. Otherwise their numbers would be copied into a tensor without numbers."""
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: Any = (), options: Any = None
@@ -296,29 +298,29 @@ class CopiedWithoutNumbers(TorchFunctionMode):
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts each storage once, from the operation that returns it until its end. It is also the
-    stopwatch, which gives it the phase.
+    """Counts each storage once, from the operation that returns it until it is freed. It is also
+    the stopwatch, so it knows the phase.
 
-    What an operation of torch allocates and frees within itself is not seen. Inside of a
-    FakeTensorMode nothing is allocated.
+    It does not see memory that a torch operation allocates and frees internally. Nothing is
+    allocated inside a FakeTensorMode.
 
-    FSDP2 frees whole weights by resizing their storages to nothing, which is not an operation, and
-    later back. reset_peak() finds those that have been freed; from then on one that has memory
-    again counts from the operation that fills it, until its size is nothing.
+    FSDP2 frees whole weights by resizing their storages to 0, and later resizes them back; neither
+    is an operation. reset_peak() finds the freed storages. From then on, such a storage counts from
+    the operation that fills it until its size is 0.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = dict.fromkeys(KINDS, 0)  # bytes
-        self.peak = dict(self.now)  # of each kind when their sum was largest
+        self.peak = dict(self.now)  # bytes of each kind when their sum was largest
         self.peak_bytes = 0  # that sum
         self._bytes = 0
         self._live: dict[
             int, tuple[str, int, Any]
-        ] = {}  # by number: kind, bytes, a reference that tells the end
+        ] = {}  # by number: kind, bytes, a weak reference that reports the end
         self._number_of: dict[
             int, int
-        ] = {}  # of a storage, by its address, which another one may have later
+        ] = {}  # a storage's number by its address, which a later storage may reuse
         self._numbers = 0
         self._whole = set[int]()  # numbers of the storages that were resized, and have memory
         self._kind = "workspace"
@@ -358,7 +360,7 @@ class LiveStorages(TorchDispatchMode):
                 self._has_size(number, alive[0].nbytes())
 
     def _has_size(self, number: int, size: int) -> None:
-        """A storage whose size has changed has whole weights of FSDP2."""
+        """Records the size of a storage: one whose size has changed has whole weights of FSDP2."""
         kind, before, reference = self._live[number]
         if size != before:
             self._add(kind, -before)
@@ -409,7 +411,7 @@ def _in_transit(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """Returns the storage of a tensor; of a DTensor the memory of this rank."""
+    """Returns the storage of a tensor; for a DTensor the storage of this rank's part."""
     return getattr(tensor, "_local_tensor", tensor).untyped_storage()
 
 
@@ -428,8 +430,8 @@ def answer(tensor: torch.Tensor) -> bool | float:
 
 
 class Answered(TorchDispatchMode):
-    """A mode in which tensors without numbers answer with one when the host reads them. Initial
-    weights that are redrawn until they fit need it."""
+    """A mode in which a tensor without numbers returns one when the host reads it. Initial weights
+    that are redrawn until they fit need it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return answer(args[0]) if func is ASKS_FOR_NUMBER else func(*args, **(kwargs or {}))
@@ -440,7 +442,7 @@ class _FakeStorages(LiveStorages):
 
     def __init__(self) -> None:
         super().__init__()
-        self.counter = FlopCounter()  # of the step that is being made
+        self.counter = FlopCounter()  # of the current step
         self.touched_bytes = 0  # by its passes
         self._in_passes = False
 

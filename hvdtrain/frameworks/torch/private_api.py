@@ -1,5 +1,6 @@
-"""Names of torch that begin with an underscore, and have no public one: tests/frameworks/
-test_private_torch.py lists all that hvdtrain uses, also those that one file alone needs."""
+"""Names of torch that begin with an underscore and have no public equivalent.
+tests/frameworks/test_private_torch.py lists all such names that hvdtrain uses, also those that only
+one file needs."""
 
 from __future__ import annotations
 
@@ -35,6 +36,6 @@ def cpu_multiplies_bf16() -> bool:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Returns a key that is equal for tensors in one storage, also on the meta device, where no
-    storage has an address."""
+    """Returns a key that is equal for tensors with the same storage, also on the meta device, whose
+    storages have no address."""
     return tensor.untyped_storage()._cdata

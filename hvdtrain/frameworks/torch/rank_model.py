@@ -43,10 +43,10 @@ class RankModel:
         return self._state.averaged()
 
     def weights(self) -> Arrays:
-        """Returns copies of weights (or their averages, if there are any) and buffers, by the names
-        of the model's state dict.
+        """Returns copies of the weights (or of their averages, if there are any) and buffers by
+        name in the model's state dict.
 
-        A collective where ranks have parts of them, or of the averages.
+        A collective if ranks have parts of the weights or of the averages.
         """
         with self.averaged():
             arrays = gather(
@@ -64,7 +64,7 @@ class RankModel:
         return sum(math.prod(self.strategy.part(p).shape) for p in parameters)
 
     def how_computed(self, precision: Precision) -> str:
-        """ "fp32 on cpu, no reduction" """
+        """For example "fp32 on cpu, no reduction"."""
         device = f"{describe_device(self.device)}{precision.note}"
         compiled = compile_summary(self.config.speed.compile)
         return f"{precision.summary} on {device}{compiled}, {self.strategy.summary}"

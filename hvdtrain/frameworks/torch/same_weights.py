@@ -1,5 +1,5 @@
-"""The numbers of rank 0 in the tensors of all ranks. Where ranks have computed the same, as from
-one seed, only digests travel."""
+"""Copies rank 0's numbers into the tensors of all ranks. If ranks have computed the same numbers,
+for example from one seed, they exchange only digests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def as_on_rank_0(
         return tensor
     if tensor.is_meta:
         tensor = torch.empty_like(tensor, device="cpu")
-    # a GPU's own memory where the engine takes it
+    # a GPU's memory, if the engine supports it
     on_device = "device_memory" in communicator.features
     sent = _bytes_of(tensor.detach() if on_device else tensor.detach().cpu())
     found = communicator.broadcast(sent, "weights")

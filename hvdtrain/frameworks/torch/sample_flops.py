@@ -25,16 +25,16 @@ _SAMPLES = 2
 
 
 def sample_flops(config: Config, task: Task, *, is_small: bool) -> float:
-    """Returns operations of matrix products, convolutions and attention in the forward and the
-    backward pass of one sample; a multiply-add counts as two.
+    """Returns the operations of matrix products, convolutions and attention in the forward and
+    backward pass of one sample. A multiply-add counts as two.
 
-    They are the model's: what model.recompute or a fused attention computes again does not count,
-    and neither do the loss and the optimizer. Of several outputs all count, also one that the loss
-    does not read. The model is in evaluation mode, in which a user's model has no side effects:
-    layers that it calls in training alone do not count.
+    Operations that model.recompute or a fused attention repeats do not count, nor do the loss and
+    the optimizer. All outputs count, even if the loss does not read them. The model is in
+    evaluation mode, in which a user's model has no side effects, so layers that it calls only in
+    training do not count.
 
-    is_small: a copy of the model runs on the CPU, in milliseconds. Tensors without numbers, which
-    a large model gets, load 80 MB of libraries for a second. Raises UserError if the model cannot
+    is_small: a copy of the model runs on the CPU, in milliseconds. A large model gets tensors
+    without numbers, which load 80 MB of libraries in a second. Raises UserError if the model cannot
     be called.
     """
     plain = config.replace(
@@ -43,11 +43,11 @@ def sample_flops(config: Config, task: Task, *, is_small: bool) -> float:
     )
     try:
         with torch.random.fork_rng(devices=[]), _same_draws(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the model's come again when it trains
+            warnings.simplefilter("ignore")  # the model repeats its warnings when it trains
             if is_small:
                 return _count(checked_model(plain, task), plain, task)
             return _count_without_numbers(plain, task)
-    except Exception as error:  # of the user's model
+    except Exception as error:  # in the user's model
         how = "" if is_small else " without numbers"
         what = f"{config.model.name} cannot be called{how}: {type(error).__name__}: "
         raise UserError(f"{what}{first_line(error)}", config.where("model.name")) from error
@@ -55,7 +55,8 @@ def sample_flops(config: Config, task: Task, *, is_small: bool) -> float:
 
 @contextlib.contextmanager
 def _same_draws() -> Iterator[None]:
-    """A model may draw from the generators of Python and NumPy; only rank 0 makes it again."""
+    """Restores the generators of Python and NumPy, from which a model may draw: only rank 0 creates
+    it again."""
     of_python = random.getstate()
     of_numpy = np.random.get_state()
     try:
@@ -70,7 +71,7 @@ def _count_without_numbers(config: Config, task: Task) -> float:
         Answered,
         CopiedWithoutNumbers,
         side_effects_undone,
-    )  # as build() imports it: jobs with small models do not load it
+    )  # imported here, as in build(): jobs with small models do not load it
 
     with side_effects_undone(), FakeTensorMode(allow_non_fake_inputs=True):
         with Answered(), CopiedWithoutNumbers():

@@ -1,4 +1,4 @@
-"""Sequences drawn token by token from a torch model that keeps what it has read in a cache."""
+"""Draws sequences token by token from a torch model that caches what it has read."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class IncrementalDecoder(Protocol):
         """Returns int64 (n, m) of further positions -> logits (n, m, vocabulary)."""
 
     def empty_cache(self) -> Any:
-        """For `context` positions of any sequences."""
+        """Returns an empty cache with `context` positions, for any sequences."""
 
 
 @torch.inference_mode()
@@ -83,13 +83,13 @@ def continue_sequences(
     first: int = 0,
     before_each: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
-    """Prompts, int64 (n, m) with m >= 1, continued to int64 (n, length) by tokens 0 ... tokens - 1;
-    the model is in evaluation mode.
+    """Returns the prompts, int64 (n, m) with m >= 1, continued by the model to int64 (n, length).
+    Tokens are 0 ... tokens - 1. The model must be in evaluation mode.
 
-    Each is drawn from softmax(logits / temperature); with temperature 0 the most probable one is
-    taken. The random number of position t of sequence i is fold(seed, first + i, t): a sequence
-    does not depend on the batch that it is drawn in, up to rounding of the logits. Beyond the
-    context the model reads the second half of its context again and continues from there.
+    Each token is drawn from softmax(logits / temperature); with temperature 0 it is the most
+    probable token. The random number of position t of sequence i is fold(seed, first + i, t): a
+    sequence does not depend on the batch that it is drawn in, up to rounding of the logits. Beyond
+    the context the model reads the second half of its context again and continues from there.
     before_each() is called before each position.
     """
     n = len(prompts)

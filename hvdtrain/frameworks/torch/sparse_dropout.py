@@ -1,5 +1,5 @@
-"""Dropout that draws the dropped indices, not a random number for each: on a CPU torch's own took a
-quarter of a wide_resnet's step."""
+"""Dropout that draws the dropped indices instead of one random number per element: on a CPU torch's
+dropout took a quarter of a wide_resnet's step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-LARGEST = 0.1  # share that is dropped; above it torch's own dropout is as fast
+LARGEST = 0.1  # dropped share up to which this is faster than torch's dropout
 
 
 class SparseDropout(nn.Dropout):
@@ -60,12 +60,12 @@ def _is_dense(x: torch.Tensor) -> bool:
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """x's memory, in the order in which it lies."""
+    """Returns a view (n,) of x's memory, in memory order."""
     return x.as_strided((x.numel(),), (1,))
 
 
 class _Drop(torch.autograd.Function):
-    """x scaled, with 0 at some indices of its memory; the gradient alike."""
+    """Returns x, scaled, with 0 at some indices of its memory; does the same to the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, indices: torch.Tensor, scale: float) -> torch.Tensor:

@@ -34,15 +34,15 @@ class LearnerState:
         *,
         hashes_on_device: bool = False,
     ) -> None:
-        """is_first_replica: no rank before this one has the same parts. hashes_on_device: all ranks
-        compute digests of tensors on GPUs there."""
+        """is_first_replica: no lower rank has the same parts. hashes_on_device: all ranks compute
+        digests of GPU tensors on the GPU."""
         self._is_first_replica = is_first_replica
         self._hashes_on_device = hashes_on_device
         self._model = model
         self._optimizer = optimizer
         self._scale = scale
         self._strategy = strategy
-        # of shard.stage=3: during a pass the model has others
+        # with shard.stage=3 the model has other parameters during a pass
         self._parameters = dict(model.named_parameters())
         self._staging = StagingBuffer()
 
@@ -105,7 +105,7 @@ class LearnerState:
         return tensors | optimizer_state | self._scale.tensors
 
     def state_dict_names(self) -> dict[str, str]:
-        """Names in a state dict: Learner.state_dict_names()."""
+        """Learner.state_dict_names()."""
         ours = {id(p): f"p.{name}" for name, p in self._parameters.items()}
         ours |= {id(b): f"b.{name}" for name, b in self._model.named_buffers()}
         # buffers that are not persistent are not in it
@@ -123,7 +123,7 @@ class LearnerState:
         state_has: Shapes = shapes
         if not isinstance(
             self._optimizer, RuleOptimizer
-        ):  # the state of a user's class comes with its first step
+        ):  # a user's class creates its state in its first step
             model_has = _without_optimizer(model_has)
             state_has = _without_optimizer(shapes)
         check_fit(model_has, state_has, stream.is_partial)
@@ -133,7 +133,7 @@ class LearnerState:
             for name, shard in shards.items()
             if shard.shape == () and not shard.is_whole
         }
-        # of the optimizer, for each parameter
+        # the optimizer's state of each parameter
         states: dict[str, Arrays] = {} if stream.is_partial else {name: {} for name in shards}
         scale: Arrays = {}
         held = {f"p.{name}": self._strategy.part(p) for name, p in self._parameters.items()}
@@ -156,11 +156,9 @@ class LearnerState:
         self._strategy.weights_changed()
         load_loss_scale(self._scale, scale)
         for name, arrays in states.items():
-            if (
-                stream.is_partial
-            ):  # it may have a parameter's numbers without its arrays, which ranks have in parts
+            if stream.is_partial:  # it may have a parameter's numbers but not its arrays
                 own = rule_optimizer.optimizer_state(self._optimizer, shards[name].parameter)
-                # of one parameter at a time
+                # one parameter at a time
                 missing = {
                     key: tensor.cpu().numpy() for key, tensor in own.items() if key not in arrays
                 }
@@ -172,8 +170,8 @@ class LearnerState:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside, the weights are their averages if the optimizer has some: Learner.averaged().
-        Entering it is a collective if ranks have parts of them."""
+        """Learner.averaged(): inside, the weights are their averages if the optimizer has averages.
+        Entering it is a collective if ranks have parts of the averages."""
         if not rule_optimizer.has_averages(self._optimizer):
             yield
             return
@@ -199,11 +197,11 @@ class LearnerState:
 
 
 def _part(array: np.ndarray | ArrayInFile, shard: Shard) -> np.ndarray:
-    """What a shard has of the state of a whole parameter; a number for the parameter is every
-    shard's."""
+    """Returns the shard's part of a whole parameter's state; a single number for the parameter
+    applies to every shard."""
     if shard.is_whole or array.shape != shard.shape:
         return np.asarray(array)
-    # the whole may be of this moment only
+    # the whole array may be temporary
     part: np.ndarray = shard.take(array).reshape(shard.parameter.shape).copy()
     return part
 
@@ -250,8 +248,8 @@ class StagingBuffer:
         return (tensor if self.is_on_host(tensor) else self.copy(tensor)).numpy()
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy in the buffer, whose numbers are in the same order in memory: the GPU
-        needs no other one in between."""
+        """Returns a copy in the buffer, with the numbers in the same order in memory, so the GPU
+        needs no intermediate copy."""
         nbytes = max(tensor.nbytes, self._largest_bytes)
         if self._buffer is None or self._buffer.nbytes < nbytes:
             self._buffer = None  # before there is a larger one
@@ -259,7 +257,8 @@ class StagingBuffer:
                 nbytes, dtype=torch.uint8, device="cpu", pin_memory=tensor.device.type in KINDS
             )
         numbers = self._buffer[: tensor.nbytes].view(tensor.dtype)
-        strides = torch.empty_like(tensor, device="meta").stride()  # as tensor.cpu() would have
+        # the same strides as tensor.cpu()
+        strides = torch.empty_like(tensor, device="meta").stride()
         return numbers.as_strided(tensor.shape, strides).copy_(tensor)
 
 
@@ -274,7 +273,8 @@ def save_state_dict(weights: Arrays, file: BinaryIO) -> None:
     """Raises OSError if the file cannot be written, as on a full disk."""
     tensors = {name: torch.from_numpy(array).contiguous() for name, array in weights.items()}
     try:
-        torch.save(tensors, file)  # for a path, torch's writer would not say why it failed
+        # a file, not a path: with a path torch's writer would not say why it failed
+        torch.save(tensors, file)
     except RuntimeError as error:
         cause = error.__context__
         raise (cause if isinstance(cause, OSError) else OSError(str(error))) from None

@@ -28,11 +28,11 @@ class StepAddition:
     """The hooks of a feature in a step, in this order; the base class does nothing."""
 
     def take_parts(self, updated: Sequence[torch.Tensor]) -> None:
-        """Before the first step, and after ranks were lost: what this rank updates of each trained
-        parameter, in their order."""
+        """Takes the shards that this rank updates, one for each trained parameter, in their order.
+        Called before the first step and after ranks were lost."""
 
     def begin_step(self, hyper: Hyper) -> None:
-        """The model is not in training mode yet."""
+        """Called before the model is switched to training mode."""
 
     def last_pass(self) -> None:
         """Announces that the next backward completes the gradients of all the rank's samples of the
@@ -62,8 +62,8 @@ class OptimizerStep:
         restore: Callable[[], None],
         step: Callable[[torch.optim.Optimizer], None] | None = None,
     ) -> None:
-        """shards: whose gradients are taken. restore: makes buffers what they were, where a step is
-        left out. step: used instead of Strategy.optimizer_step().
+        """shards: whose gradients are used. restore: restores the buffers if a step is skipped.
+        step: used instead of Strategy.optimizer_step().
         """
         self._optimizer = optimizer
         self._strategy = strategy
@@ -77,19 +77,19 @@ class OptimizerStep:
         self._step = step or strategy.optimizer_step
 
     def unscaled_are_bad(self) -> torch.Tensor:
-        """Divides every gradient by the loss scale. () bool, whether any number of this rank's is
-        not finite: clipping would hide it."""
+        """Divides every gradient by the loss scale. Returns () bool, whether any of this rank's
+        gradients is not finite, which clipping would hide."""
         self._scale.unscale_(self._parameters)
         return any_nonfinite(self._parameters)
 
     def anywhere(self, bad: torch.Tensor) -> torch.Tensor:
-        """Returns () bool, whether it is so on any rank that updates another part. A collective
-        where there are such ranks."""
+        """Returns () bool, whether `bad` is true on any rank that updates another part. A
+        collective if there are such ranks."""
         return self._strategy.total(bad.double()) > 0
 
     def apply(self, noise: float = 0.0, seed: int = 0) -> None:
-        """Clips, adds noise, and makes the optimizer's step. A collective where the strategy's
-        is."""
+        """Clips gradients, adds noise, and makes the optimizer's step. A collective if the
+        strategy's step is a collective."""
         clip_(self._shards, *self._clip, self._strategy.total)
         add_noise_(self._shards, noise, seed)
         self._step(self._optimizer)
@@ -101,10 +101,11 @@ class OptimizerStep:
         seed: int = 0,
         measure: Callable[[torch.Tensor], Sums] = lambda bad: {},
     ) -> Sums:
-        """All that follows unscaled_are_bad(), whose result is `bad`. Clears the gradients.
+        """Does everything that follows unscaled_are_bad(), whose result is `bad`, and clears the
+        gradients.
 
-        hyper: has the variance of the noise; None: there is none. measure: called before they are
-        clipped, with what anywhere() says. Returns what it does, and "nonfinite": ranks with the
+        hyper: has the variance of the noise; None: no noise. measure: called before clipping with
+        the result of anywhere(). Returns the sums of `measure`, and "nonfinite": ranks with the
         same gradient each report a share, so that the sum over ranks counts the step once.
         """
         bad = self.anywhere(bad)
@@ -115,7 +116,7 @@ class OptimizerStep:
         sums: Sums = {"nonfinite": counts.double() / self._strategy.equal_ranks}
         sums |= measure(bad)
         left_out = bad | overflowed if self._skips_nonfinite else overflowed
-        if left_out:  # the host waits for the device here, once, unless it knows
+        if left_out:  # the host waits for the device here, once, unless it already has the value
             self._restore()
         else:
             self.apply(hyper.noise if hyper else 0.0, seed)
@@ -139,7 +140,7 @@ class Passes:
         parameters: Sequence[torch.nn.Parameter],
         additions: Sequence[StepAddition],
     ) -> None:
-        """parameters: those that are trained."""
+        """parameters: the trained parameters."""
         self._forward = forward
         self._scale = scale
         self._stopwatch = stopwatch
@@ -161,8 +162,8 @@ class Passes:
         return bad
 
     def _one(self, batch: DeviceBatch, divisor: int, is_last: bool) -> Sums:
-        """Forward and backward of one micro-batch: adds to p.grad the gradient of (sum of its
-        losses) / divisor."""
+        """Runs forward and backward of one micro-batch: adds the gradient of (sum of its losses) /
+        divisor to p.grad."""
         if is_last:
             for addition in self._additions:
                 addition.last_pass()
@@ -175,7 +176,7 @@ class Passes:
         return losses.sums
 
     def _scaled(self, losses: Losses, divisor: int) -> torch.Tensor:
-        """What backward() begins with: NaN if a loss is not finite."""
+        """Returns the scalar on which to call backward(): NaN if a loss is not finite."""
         return losses.total / divisor * self._scale.scale(one_or_nan(losses.total))
 
     def evaluate(self, batch: DeviceBatch) -> Sums:
@@ -184,7 +185,7 @@ class Passes:
         return self._forward.evaluate(batch).sums
 
     def predict(self, batch: DeviceBatch) -> Evaluated:
-        """Returns the sums with the outputs. Raises UserError if this rank has none."""
+        """Returns the sums with the outputs. Raises UserError if this rank has no outputs."""
         return self._forward.evaluate(batch)
 
     # Of a pipeline, as Learner has them.
@@ -200,7 +201,7 @@ class Passes:
 
 
 def clip_(shards: Sequence[Shard], norm: float | None, value: float | None, total: Total) -> None:
-    """optim/rule.py's clip() of all gradients; None: not."""
+    """Clips all gradients like clip() of optim/rule.py; None: no clipping."""
     if norm is not None or value is not None:
         parameters = [shard.parameter for shard in shards]
         for p, g in zip(
@@ -210,8 +211,8 @@ def clip_(shards: Sequence[Shard], norm: float | None, value: float | None, tota
 
 
 def add_noise_(shards: Sequence[Shard], variance: float, seed: int) -> None:
-    """Adds normal noise of this variance to each number of the gradients; of a parameter the same
-    on every rank, since the seed is."""
+    """Adds normal noise with this variance to each number of the gradients. The seed is the same on
+    every rank, so a parameter gets the same noise on every rank."""
     if variance:
         generator: Any = torch.Generator(shards[0].parameter.device).manual_seed(seed & (2**63 - 1))
         for shard in shards:
@@ -227,11 +228,12 @@ def add_noise_(shards: Sequence[Shard], variance: float, seed: int) -> None:
 
 
 def one_or_nan(loss: torch.Tensor) -> torch.Tensor:
-    """Returns a factor for the loss: 1, but NaN if it is not finite. The gradients become NaN, and
-    the reduction brings that to every rank.
+    """Returns a factor for the loss: 1, or NaN if the loss is not finite. Then the gradients become
+    NaN, after the reduction on every rank.
 
-    It is a factor, not the argument of backward(), which imports sympy to look at its shape: half a
-    second. A clamp between the last parameter and the loss would keep NaN from the parameters.
+    It is a factor because passing it to backward() would import sympy to check its shape, which
+    takes half a second. A clamp between the last parameter and the loss would keep NaN from the
+    parameters.
     """
     # torch.where(..., 1.0, nan) would copy both numbers to the device, and wait
     return loss.detach() * 0.0 + 1.0
@@ -250,13 +252,13 @@ def any_nonfinite(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
         # a fifth to a twentieth of the time of _foreach_norm
         extremes = [extreme for g in nonempty for extreme in torch.aminmax(g)]
     else:
-        # few kernels for all; a NaN among them gives NaN
+        # few kernels for all tensors; a NaN in any of them gives NaN
         extremes = list(torch._foreach_norm(nonempty, math.inf))
     return ~torch.stack(extremes).isfinite().all()
 
 
 def zero_where(bad: torch.Tensor, sums: Sums) -> Sums:
-    """Returns the sums as device scalars, all 0 where `bad`, () bool, is true: it may be of
-    offloaded gradients, in host memory."""
+    """Returns the sums as device scalars, all 0 if `bad`, () bool, is true. `bad` may be in host
+    memory (offloaded gradients)."""
     found = {name: (~bad).double() * value for name, value in sums.items()}
     return {name: value.masked_fill(bad.to(value.device), 0.0) for name, value in found.items()}

@@ -26,10 +26,10 @@ from hvdtrain.frameworks.torch.private_api import TorchDispatchMode, tree_leaves
 
 
 class GpuStopwatch:
-    """A phase is the GPU's time between two events: "data" is then the time for which it had
-    nothing to do between two steps.
+    """A phase is the GPU's time between two events, so "data" is the time in which the GPU was idle
+    between two steps.
 
-    The host waits only where they are read.
+    The host waits only when the times are read.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -72,7 +72,7 @@ class TracingStopwatch:
         self.inner.enter(phase)
         if (
             threading.get_ident() != self._thread
-        ):  # a hook in backward's own thread: a range ends on the thread where it began
+        ):  # a hook in backward's thread: a range must end on the thread on which it began
             return
         if self._range is not None:
             self._range.__exit__(None, None, None)
@@ -105,19 +105,18 @@ def profile(stopwatch: ReplaceableStopwatch, device: torch.device, path: Path) -
 
 class FlopCounter(TorchDispatchMode):
     """Adds up the operations of matrix products, convolutions and attention, and the bytes that all
-    others read and write.
+    other operations read and write.
 
-    By torch's own formulas, without its FlopCounterMode, whose hooks on modules a backward pass in
-    two parts does not take.
+    Uses torch's formulas, but not its FlopCounterMode, whose module hooks fail with a backward pass
+    in two parts.
     """
 
     def __init__(self, *, of_model: bool = False) -> None:
-        """of_model: without the scores that the backward pass of a fused attention computes
-        again."""
+        """of_model: exclude the scores that the backward pass of a fused attention recomputes."""
         super().__init__()
         self._formulas = _FORMULAS | _OF_MODEL if of_model else _FORMULAS
         self.flops = 0  # a multiply-add counts as two
-        self.touched_bytes = 0  # of arguments and results, each once
+        self.touched_bytes = 0  # bytes of arguments and results, each counted once
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.count(func, args, kwargs or {})
@@ -163,7 +162,7 @@ def _attention_gradients(
     *_: Any,
     **__: Any,
 ) -> int:
-    """Two gradients of each of the two products of the forward pass."""
+    """Counts the two gradients of each of the two products of the forward pass."""
     return 2 * _attention(query, key, value)
 
 
@@ -177,7 +176,7 @@ _WITHOUT_WORK = {
         _aten._unsafe_view,
         _aten._local_scalar_dense,
     ),
-    torch.ops.prim.device,  # which fake tensors ask for
+    torch.ops.prim.device,  # fake tensors call it
 }
 _FORMULAS: dict[Any, Any] = {
     **flop_registry,

@@ -15,9 +15,9 @@ from hvdtrain.core.progress import GoOn, Hyper, Progress, WorkerUpdate
 
 NamedParameters = list[tuple[str, torch.nn.Parameter]]
 
-# (micro-batch on the device, what the sum of its losses is divided by, whether it is the step's
-# last) -> this rank's sums. One forward and one backward pass, which adds to p.grad; of a pipeline
-# all passes of a step, with the micro-batches in a list.
+# (micro-batch on the device, divisor of the sum of its losses, whether it is the step's last) ->
+# this rank's sums. Runs one forward and one backward pass, which adds to p.grad; in a pipeline all
+# passes of a step, with the micro-batches in a list.
 OnePass = Callable[[Any, int, bool], Sums]
 
 
@@ -25,24 +25,25 @@ class Wrapped(NamedTuple):
     """A model's forward pass and its optimizer, after a strategy wrapped them or left them as they
     were."""
 
-    forward: torch.nn.Module  # for passes of training alone
+    forward: torch.nn.Module  # only for training passes
     optimizer: torch.optim.Optimizer
 
 
 class Shard(NamedTuple):
     """The part of a parameter that this rank updates."""
 
-    # what the optimizer takes: the parameter itself, or (n,), elements of its memory; n may be 0
+    # what the optimizer updates: the parameter itself, or (n,) elements of its memory; n may be 0
     parameter: torch.nn.Parameter
-    # of the model; where that has a cut of what one process would have, the cut
+    # the model's parameter; with tensor parallelism this rank's cut of the parameter that one
+    # process would have
     whole: torch.nn.Parameter
     start: int  # the first of those elements, in the order of indices
     stop: int  # behind the last
     cut: Cut = WHOLE
     is_mine: bool = (
-        True  # no rank before this one has the same elements, of those that have the model together
+        True  # True: among the ranks that share the model, no lower rank has the same elements
     )
-    is_everywhere: bool = True  # of the whole parameter: every rank has it
+    is_everywhere: bool = True  # every rank has the whole parameter
 
     @property
     def is_whole(self) -> bool:
@@ -51,11 +52,11 @@ class Shard(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the parameter that one process would have."""
+        """The shape that the parameter would have on one process."""
         return self.cut.whole_shape(tuple(self.whole.shape))
 
     def take(self, array: Any) -> Any:
-        """Returns (n,), what belongs to these elements of an array of that shape."""
+        """Returns (n,), these elements of an array with the parameter's shape."""
         return elements(array, self.cut, self.start, self.stop)
 
 
@@ -64,34 +65,34 @@ def whole_shard(p: torch.nn.Parameter) -> Shard:
 
 
 class StrategyMemory(NamedTuple):
-    """Memory of a strategy's own, between two steps."""
+    """The memory that a strategy itself keeps between two steps."""
 
-    gradients: list[torch.Tensor]  # where p.grad lies from the reduction to the update
+    gradients: list[torch.Tensor]  # hold p.grad from the reduction to the update
     in_transit: list[torch.Tensor]
 
 
 class Strategy:
-    """Makes p.grad the sum over ranks, for every parameter or this rank's shard of it, between a
-    step's last backward and its update.
+    """Makes p.grad the sum over ranks, for each parameter or this rank's shard of it, between a
+    step's last backward pass and its update.
 
-    The losses of a step are divided by the weight of the global batch before backward, so that sum
-    is the mean over it. A parameter that no loss reaches has a gradient of zero, on one rank as on
-    many. Every method is called on every rank, in this order: wrap() once, then for each step
-    begin_step(), run(), reduce() and optimizer_step(), and sync() at each sync point.
+    The losses of a step are divided by the weight of the global batch before backward, so this sum
+    is the mean over the global batch. A parameter that no loss reaches has a zero gradient on any
+    number of ranks. Every method is called on every rank, in this order: wrap() once; for each step
+    begin_step(), run(), reduce() and optimizer_step(); sync() at each sync point.
 
-    The base class is the strategy of one process, whose gradient is the sum over ranks.
+    The base class is the strategy for one process, whose gradient already is the sum over ranks.
     """
 
-    # for the line that describes the learner: "gradients in 3 overlapped buckets"
+    # for the line that describes the learner, for example "gradients in 3 overlapped buckets"
     summary: str = "no reduction"
     local_mean: bool = (
-        False  # a rank learns from the mean over its own samples, not over those of all ranks
+        # False: a rank learns from the mean over its own samples, not over all ranks' samples
+        False
     )
     calls_model: bool = True  # a rank may call the model by itself, outside of a step
-    # of the ranks that read different samples each calls the model as often as all others
+    # all ranks that read different samples must call the model equally often
     gathers_in_passes: bool = False
-    # forward or backward wait for other ranks, so that the time of a pass is not this rank's own
-    # work
+    # forward or backward wait for other ranks, so a pass takes longer than this rank's own work
     waits_in_passes: bool = False
 
     def __init__(self, named: NamedParameters) -> None:
@@ -100,8 +101,8 @@ class Strategy:
 
     @property
     def equal_ranks(self) -> int:
-        """Ranks that have the same p.grad after reduce(): all of them, or 1 where each keeps its
-        own."""
+        """The number of ranks with the same p.grad after reduce(): all ranks, or 1 if each rank
+        keeps its own."""
         return 1
 
     def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
@@ -123,7 +124,7 @@ class Strategy:
         return x
 
     def own_steps(self, steps: Sequence[Progress]) -> Iterable[Progress]:
-        """Returns the steps that this rank makes: see Learner."""
+        """Returns the steps that this rank makes (see Learner)."""
         return steps
 
     def read_updates(self) -> list[WorkerUpdate]:
@@ -131,11 +132,11 @@ class Strategy:
         return []
 
     def begin_step(self, hyper: Hyper) -> None:
-        """Called first in a step, with the same arguments on all ranks."""
+        """Begins a step: called before all other methods, with the same arguments on all ranks."""
 
     def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
-        """Calls one_pass with the divisor for each micro-batch, in order, and adds up what it
-        returns.
+        """Calls one_pass with the divisor for each micro-batch, in order, and returns the sum of
+        the results.
 
         Reductions may start in the last pass.
         """
@@ -151,14 +152,14 @@ class Strategy:
         optimizer.step()
 
     def weights_changed(self) -> None:
-        """Called after weights were loaded: updates copies of them, and discards the rest of an
-        interrupted step."""
+        """Called after weights were loaded: updates copies of the weights and discards the rest of
+        an interrupted step."""
 
     def sync(self, optimizer: torch.optim.Optimizer) -> None:
         """Makes weights and optimizer state equal on all ranks, if they are not. A collective."""
 
     def held(self) -> StrategyMemory:
-        """Returns the memory that the strategy itself holds, for those who count it."""
+        """Returns the memory that the strategy itself holds."""
         return StrategyMemory([], [])
 
     def put_together(
@@ -166,17 +167,17 @@ class Strategy:
         of: Callable[[torch.nn.Parameter], torch.Tensor],
         trained: Sequence[torch.nn.Parameter],
     ) -> dict[torch.nn.Parameter, torch.Tensor]:
-        """Assembles whole tensors of the trained parameters' shapes; each rank gives its parts,
-        of(parameter of a Shard). A collective."""
+        """Returns whole tensors with the trained parameters' shapes. Each rank contributes its
+        parts, of(parameter of a Shard). A collective."""
         return {p: of(p) for p in trained}
 
     def class_name(self, model: torch.nn.Module) -> str:
-        """Returns the name of the user's class: wrap() may have made the model another one."""
+        """Returns the name of the user's class: wrap() may have changed the model's class."""
         return type(model).__name__
 
     def divide_anew(self, mesh: Mesh) -> torch.optim.Optimizer:
-        """After ranks were lost: the optimizer of the parts that this rank has now, without state;
-        shard() has them, too."""
+        """Returns, after ranks were lost, the optimizer for the parts that this rank has now,
+        without state. shard() returns these parts too."""
         raise NotImplementedError(f"{type(self).__name__} cannot be divided among other ranks")
 
     def how_to_go_on(self, former_rank: int, kept: int) -> GoOn | None:
@@ -184,16 +185,16 @@ class Strategy:
         return None
 
     def go_on(self, how: GoOn, kept: int, mesh: Mesh) -> None:
-        """Learner.go_on(), with the groups of the ranks that are left."""
+        """Learner.go_on(), with the groups of the remaining ranks."""
         raise NotImplementedError(f"{type(self).__name__} goes back to a sync point")
 
 
 class Around(Strategy):
     """A strategy that delegates to another one, except for the methods that it overrides.
 
-    Not passed on: put_together(), divide_anew(), how_to_go_on() and go_on(), since optim.ema and
-    guard.lost=shrink are refused beside what wraps; own_steps() and read_updates(), since nothing
-    of this kind wraps the strategies of asynchronous steps.
+    It does not delegate put_together(), divide_anew(), how_to_go_on() and go_on(), because
+    optim.ema and guard.lost=shrink are rejected together with such strategies. Nor does it delegate
+    own_steps() and read_updates(), because it never wraps a strategy with asynchronous steps.
     """
 
     def __init__(self, within: Strategy) -> None:
@@ -259,7 +260,7 @@ def run_passes(
 
 
 def fill_missing(parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Gives a gradient of zero to each parameter that has none."""
+    """Gives a zero gradient to each parameter that has no gradient."""
     for p in parameters:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
@@ -279,5 +280,6 @@ def runs_ahead(device: torch.device, communicator: Communicator) -> bool:
 
 
 def nccl_ranks(device: torch.device, communicator: Communicator) -> int:
-    """How many ranks reduce tensors on this device by NCCL; 0: they use no NCCL."""
+    """Returns the number of ranks that reduce tensors on this device with NCCL; 0: NCCL is not
+    used."""
     return communicator.size if device.type != "cpu" and "nccl" in communicator.features else 0

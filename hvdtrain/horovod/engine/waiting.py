@@ -83,8 +83,8 @@ def wait_for(waiting: ExchangeWait, since: float) -> None:
 
 
 def wait_without_word(waiting: ExchangeWait, look: Callable[[], object] = lambda: None) -> None:
-    """Waits until every rank is in the exchange, without telling the others that it is taken.
-    Raises the errors of look(), and Stalled."""
+    """Waits until every rank is in the exchange, without telling the other ranks that this rank has
+    received it. Raises the errors of look(), and Stalled."""
     exchange = waiting.exchange
     settings = waiting.settings
     start = time.perf_counter()

@@ -38,8 +38,8 @@ _FIX = (
 
 
 class Probe:
-    """A fixed batch for a job's model, without speed.compile: kernels for another shape could
-    change the training's kernels."""
+    """Compares the losses of a fixed batch over ranks. It does nothing with speed.compile, because
+    compiling for the batch's shape could change the kernels of training."""
 
     def __init__(self, config: Config, task: Task) -> None:
         self._task = task

@@ -77,10 +77,11 @@ def read_link(text: str, option: str, default: Link) -> Link:
 def machine_of(
     options: argparse.Namespace, ranks: int, weight_bytes: int, plain: PlannedWork
 ) -> Machine:
-    """Returns the machine from the options, else from measurements, else from assumptions.
+    """Returns the machine's speeds: from the options, or else from measurements, or else from
+    assumptions.
 
-    weight_bytes, plain: bytes of the whole model, and the work of a step with a replicated model,
-    to which a measured step belongs. Raises UserError for a file that is not a result of bench.
+    weight_bytes: size of the whole model. plain: work of a step with a replicated model, which a
+    measured step is compared with. Raises UserError for a file that is not a result of bench.
     """
     per_node = min(ranks, options.ranks_per_node or RANKS_PER_NODE)
     measured = _Measured(weight_bytes, plain)

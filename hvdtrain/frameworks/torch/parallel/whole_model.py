@@ -1,5 +1,5 @@
-"""WholeModel: the arrangement in which each rank has the whole model; comm.* and shard.stage 1 and
-2 choose how gradients are reduced."""
+"""WholeModel, the arrangement in which each rank has the whole model; comm.* and shard.stage=1 or 2
+choose how gradients are reduced."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def select_strategy(
     optimizer: torch.optim.Optimizer,
     stopwatch: Stopwatch,
 ) -> Strategy:
-    """Returns the strategy for the trained parameters and their still unwrapped optimizer, except
-    with shard.stage=3 and for arrangements with strategies of their own. Every rank calls it.
+    """Returns the strategy for the trained parameters and their optimizer, which is not wrapped
+    yet. Every rank calls it. shard.stage=3 and some arrangements have other strategies.
 
     training/conflicts.py has refused what the configuration or the engine excludes. Raises
     UserError if comm.reduce=distributed_optimizer asks Horovod to wrap an optimizer or parameters
@@ -54,7 +54,7 @@ def select_strategy(
 
         on_host = config.shard.offload != "none"
         return ZeroStrategy(named, mesh, config.shard.stage, bucket_bytes, stopwatch, on_host)
-    # Horovod's optimizer has none of these
+    # Horovod's optimizer supports none of these
     needs_buckets = comm.compression != "none" or comm.op == "adasum" or comm.local_steps > 1
     unfit = "" if needs_buckets else fits_horovod(optimizer, named)
     if comm.reduce == "distributed_optimizer" and unfit:
@@ -104,9 +104,7 @@ def _buckets(
     stopwatch: Stopwatch,
 ) -> Buckets:
     comm = config.comm
-    if (
-        comm.op == "adasum"
-    ):  # a bucket of its own for each tensor: Adasum takes their angles one by one
+    if comm.op == "adasum":  # one bucket for each tensor: Adasum computes an angle for each
         return Buckets(named, communicator, 0, stopwatch, op="adasum")
     compressed = COMPRESSED_TYPES.get(comm.compression)
     if not comm.tune or communicator.size == 1:

@@ -1,5 +1,5 @@
-"""shard.stage=1 and 2: each rank has the optimizer state of its part of every bucket, and updates
-that part alone (ZeRO).
+"""shard.stage=1 and 2 (ZeRO): each rank has the optimizer state of its part of every bucket, and
+updates only that part.
 
 Source: Rajbhandari et al. 2020, arXiv:1910.02054.
 """
@@ -34,18 +34,18 @@ class ZeroStrategy(Strategy):
     """Flat buckets of weights, from the last layer to the first, each cut into one part for each
     rank.
 
-    A gradient is copied into a buffer of its bucket as soon as backward has computed it, and freed;
-    each rank gets the sum over ranks of its own part, to which it applies the optimizer, and the
-    updated parts reach all ranks. Stage 1 adds up the gradients of micro-batches first, so that
-    each rank holds whole gradients meanwhile; stage 2 reduces those of each micro-batch and adds up
+    As soon as backward has computed a gradient, it is copied into its bucket's buffer and freed.
+    Each rank gets the sum over ranks of its own part and applies the optimizer to it. Then all
+    ranks get the updated parts. Stage 1 first adds up the gradients of micro-batches, so each rank
+    holds whole gradients meanwhile. Stage 2 reduces the gradients of each micro-batch and adds up
     the parts.
 
     With P bytes of weights and N ranks, Adam takes 2 P + 2 P / N in stage 1 and P + 3 P / N in
-    stage 2, and one or two buckets, where every rank with everything takes 4 P. Weights lie in
-    memory in the order of their indices, also those of convolutions.
+    stage 2, plus one or two buckets; without sharding it takes 4 P. Weights, also of convolutions,
+    lie in memory in the order of their indices.
 
-    Where a mesh has replicas, parts are those of its ranks of `shard`, and their sums are added up
-    over its ranks of `replicas`.
+    If a mesh has replicas, its `shard` ranks have the parts, and the sums are added up over its
+    `replicas` ranks.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class ZeroStrategy(Strategy):
             if reduces:
                 self._order.end()
                 if self._mesh.replicas.size > 1:
-                    # now: a rank with another order of backward would take up the next reductions
-                    # in another order
+                    # now: if backward has another order on a rank, its next reductions would
+                    # start in another order
                     self.reduce()
         return total
 
@@ -244,7 +244,7 @@ class _ShardedBucket(Bucket):
         self._sums = 0
 
     def empty(self) -> torch.Tensor:
-        self.finish()  # of the micro-batch before
+        self.finish()  # the previous micro-batch's
         if self._buffer is None:
             self._buffer = self._buffers.take(len(self._weights), self._weights)
         return self._buffer
@@ -347,10 +347,11 @@ def of_shards(
     rank: int = 0,
     size: int = 1,
 ) -> torch.optim.Optimizer:
-    """Returns this optimizer, without state, for the shards instead of the parameters.
+    """Returns a copy of this optimizer, without state, that updates the shards instead of the
+    parameters.
 
-    rank, size: of the ranks over which total() adds up, for rules that need whole matrices; others
-    do without
+    rank, size: this rank among the ranks over which total() sums; only rules that need whole
+    matrices use them
     """
     groups: list[dict[str, Any]] = []
     for of_all in optimizer.param_groups:
@@ -373,7 +374,7 @@ def of_shards(
 
 
 Total = Callable[[torch.Tensor], torch.Tensor]
-# (n,) of each parameter, what this rank has of an array of its shape; n may be 0
+# for each parameter (n,), this rank's elements of an array of its shape; n may be 0
 Parts = list[torch.Tensor]
 AT_ONCE = 8 << 20  # bytes of whole matrices
 
@@ -383,7 +384,7 @@ class ShardedOps(TorchOps):
     gathered and orthogonalized on one of them."""
 
     def __init__(self, shards: Mapping[Any, Shard], total: Total, rank: int, size: int) -> None:
-        """shards: by their parameter; total: sums over the `size` ranks, of whom this is `rank`."""
+        """shards: by their parameter; total: sums over `size` ranks; this rank is number `rank`."""
         self._shards = shards
         self._total = total
         self._rank = rank
@@ -430,7 +431,7 @@ class ShardedOps(TorchOps):
                 for shard in (self._shards[q] for q in p)
             ]
             on_ranks = self._total(p[0].new_tensor(own)).tolist()
-            # ranks: unknown in a prediction
+            # a prediction does not know `ranks`, only this rank's own value
             self._cut[key] = [here or ranks > 0 for here, ranks in zip(own, on_ranks, strict=True)]
         return self._cut[key]
 
@@ -440,8 +441,8 @@ class ShardedOps(TorchOps):
         given: Mapping[int, tuple[int, torch.Tensor]],
         like: torch.Tensor,
     ) -> Parts:
-        """Returns arrays of these shapes. given: of some of them, where this rank's elements begin,
-        and those; every rank calls it."""
+        """Returns arrays of these shapes. Every rank calls it. given: for some arrays, the index of
+        this rank's first element, and its elements."""
         sizes = [math.prod(shape) for shape in shapes]
         row = like.new_zeros(sum(sizes))
         for k, (start, part) in given.items():
@@ -456,8 +457,8 @@ class ShardedOps(TorchOps):
 def runs_of_bytes(
     indices: Sequence[int], shards: Sequence[Shard], itemsize: int
 ) -> Iterator[list[int]]:
-    """Yields some of the indices at a time, in order, whose shards are of parameters of about
-    AT_ONCE bytes together, or one larger one."""
+    """Yields groups of the indices, in order: the parameters of a group's shards have about AT_ONCE
+    bytes together, or a group is one larger parameter."""
     ends = itertools.accumulate(math.prod(shards[i].shape) * itemsize for i in indices)
     for _, run in itertools.groupby(
         zip(ends, indices, strict=True), lambda pair: pair[0] // AT_ONCE

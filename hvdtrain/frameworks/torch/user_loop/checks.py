@@ -16,7 +16,7 @@ from hvdtrain.frameworks.torch.user_loop.prepared import WHERE, precision_is_ask
 
 
 def uncompiled(model: Any) -> Any:
-    """Returns the module inside the result of torch.compile(), whose parameters have the original
+    """Returns the module inside a result of torch.compile(); its parameters have the original
     names."""
     return getattr(model, "_orig_mod", model)
 
@@ -24,8 +24,8 @@ def uncompiled(model: Any) -> Any:
 def check_given(
     config: Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> None:
-    """Raises UserError if the script's model or optimizer cannot be arranged among ranks as the
-    configuration says."""
+    """Raises UserError if the script's model or optimizer cannot be distributed over ranks as
+    configured."""
     stage = config.shard.stage
     is_cut = config.shard.stage == 3 or config.parallel.cuts
     check_overlaps(model, WHERE)

@@ -12,8 +12,8 @@ from torch.utils.hooks import RemovableHandle
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.user_loop import Divisor, Samples, item_count
 
-_MOST_NODES = 64  # of the graph behind a loss that are looked at
-# what torch's cross_entropy() leaves in the graph
+_MOST_NODES = 64  # maximum number of graph nodes behind a loss that are searched
+# nodes that torch's cross_entropy() creates in the graph
 _OF_MEANS = (
     "NllLossBackward",
     "NllLoss2DBackward",
@@ -22,17 +22,17 @@ _MEAN = 1  # torch's number of reduction="mean"
 
 
 class Accumulated:
-    """The mean loss of a batch in parts. loss_of(part) returns the mean of a part, or a pair of the
-    mean and its count."""
+    """Accumulates the mean loss of a batch over its parts. loss_of(part) returns the mean of a
+    part, or a pair of the mean and its count."""
 
     def __init__(
         self, loss_of: Callable[[Samples], Any], divisor: Divisor, device: torch.device
     ) -> None:
         self._loss_of = loss_of
         self._divisor = divisor
-        self.total = torch.zeros((), device=device)  # of losses times weights
-        self.weight = 0.0  # of all parts: samples or items
-        self.is_counted: bool | None = None  # once a part was computed
+        self.total = torch.zeros((), device=device)  # sum of losses times weights
+        self.weight = 0.0  # of all parts, in samples or items
+        self.is_counted: bool | None = None  # known once a part was computed
 
     def of_part(self, part: Samples) -> tuple[torch.Tensor, float]:
         """Returns the loss and its weight. Raises UserError if it is not a mean loss, or if only
@@ -59,8 +59,8 @@ class Accumulated:
 
 
 class Gate:
-    """A hook of the model's outputs: the gradient of a part that counts nothing is zero, also where
-    its loss is 0 / 0."""
+    """A hook on the model's outputs: a part with count 0 has a zero gradient, also if its loss is 0
+    / 0."""
 
     def __init__(self) -> None:
         self.is_open = True
@@ -70,7 +70,7 @@ class Gate:
         return gradient if self.is_open else torch.zeros_like(gradient)
 
     def watch(self, outputs: Any) -> None:
-        """outputs: of a call of the model: tensors, also in containers."""
+        """outputs: what a call of the model returned: tensors, also in containers."""
         for tensor in _tensors(outputs):
             if not tensor.requires_grad:
                 continue
@@ -100,7 +100,7 @@ class Watch:
         return Watch, ()
 
     def begin_part(self) -> None:
-        """The next part begins, or the backward pass of the one before was made."""
+        """Called when the next part begins, or after the previous part's backward pass."""
         if self._gate is not None:
             self._gate.leave()
         self._gate = Gate()

@@ -58,10 +58,9 @@ from hvdtrain.frameworks.user_loop import Divisor, LoopLearner, Samples, item_co
 
 
 class TorchLoopLearner(RankModel, LoopLearner):
-    """Every rank makes one. on_step: called after each step of the optimizer.
+    """Every rank creates one. on_step: called after each step of the optimizer.
 
-    Raises UserError if the model, the optimizer or the engine cannot do what the configuration
-    asks for.
+    Raises UserError if the model, the optimizer or the engine does not support the configuration.
     """
 
     words = WORDS
@@ -75,8 +74,8 @@ class TorchLoopLearner(RankModel, LoopLearner):
         on_step: Callable[[], None],
         example: Called | None = None,
     ) -> None:
-        """example: (n, ...) what the model is called with, for some samples: parallel.* and
-        shard.stage=3 need it."""
+        """example: inputs (n, ...) of the model for some samples, which parallel.* and
+        shard.stage=3 need."""
         self.config = config
         self.mesh = mesh
         self.data = mesh.data
@@ -87,7 +86,7 @@ class TorchLoopLearner(RankModel, LoopLearner):
         on = {p.device.type for p in model.parameters()}
         if on != {self.device.type} and not (
             on == {"cpu"} and config.shard.stage == 3
-        ):  # which moves a part of it at a time
+        ):  # shard_model() moves one part at a time
             what = (
                 f"the model is on {', '.join(sorted(on))}, but this rank computes on {self.device}"
             )
@@ -144,7 +143,7 @@ class TorchLoopLearner(RankModel, LoopLearner):
         )
         # steps with numbers that are not finite
         self._bad: torch.Tensor = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._batch: Samples | None = None  # its step is still to come
+        self._batch: Samples | None = None  # set until its step was made
         self._global_batch = 0
         self._passed = False  # ctx.backward() was called for it
 
@@ -221,7 +220,8 @@ class TorchLoopLearner(RankModel, LoopLearner):
         return self.model
 
     def check_prepared(self, model: Any, optimizer: Any, where: str) -> None:
-        """Raises UserError for others; the model may be compiled or not."""
+        """Raises UserError if these are not the prepared objects; the model may be compiled or
+        not."""
         if uncompiled(model) is not uncompiled(self.forward) or optimizer is not self.optimizer:
             raise UserError(
                 "the model or the optimizer is not the one that ctx.prepare() returned",
@@ -266,7 +266,7 @@ class TorchLoopLearner(RankModel, LoopLearner):
         fix = "return loss, N in loss_of(part), N: how many items the loss is the mean over"
         batch = self._begin_passes(where)
         largest_share = math.ceil(self._global_batch / self.data.size)
-        passes = math.ceil(largest_share / at_most)  # as many on every rank
+        passes = math.ceil(largest_share / at_most)  # the same number on every rank
         losses = Accumulated(loss_of, self.divisor, self.device)
 
         def of_part(part: Samples) -> tuple[torch.Tensor, float]:
@@ -307,13 +307,13 @@ class TorchLoopLearner(RankModel, LoopLearner):
         return float(max(1, batch.count) if self.strategy.local_mean else self._global_batch)
 
     def _divisor_of_items(self, weight: float) -> float:
-        """weight: of this rank. A collective."""
+        """Returns the divisor for all ranks' items; weight: this rank's. A collective."""
         total = self.divisor.total(weight)
         return (weight or 1.0) if self.strategy.local_mean else total
 
     def _begin_passes(self, where: str) -> Samples:
-        """Returns the current batch, whose backward pass begins. Raises UserError outside of a
-        loop, or for a second pass."""
+        """Returns the current batch, whose backward pass begins. Raises UserError outside a loop or
+        for a second pass."""
         if self._batch is None:
             once = (
                 "loss = loss_of(model(batch['x']), batch['y']); ctx.backward(loss); "
@@ -343,8 +343,8 @@ class TorchLoopLearner(RankModel, LoopLearner):
         loss_of: Callable[[Samples], tuple[torch.Tensor, float]],
         divisor: float,
     ) -> None:
-        """Forward and backward of each; after the last one p.grad is the sum over all ranks of
-        weight * loss / divisor."""
+        """Runs forward and backward for each part. After the last one p.grad is the sum over all
+        ranks of weight * loss / divisor."""
 
         def weighted(part: Any, found: tuple[torch.Tensor, float]) -> torch.Tensor:
             loss, weight = found
@@ -363,7 +363,7 @@ class TorchLoopLearner(RankModel, LoopLearner):
         self.strategy.reduce()
 
     def _step(self, scaled: AmpScaling | None) -> None:
-        """The optimizer's step from the mean gradient over the global batch; scaled: by a
+        """Makes the optimizer's step with the mean gradient over the global batch; scaled: by a
         GradScaler. A collective."""
         if self._batch is None or not self._passed:
             what = (
@@ -397,7 +397,7 @@ class TorchLoopLearner(RankModel, LoopLearner):
 
     @property
     def has_stepped(self) -> bool:
-        """Whether the step of the last batch was made."""
+        """Whether the last batch's step was made."""
         return self._batch is None
 
     def zero_grad(self) -> None:
@@ -412,7 +412,7 @@ class TorchLoopLearner(RankModel, LoopLearner):
 
     @property
     def lr(self) -> float:
-        """Returns the current rate of the first parameter group; 0 if it has none."""
+        """Returns the current learning rate of the first parameter group; 0 if it has no rate."""
         return float(self._inner.param_groups[0].get("lr", 0.0))
 
     def sync_buffers(self, communicator: Communicator) -> None:

@@ -20,7 +20,8 @@ from hvdtrain.frameworks.torch.precision import LossScale, Precision, Scale, pic
 from hvdtrain.frameworks.torch.user_loop.words import WORDS
 
 WHERE = "ctx.prepare()"
-MOST = 30  # overflows in a row: from 2^16 the scale has come to 2^-14, and it was no overflow
+# overflows in a row: the scale has dropped from 2^16 to 2^-14, so the cause is not overflow
+MOST = 30
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
@@ -37,8 +38,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def __init__(
         self, inner: torch.optim.Optimizer, update: Callable[[AmpScaling | None], None]
     ) -> None:
-        """update: what step() does. The constructor of Optimizer is not called: its attributes are
-        those of `inner`."""
+        """update: what step() does. The constructor of Optimizer is not called: `inner` has its
+        attributes."""
         self.__dict__.update(inner.__dict__)
         self._inner = inner
         self._update = update
@@ -70,7 +71,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """With shard.stage this rank's part; ctx.checkpoint() saves the whole."""
+        """Returns the inner optimizer's state; with shard.stage only this rank's part.
+        ctx.checkpoint() saves the whole state."""
         return without_own_keys(self._inner.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -85,7 +87,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         )
 
     def __getattr__(self, name: str) -> Any:
-        """train() and eval() of an optimizer that has them."""
+        """Returns train() and eval() if the inner optimizer has them."""
         if name in ("train", "eval"):
             return getattr(self.__dict__["_inner"], name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -95,8 +97,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
 
 def take_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Gives each parameter group what a checkpoint and shard.stage need to know. Raises UserError
-    if the two do not belong together."""
+    """Adds to each parameter group what a checkpoint and shard.stage need. Raises UserError if
+    model and optimizer do not belong together."""
     if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
         what = (
             f"a {type(model).__name__} and a {type(optimizer).__name__}, not a torch.nn.Module "
@@ -113,7 +115,7 @@ def take_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
         raise UserError(what, WHERE, fix)
     if any(
         float(state.get("step", 1)) > 0 for state in optimizer.state.values()
-    ):  # Adagrad's constructor makes one of step 0
+    ):  # Adagrad's constructor already creates a state for step 0
         fix = "prepare() first; ctx.resume() restores the state of a checkpoint"
         raise UserError(
             "the optimizer has already made steps or loaded a state, so ranks could start with "
@@ -121,7 +123,7 @@ def take_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
             WHERE,
             fix,
         )
-    if "step" in vars(optimizer):  # torch's schedulers put a function of their own there
+    if "step" in vars(optimizer):  # torch's schedulers put their own function there
         fix = (
             "model, optimizer = ctx.prepare(model, optimizer), then the scheduler of that "
             "optimizer, then ctx.resume()"
@@ -200,7 +202,7 @@ def precision_is_asked(config: Config) -> bool:
 
 
 def give_type(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
-    """Casts weights, buffers and the optimizer's initial state to this dtype; parameters stay the
+    """Casts weights, buffers and the optimizer's initial state to this dtype. Parameters remain the
     same objects."""
     model.to(dtype)
     for state in optimizer.state.values():
@@ -221,7 +223,7 @@ def compute_in(model: torch.nn.Module, precision: Precision, device: torch.devic
 
 
 class _Autocast:
-    """The hooks of compute_in(); a model that is copied or saved takes them along."""
+    """The hooks of compute_in(). They are copied and saved with the model."""
 
     def __init__(self, precision: Precision, device: torch.device) -> None:
         self._precision = precision
@@ -241,8 +243,8 @@ class _Autocast:
 class AmpScaling(NamedTuple):
     """The arguments of GradScaler.step() for an optimizer with _step_supports_amp_scaling."""
 
-    found_inf: torch.Tensor  # above 0 where a gradient is not finite
-    scale: torch.Tensor | None  # of the gradients; None after GradScaler.unscale_()
+    found_inf: torch.Tensor  # above 0 if a gradient is not finite
+    scale: torch.Tensor | None  # the gradients' scale; None after GradScaler.unscale_()
 
 
 class GivenScale(Scale):
@@ -252,7 +254,7 @@ class GivenScale(Scale):
     def __init__(self, is_sharded: bool) -> None:
         """is_sharded: this rank has only parts of the gradients."""
         super().__init__()
-        self.scaled: AmpScaling | None = None  # of this step
+        self.scaled: AmpScaling | None = None  # this step's
         self._is_sharded = is_sharded
         self._in_a_row = 0  # consecutive overflows; each one halves the scale
 
@@ -277,7 +279,7 @@ class GivenScale(Scale):
             )
 
     def update(self, bad: torch.Tensor) -> bool:
-        """Scale.update(), for which the host waits for the device, in each step of a scaler."""
+        """Scale.update(). The host waits for the device, in each step with a scaler."""
         if self.scaled is None:
             return False
         self._in_a_row = self._in_a_row + 1 if bool(bad | (self.scaled.found_inf > 0)) else 0
@@ -285,13 +287,13 @@ class GivenScale(Scale):
 
 
 class ScaleOfLoss(LossScale):
-    """The loss scale of speed.precision=fp16 in a custom loop, which may look at p.grad before the
-    step: it is divided out behind the backward pass.
+    """The loss scale of speed.precision=fp16 in a custom loop. The loop may read p.grad before the
+    step, so the scale is divided out right after the backward pass.
     """
 
     def divide_out(self, parameters: list[torch.nn.Parameter]) -> None:
-        """LossScale.unscale_(), at once."""
+        """LossScale.unscale_(), called right after the backward pass."""
         super().unscale_(parameters)
 
     def unscale_(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Nothing: divide_out() was called."""
+        """Does nothing: divide_out() was already called."""

@@ -24,7 +24,8 @@ class ShownGradients:
         *,
         is_sharded: bool,
     ) -> None:
-        """updated: what the optimizer has of them. is_sharded: some of these are parts."""
+        """updated: the tensors that the optimizer updates, one per parameter. is_sharded: some of
+        them are parts."""
         self._parameters = parameters
         self._updated = updated
         self._strategy = strategy
@@ -47,7 +48,7 @@ class ShownGradients:
                 p.grad = _elsewhere(p)
 
     def bring_back(self) -> None:
-        """For the step: hidden parts are p.grad again."""
+        """Makes the hidden parts p.grad again, for the step."""
         for p, gradient in self._out_of_sight.items():
             p.grad = gradient
         self._out_of_sight = {}

@@ -45,11 +45,11 @@ class ShardedRows(Arrangement):
         return self._sharded.model
 
     def _made(self) -> ShardedModel:
-        """Creates the model with rank 0's weights, unit by unit, so that no rank ever has all of
-        them.
+        """Creates the model with rank 0's weights, one unit at a time, so that no rank ever has all
+        weights.
 
-        Raises UserError for a parameter that is a single number, which has no rows, and for tensor
-        groups on an engine without torch's own process groups before torch 2.13.
+        Raises UserError for a parameter that is a single number, because it has no rows. Before
+        torch 2.13 it also raises it for tensor groups on an engine without torch's process groups.
         """
         config = self.making.config
         mesh = self.making.mesh
@@ -58,7 +58,7 @@ class ShardedRows(Arrangement):
         if "ddp" not in mesh.world.features:
             if (
                 mesh.tensor.size > 1 and not REDUCES_UNREACHED
-            ):  # its DeviceMesh makes groups of its own; tried with 2.9.1
+            ):  # its DeviceMesh creates its own groups; tried with 2.9.1
                 what = (
                     "shard.stage=3 with parallel.tensor does not start on this engine with torch "
                     f"{torch.__version__}"
@@ -99,7 +99,8 @@ class ShardedRows(Arrangement):
         blocks = list(map(bytes_of, units(model)))
         rest = bytes_of(model) - sum(blocks)
         sharded = shard_model(model, None, config, mesh, ranks, device, precision.weights)
-        scale = precision.weights.itemsize / torch.float32.itemsize  # as models are made
+        # models are created in float32
+        scale = precision.weights.itemsize / torch.float32.itemsize
         own = sum(local_part(p).nbytes for p in sharded.model.parameters())
         self.start_bytes = own + int(scale * max([rest, *blocks]))
         return sharded

@@ -1,10 +1,10 @@
-"""The dtypes in which FSDP2 gathers weights: 16 bits for weights that a pass under autocast only
-reads after a cast.
+"""Dtypes in which FSDP2 gathers weights: 16 bits for weights that a pass under autocast reads only
+after a cast.
 
-Gathered in float32, each of them would be cast again in every pass, and autograd would keep the
-copies of all blocks until backward. All others stay as they are (norms, embeddings, what a model
-computes in float32), so that passes have the numbers of shard.stage=0. A policy of FSDP2's own
-(MixedPrecisionPolicy) is for all weights of a unit: it would round those too.
+If they were gathered in float32, every pass would cast them again, and autograd would keep the
+copies of all blocks until backward. All other weights keep their dtype (norms, embeddings, and what
+a model computes in float32), so passes compute the same numbers as with shard.stage=0. FSDP2's
+MixedPrecisionPolicy applies to all weights of a unit, so it would round these too.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.frameworks.torch.device import fork_rng
 from hvdtrain.frameworks.torch.private_api import TorchDispatchMode, storage_of, tree_leaves
 
-# Since torch 2.13. An older one reduces the parameters that this rank's samples reach, and would
-# add up other ranks' other parameters.
+# Since torch 2.13. An older torch reduces only the parameters that this rank's samples reach, so
+# ranks that reach different parameters would add up gradients that do not belong together.
 REDUCES_UNREACHED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 Pass = Callable[[torch.nn.Module], Any]  # a forward pass
@@ -31,7 +31,7 @@ _READ_NOTHING = (
     "fsdp",
     "prim",
 )
-# as when einsum reorders a weight
+# such as einsum, which may reorder a weight
 _MOVE_ALONE = (
     torch.ops.aten.clone.default,
     torch.ops.aten._unsafe_view.default,
@@ -45,11 +45,11 @@ def gather_in_16_bits(
     dtype: torch.dtype,
     world: Communicator,
 ) -> float:
-    """Gathers weights in 16 bits from now on, for passes under autocast of this dtype; returns
-    their share of all weights. A collective.
+    """Gathers weights in 16 bits from now on, for passes under autocast with this dtype. A
+    collective. Returns the share of all weights that is gathered in 16 bits.
 
-    make_pass: of the model, called in training, which may change buffers, and in evaluation. Rank 0
-    decides for all.
+    make_pass: runs a pass of the model; called in training mode, in which it may change buffers,
+    and in evaluation mode. Rank 0 decides for all ranks.
     """
     groups = [
         group
@@ -62,7 +62,7 @@ def gather_in_16_bits(
             each for each, is_cast in zip(group.fsdp_params, flags, strict=True) if is_cast
         ):
             each.init_dtype_attrs(MixedPrecisionPolicy(dtype, reduce_dtype=each.orig_dtype))
-            each.all_gather_outputs = []  # of the other type, without memory now
+            each.all_gather_outputs = []  # they have the other dtype, and no memory now
             del each._unsharded_param
         if any(flags) and REDUCES_UNREACHED:
             reduce_all_of(group)
@@ -86,8 +86,8 @@ def reduce_all_of(group: Any) -> None:
 
 
 def _post_backward_of_all(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
-    """In place of a group's post_backward, which takes gradients of one type alone, and before
-    torch 2.13 those that are there."""
+    """Replaces a group's post_backward, which supports only gradients of one dtype, and before
+    torch 2.13 only gradients that exist."""
     for each in group.fsdp_params if group.reduce_grads else ():
         gathered = getattr(each, "_unsharded_param", None)
         if gathered is None or not gathered.requires_grad:
@@ -106,11 +106,11 @@ def _cast_alone(
     device: torch.device,
     dtype: torch.dtype,
 ) -> list[list[bool]]:
-    """Returns, for each parameter of each group, whether passes only read it after a cast. The
-    model is in evaluation mode then."""
+    """Returns, for each parameter of each group, whether passes read it only after a cast. Leaves
+    the model in evaluation mode."""
     autocast = torch.autocast(device.type, dtype, cache_enabled=False)
     with fork_rng([device]), autocast, _Reads(groups, dtype) as reads:
-        # a model that draws which blocks it calls draws the same ones on all ranks
+        # a model that chooses its blocks at random chooses the same blocks on all ranks
         torch.manual_seed(0)
         for training in (True, False):
             make_pass(model.train(training))
@@ -130,7 +130,8 @@ class _Reads(TorchDispatchMode):
         self.read = set[Any]()
         self._to = dtype
         self._pending = list(groups)  # still to be gathered
-        self._of_storage: dict[int, Any] = {}  # by its address; FSDP2 keeps and resizes it
+        # key: address of the storage, which FSDP2 keeps and resizes
+        self._of_storage: dict[int, Any] = {}
         # the last copy in another order, and the parameter that it copies
         self._moved: tuple[Any, Any] = (
             None,

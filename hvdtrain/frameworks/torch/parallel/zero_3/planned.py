@@ -19,8 +19,8 @@ class PlannedMesh(DeviceMesh):
     a process has at most one, and that belongs to its job."""
 
     def __init__(self, communicator: Communicator, features: frozenset[Feature]) -> None:
-        """features: of the engine; where it has process groups of its own, collectives copy nothing
-        beside FSDP2's buffers."""
+        """features: of the engine; if it has torch's process groups, collectives copy nothing
+        besides FSDP2's buffers."""
         ranks = list(range(communicator.size))
         if "_rank" in signature(DeviceMesh.__init__).parameters:
             as_rank: dict[str, Any] = {"_rank": 0}
@@ -44,7 +44,7 @@ class PlannedMesh(DeviceMesh):
 
 
 class _NothingCopied(CommunicatorGroup):
-    """Stands for a group of torch's own, which reads and writes FSDP2's buffers in place."""
+    """Stands for one of torch's process groups, which reads and writes FSDP2's buffers in place."""
 
     def _start_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Callable[[], None]:
         return _nothing

@@ -1,5 +1,5 @@
-"""shard.stage=3: each rank has its rows of every weight, and the whole weights of one block at a
-time, by torch's FSDP2.
+"""shard.stage=3 with torch's FSDP2: each rank has its rows of every weight, and the whole weights
+of one block at a time.
 
 Source: Zhao et al. 2023, arXiv:2304.11277; Rajbhandari et al. 2020, arXiv:1910.02054, section 5.3.
 """
@@ -47,23 +47,23 @@ from hvdtrain.frameworks.torch.strategy import Shard, Strategy, Wrapped, runs_ah
 
 
 class ShardedModel(NamedTuple):
-    """A model whose parameters are DTensors: each rank has its rows of them."""
+    """A model whose parameters are DTensors: each rank has its rows of each parameter."""
 
     model: torch.nn.Module
     mesh: Mesh
     summary: str  # "in 12 blocks and the rest"
-    # of parameters that ranks of a tensor group have in parts
+    # for parameters that are split over the ranks of a tensor group
     cuts: Mapping[torch.nn.Parameter, Cut]
-    # in which ranks gather and reduce units, and a tensor group computes layers
+    # check the order in which ranks gather and reduce units, and a tensor group computes layers
     orders: Sequence[SameOrder]
 
     def for_autocast(
         self, make_pass: Pass, device: torch.device, dtype: torch.dtype | None
     ) -> ShardedModel:
-        """Returns the model, whose weights are gathered in 16 bits from now on where layers compute
-        in `dtype`; None: in none. A collective.
+        """Returns the model, whose weights are gathered in 16 bits from now on if layers compute in
+        `dtype`; None: no weights. A collective.
 
-        make_pass: of the model; it may change buffers.
+        make_pass: runs a pass of the model; it may change buffers.
         """
         if dtype is None:
             return self
@@ -87,11 +87,10 @@ def shard_model(
     dtype: torch.dtype,
     communicating: Communicating = nullcontext,
 ) -> ShardedModel:
-    """Shards an existing model, whose parameters are replaced; `deferred` computes its meta
-    tensors.
+    """Shards an existing model and replaces its parameters; `deferred` computes its meta tensors.
 
-    Weights and gradients travel in their own `dtype` until for_autocast() is called. Every rank
-    calls it; `communicating`: of the stopwatch. Raises UserError for a parameter that is a single
+    Weights and gradients are sent in their own `dtype` until for_autocast() is called. Every rank
+    calls it; `communicating`: from the stopwatch. Raises UserError for a parameter that is a single
     number.
     """
     for name, p in model.named_parameters():
@@ -105,7 +104,7 @@ def shard_model(
             )
     if (
         device.type != "cpu"
-    ):  # the host waits for no collective of FSDP2's, which are in streams of their own
+    ):  # the host does not wait for FSDP2's collectives, which run in separate streams
         communicating = nullcontext
     layers = None
     orders = [_order(config, mesh, device)]
@@ -129,7 +128,7 @@ def shard_model(
         fill(block)
         fully_shard(block, **options)
     fill(model)
-    # backward would gather it again at once
+    # backward would immediately gather it again
     fully_shard(model, **options | {"reshard_after_forward": False})
     sharded = {
         name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)
@@ -171,8 +170,8 @@ def shard_model(
 
 
 def _reduce_unreached(module: Any) -> None:
-    """A parameter of this FSDP2 module that this rank's samples do not reach has zeros: another
-    rank's samples may reach it."""
+    """Gives a zero gradient to each parameter of this FSDP2 module that this rank's samples do not
+    reach: another rank's samples may reach it."""
     if REDUCES_UNREACHED:
         module.set_reduce_scatter_unused_params(True, recurse=False)
     elif group := group_of(module):
@@ -182,7 +181,7 @@ def _reduce_unreached(module: Any) -> None:
 def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
     """Returns torch's device mesh of the ranks of mesh.data. A collective of all ranks."""
     if mesh.tensor.size > 1:
-        # as comm/mesh.py's coordinates()
+        # the same layout as coordinates() of comm/mesh.py
         grid = torch.arange(mesh.world.size, device="cpu").view(-1, mesh.tensor.size)
         return DeviceMesh(device.type, grid, mesh_dim_names=("shard", "tensor"))["shard"]
     if len(mesh.table) > 1:
@@ -229,13 +228,13 @@ def _fill(
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = whole(buffer)
-        for name, tensor in vars(module).items():  # as a mask that is not registered
+        for name, tensor in vars(module).items():  # such as an unregistered mask
             if isinstance(tensor, torch.Tensor) and tensor.is_meta and deferred is not None:
                 setattr(module, name, whole(tensor))
 
 
 def _order(config: Config, mesh: Mesh, device: torch.device) -> SameOrder:
-    """What compares the order of the units on all ranks."""
+    """Returns an object that compares the order of the units on all ranks."""
     fix = (
         "the same blocks on every rank: with a weight of 0, or chosen by what all ranks have; or "
         "shard.stage=2, where each rank may choose"
@@ -250,8 +249,8 @@ class _Unit:
     def __init__(
         self, module: torch.nn.Module, name: str, order: SameOrder, *, gathers: bool
     ) -> None:
-        """gathers: a rank has a part of its weights; else gradients alone are added up, over hosts
-        of one rank."""
+        """gathers: each rank has a part of the weights; otherwise only gradients are summed, over
+        hosts with one rank each."""
         self._name = name
         self._order = order
         self._in_forward = False
@@ -332,8 +331,8 @@ def _after_forward(
     inputs: Any,
     outputs: Any,
 ) -> None:
-    """A forward hook: without shard.reshard whole weights stay until backward, which does not come
-    in evaluation."""
+    """A forward hook: without shard.reshard whole weights stay until backward, but an evaluation
+    has no backward pass."""
     with communicating():
         for order in orders:
             order.end("end of the forward pass", backward_follows=torch.is_grad_enabled())
@@ -343,11 +342,11 @@ def _after_forward(
 
 
 class Fsdp(Strategy):
-    """Forward and backward gather the weights of each unit when they need them; backward leaves
-    each rank the sum over ranks of its rows.
+    """Forward and backward gather the weights of each unit when they need them. Backward gives each
+    rank the sum over ranks of its rows.
 
-    With P bytes of weights and N ranks, Adam takes 4 P / N, and the whole weights and gradients of
-    the largest unit; under autocast whole weights have 16 bits where layers compute in 16 bits
+    With P bytes of weights and N ranks, Adam takes 4 P / N, plus the whole weights and gradients of
+    the largest unit. Under autocast, gathered weights have 16 bits if layers compute in 16 bits
     (gathered_types.py).
     """
 
@@ -375,7 +374,7 @@ class Fsdp(Strategy):
         return self._mesh.world.size
 
     def class_name(self, model: torch.nn.Module) -> str:
-        # fully_shard() has made a class of the model's own
+        # fully_shard() has replaced the model's class by a subclass of it
         return type(model).__name__.removeprefix("FSDP")
 
     def shard(self, p: torch.nn.Parameter) -> Shard:
@@ -397,7 +396,7 @@ class Fsdp(Strategy):
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Each backward has added the sum over ranks to p.grad."""
+        """Does not communicate: each backward has already added the sum over ranks to p.grad."""
         if not self._is_checked:  # after the first passes, in which FSDP2 sets itself up
             self._check_memory()
             self._is_checked = True
@@ -411,8 +410,8 @@ class Fsdp(Strategy):
             p.grad = None
 
     def _check_memory(self) -> None:
-        """Asserts that the model still has the memory that the optimizer updates. If FSDP2 had
-        replaced it, no update would reach the model, and nothing would say so."""
+        """Asserts that the model still uses the memory that the optimizer updates. If FSDP2 had
+        replaced this memory, updates would silently not reach the model."""
         for name, p in self._model.named_parameters():
             assert p in self._parts, f"torch {torch.__version__} replaced the parameter {name}"
             kept = self._parts[p].parameter
@@ -442,8 +441,8 @@ class Fsdp(Strategy):
 
 
 def _held(p: torch.nn.Parameter, mesh: Mesh) -> Shard:
-    """Returns the memory of this rank's rows: the first ranks have equally many, the last fewer or
-    none."""
+    """Returns the memory of this rank's rows. The first ranks have equally many rows, the last
+    ranks fewer or none."""
     rows = -(-len(p) // mesh.shard.size)
     first, last = (min(rank * rows, len(p)) for rank in (mesh.shard.rank, mesh.shard.rank + 1))
     per_row = p[:0].numel() if not len(p) else p.numel() // len(p)
