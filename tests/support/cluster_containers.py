@@ -24,7 +24,8 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdt
 HOROVOD = CACHE.parent / "hvdtrain"  # Horovod's wheels
 # for an image with all that it is made of: minutes on an idle machine with a fast network
 BUILT_S = 7200.0
-LAYERS = 60  # of an image and of those that it replaced; then all is built anew
+# layers of an image and its predecessors; beyond that the image is rebuilt from scratch
+LAYERS = 60
 BASE = "docker.io/library/debian:bookworm-slim"
 
 _STORAGE = """[storage]
@@ -45,9 +46,9 @@ cgroup_manager = "cgroupfs"
 events_logger = "none"
 runtime = "runc"
 """
-# bookworm has no apptainer, so sid's runs from sid's root directory, in a mount namespace of its
-# own. A new root, not chroot: apptainer changes the propagation of "/", which must be a mount. The
-# machine's home, /tmp, /dev/shm and names of hosts are seen there.
+# bookworm has no apptainer, so sid's apptainer runs from sid's root directory, in a separate mount
+# namespace. A new root, not chroot: apptainer changes the propagation of "/", which must be a
+# mount. The machine's home, /tmp, /dev/shm and names of hosts are seen there.
 _APPTAINER = """#!/bin/bash
 set -eu
 if [ -z "${HVDTRAIN_APPTAINER:-}" ]; then HVDTRAIN_APPTAINER=1 exec unshare -m --propagation private "$0" "$@"; fi
@@ -74,7 +75,7 @@ def run(command: Sequence[str | Path], *, timeout_s: float = HANG_S, cwd: Path =
     ran past timeout_s."""
     began = time.monotonic()
     words = ["timeout", "-k", "5", str(timeout_s), *map(str, command)]
-    # what is in the image is run, also where this folder is seen inside
+    # runs the image's code, also if this folder is visible inside
     env = environment({**settings(), "PYTHONPATH": ""})
     ran = subprocess.run(
         words,
@@ -124,11 +125,11 @@ def need_podman() -> None:
 
 @functools.cache
 def image(target: str) -> str:
-    """The name of the image that the Containerfile makes for a target; layers that did not change
-    are those of the run before.
+    """Returns the name of the image that the Containerfile builds for a target; unchanged layers
+    come from the previous run.
 
-    The first one of a machine keeps none: to write 2.7 GB of layers takes longer than a test
-    machine lives that is used once.
+    The first image on a machine keeps no layers: on a machine that is used once, writing 2.7 GB of
+    layers would take too long.
     """
     need_podman()
     name = f"localhost/hvdtrain-{target}"
@@ -149,7 +150,7 @@ def image(target: str) -> str:
             "--network=host",
             *(f"--volume={mount}" for mount in (*pip, f"{HOROVOD}:/root/.cache/hvdtrain")),
         ]
-        # A machine with pip settings of its own has its own place for torch.
+        # A machine with its own pip settings gets torch from where these say.
         arguments = [f"--build-arg=BASE={BASE}", *(["--build-arg=TORCH_INDEX="] if pip else [])]
         must(
             ["buildah", "bud", *words, *below, *arguments, "--target", target, "-t", name, ROOT],
@@ -232,7 +233,7 @@ def apptainer() -> Path:
         if not (root / "usr/bin/apptainer").exists():
             _sid(root)
         program.parent.mkdir(exist_ok=True)
-        # Folders of the test run, where a site keeps them elsewhere than under /tmp and /root.
+        # Folders of the test run, if a site keeps them elsewhere than under /tmp and /root.
         binds = " ".join(
             sorted(
                 {
@@ -249,8 +250,8 @@ def apptainer() -> Path:
 
 
 def _sid(root: Path) -> None:
-    """A root directory with Debian sid's apptainer; a reason to skip where the archive does not
-    give it."""
+    """Creates a root directory with Debian sid's apptainer; skips the test if the archive does not
+    provide it."""
     shutil.rmtree(root, ignore_errors=True)
     fresh = root.with_suffix(".fresh")
     shutil.rmtree(fresh, ignore_errors=True)
@@ -271,7 +272,7 @@ def _sid(root: Path) -> None:
         pytest.skip(
             f"mmdebstrap could not get apptainer from Debian sid: {ran.stderr.strip()[-500:]}"
         )
-    for name in ("localtime", "hosts", "resolv.conf"):  # what is mounted over them has to find them
+    for name in ("localtime", "hosts", "resolv.conf"):  # mount points for the host's files
         (fresh / "etc" / name).touch()
     fresh.rename(root)
 
@@ -337,8 +338,8 @@ def debian_13(command: Sequence[str | Path], *, timeout_s: float = HANG_S) -> Re
 
 @functools.cache
 def sif(target: str) -> Path:
-    """The image as one file for apptainer, by jobs/hvdtrain.def; made anew when the image is
-    another."""
+    """Returns the image as one file for apptainer, built by jobs/hvdtrain.def; rebuilt if the image
+    has changed."""
     name = image(target)
     program = apptainer()
     identity = must(["podman", "image", "inspect", "--format", "{{.Id}}", name]).strip()

@@ -1,5 +1,5 @@
-"""Several hosts on one machine: network and UTS namespaces with names, addresses and a network of
-their own."""
+"""Several hosts on one machine: network and UTS namespaces with their own names, addresses and
+network."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Hosts:
                 self._stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdtrain-hosts-"))
             )
             self._prefix = (
-                f"{self.folder.name}-"  # of namespaces: those of two test runs at a time differ
+                f"{self.folder.name}-"  # prefix of namespaces: differs between concurrent test runs
             )
             self._stack.enter_context(self._namespace("switch"))
             self._ip("switch", "link add br0 type bridge")
@@ -143,7 +143,7 @@ class Hosts:
         """`mpirun -H WHERE python ARGV`, started on n1, with a rank for each place of WHERE:
         "n1:4,n2:4"."""
         size = sum(int(part.partition(":")[2]) for part in where.split(","))
-        # ranks are refused where a variable that changes results differs
+        # a variable that changes results must be equal on all ranks
         sent = (
             "PYTHONPATH",
             "OMP_NUM_THREADS",
@@ -237,7 +237,7 @@ class Hosts:
             self._ip("switch", f"link set {name} master br0 up")
             for words in (f"addr add {address}/24 dev eth0", "link set eth0 up", "link set lo up"):
                 self._ip(name, words)
-            etc.mkdir(parents=True)  # `ip netns exec` puts what is in it over /etc
+            etc.mkdir(parents=True)  # `ip netns exec` mounts its files over /etc
             uts.touch()
             try:
                 known = [

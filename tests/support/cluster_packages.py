@@ -1,5 +1,5 @@
-"""Debian packages that the cluster tests need: installed where they are missing; where that fails,
-the tests are skipped with a reason."""
+"""Debian packages that the cluster tests need: missing packages are installed; if that fails, the
+tests are skipped with a reason."""
 
 from __future__ import annotations
 

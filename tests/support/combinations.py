@@ -1,5 +1,5 @@
-"""Every pair of features as a tiny job on ranks, beside one process without what the ranks are for;
-docs/combinations.md is its result.
+"""Runs every pair of features as a tiny job on ranks and compares it with one process;
+docs/combinations.md is the result.
 
     python tests/support/combinations.py docs/combinations.md                          runs every
         pair that is not refused; writes the page
@@ -10,11 +10,11 @@ docs/combinations.md is its result.
     python tests/support/combinations.py docs/combinations.md --framework jax --results FILE
         all pairs with framework=jax, or keras; writes its row of the page
 
-Jobs compute in float64 with SGD, on two ranks or four. Weights, losses and rates are those of one
-process to 1e-12. Where another number is right by definition, `bound_of()` and `HAS_NO_TWIN` say
-which. Each job is also resumed from its middle: half of the pairs begin on the ranks and end on one
-process, the others begin on one process; those without one process to compare with are resumed on
-their ranks.
+Jobs compute in float64 with SGD, on two ranks or four. Weights, losses and rates must equal those
+of one process to 1e-12. If other numbers are right by definition, `bound_of()` and `HAS_NO_TWIN`
+say which. Each job is also resumed from its middle: half of the pairs begin on the ranks and end on
+one process, the others begin on one process. Pairs that cannot be compared with one process are
+resumed on their ranks.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ ON_RANKS = (
     "log.noise_scale",
     "speed.devices",
 )
-SAME_NUMBERS = (  # keys that change no number, beside what has no twin
+SAME_NUMBERS = (  # keys that change no number, besides those in HAS_NO_TWIN
     *(
         "comm.tune",
         "comm.cycle_ms",
@@ -184,7 +184,7 @@ HAS_NO_TWIN = {  # keys that make other numbers than one process, by definition
     "comm.local_steps": "each rank steps by itself",
     "comm.op": "Adasum is not a mean",
 }
-# key -> what is left of what 16 bits round, of weights in float32
+# key -> bound for the effect of rounding to 16 bits on weights in float32
 IN_16_BITS = {
     "comm.compression": 4e-3,
     "speed.precision": 1e-1,
@@ -205,19 +205,20 @@ BY_RANK = {  # a pair of words -> why its numbers depend on the ranks
 MULTIPLY_ROUNDING = (  # what 16 bits round
     "norm.kind",  # statistics of three samples
     "optim.name=muon",  # see OF_MUON
-    # numbers as they are: a sum over all samples is out of fp16's range where that of a rank is not
+    # numbers are not standardized: a sum over all samples may exceed fp16's range although a rank's
+    # sum does not
     "task.name=regression",
 )
 
 
 class Found(NamedTuple):
-    """What a pair came to: equal, alike, runs, refused, no model or failed."""
+    """The outcome of a pair: equal, alike, runs, refused, no model or failed."""
 
     kind: str
     why: str = ""
     apart: float = 0.0
     job: str = ""
-    resumed: str = ""  # where its middle was reached -> where it was resumed
+    resumed: str = ""  # "place of the first half -> place of the second half"
 
 
 class Planned(NamedTuple):
@@ -241,7 +242,8 @@ def plan(pair: Pair) -> Planned | Found:
 
 
 def job_of(pair: Pair, model: str, words: str) -> DrawnJob:
-    """Words of a pair as a job: those that one process has too, and its place with the others."""
+    """Returns a pair's words as a job: the words that one process supports too, and a place with
+    all other words."""
     found = smaller(words)
     updates = "parallel.dense_updates" in found  # of the dense part, which one process can make too
     on_ranks = {
@@ -266,8 +268,8 @@ def job_of(pair: Pair, model: str, words: str) -> DrawnJob:
 
 
 def twin_of(pair: Pair, model: str, job: DrawnJob) -> DrawnJob | None:
-    """One process; where a feature makes other numbers, the ranks without the other feature, if
-    that one changes no number."""
+    """Returns the job on one process. If a feature changes numbers, returns the job on the ranks
+    without the other feature, provided that the other one changes no number."""
     if rounds_much(pair) or by_rank(pair):
         return None
     makes_others = [example for example in pair.both if example.keys & HAS_NO_TWIN.keys()]
@@ -320,7 +322,8 @@ def as_words(found: dict[str, str]) -> str:
 
 
 def engine_of(pair: Pair) -> str:
-    """torchdist where ranks may be lost, which mpi has with one launcher's option alone."""
+    """Returns the pair's engine: torchdist if ranks may be lost, because mpi supports that only
+    with an option of one launcher."""
     engines = engines_of(pair.words)
     return "torchdist" if "guard.lost" in pair.words and "torchdist" in engines else engines[0]
 
@@ -341,8 +344,8 @@ def ranks_of(words: str) -> int:
 
 
 def bound_of(words: Iterable[str]) -> float:
-    """How far numbers may be apart: rounding; that of 16 bits; of muon, whose steps multiply what
-    is rounded."""
+    """Returns the largest difference allowed: rounding, rounding to 16 bits, or muon's, whose steps
+    amplify rounding."""
     found = assigned(" ".join(words))
     in_16_bits = [bound for key, bound in IN_16_BITS.items() if found.get(key) in ("fp16", "bf16")]
     return max([ROUNDING, *in_16_bits, *[OF_MUON] * (found.get("optim.name") == "muon")])
@@ -360,12 +363,12 @@ def limit_of(words: Iterable[str]) -> float:
 
 
 def run_at_place(part: Part) -> Verdict | None:
-    """run_part(), with mpirun's option where its place needs that."""
+    """Like run_part(), with mpirun's option if its place needs it."""
     return run_with_ulfm(part) if needs_ulfm(part) else run_part(part, limit_of(part.words))
 
 
 def run_with_ulfm(part: Part) -> Verdict | None:
-    """As run_part(), by a command of its own with that option of mpirun."""
+    """Like run_part(), by a separate command with that option of mpirun."""
     part.prepare()
     argv = ["-m", "hvdtrain", *part.words, f"run={part.run}"]
     options = ("--with-ft", "ulfm")
@@ -456,7 +459,8 @@ class Runner:
         return self._twins[known]
 
     def _with_base(self, job: DrawnJob) -> DrawnJob:
-        """The job with pretrained weights: those of its model after a step with another seed."""
+        """Returns the job with pretrained weights: its model's weights after a step with another
+        seed."""
         if f"model.weights={BASE}" not in job.words:
             return job
         of_model = [
@@ -478,8 +482,8 @@ class Runner:
 
 
 def run_pairs(pairs: Sequence[Pair], for_s: float) -> Iterator[tuple[Pair, Found]]:
-    """What each pair came to: of some at a time, those on ranks of one kind one after the other;
-    those that torch compiles last."""
+    """Yields the outcome of each pair. Some run at a time; pairs on the same kind of ranks run one
+    after the other, and pairs that torch compiles run last."""
     end_s = time.monotonic() + for_s
     planned = [(pair, plan(pair)) for pair in pairs]
     yield from ((pair, found) for pair, found in planned if isinstance(found, Found))
@@ -643,7 +647,7 @@ def signs_of(text: str) -> dict[str, str]:
 
 
 def read_page(text: str, pairs: Iterable[Pair]) -> dict[str, Found]:
-    """What the page says of pairs; what is refused, and what has no model, is looked up again."""
+    """Returns what the page says about pairs; refusals and missing models are determined again."""
     kinds = {sign: kind for kind, sign in SIGNS.items()}
     signs = signs_of(text)
     found: dict[str, Found] = {}

@@ -1,7 +1,7 @@
-"""Three MPI ranks, under mpirun --with-ft ulfm, of which one dies between two collectives.
+"""Three MPI ranks under mpirun --with-ft ulfm; one dies between two collectives.
 
 Rank 0 leaves out the lost rank as if a collective had failed there, while rank 1 waits in
-confirm(). OUT gets what each of them saw.
+confirm(). OUT gets what each rank saw.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def main(out: str) -> None:
     mpi4py.rc.finalize = None
     with pytest.raises(UserError, match="the script has loaded mpi4py, whose MPI_Finalize"):
         ranks.be_ready_to_shrink(gpu=False)
-    mpi4py.rc.finalize = False  # as mpi.load() does where nobody has loaded it before
+    mpi4py.rc.finalize = False  # like mpi.load() if it loads MPI first
     ranks.be_ready_to_shrink(gpu=False)
     first = ranks.rank
-    ranks.confirm()  # nobody is lost
+    ranks.confirm()  # no rank is lost
     total = ranks.allreduce(np.array([float(first)]), "sum")
     if first == 2:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -41,7 +41,7 @@ def main(out: str) -> None:
             seen = f"{ranks.is_loss(error)}, {ranks.is_loss(MPI.Exception(MPI.ERR_OTHER))}"
     lost = ranks.shrink()
     ranks.confirm()
-    # nobody else is lost
+    # no other rank is lost
     own_error = ranks.is_loss(ValueError("of this rank")) or ranks.is_loss(
         MPI.Exception(MPI.ERR_OTHER)
     )

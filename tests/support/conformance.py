@@ -41,8 +41,8 @@ from hvdtrain.config import plugins
 from hvdtrain.errors import UserError
 
 Kind = Literal["numpy", "torch"]
-# What was found, and the kind, values and dtype that were expected. All of a check's collectives
-# run before its first claim is judged: a rank where one fails must still reach the others.
+# The result, and the expected kind, values and dtype. All collectives of a check run before its
+# first claim is judged: a rank on which a claim fails must still reach the other collectives.
 Claims = Iterator[tuple[Any, Kind, np.ndarray, str]]
 # of the engine, and of the name that its collectives take
 Check = Callable[[Communicator, str], Claims]
@@ -144,7 +144,7 @@ def broadcast(dtype: str, kind: Kind, communicator: Communicator, name: str) -> 
 
 
 def start_reduce(dtype: str, kind: Kind, communicator: Communicator, name: str) -> Claims:
-    """The sums of several, each of which one rank gets."""
+    """Sums of several arrays; one rank gets each sum."""
     rank = communicator.rank
     size = communicator.size
     under_way = []
@@ -168,8 +168,8 @@ def reduce_scatter(dtype: str, kind: Kind, communicator: Communicator, name: str
 
 
 def sharded(dtype: str, kind: Kind, communicator: Communicator, name: str) -> Claims:
-    """Reduced to the parts of the ranks, and spread again; several under way, also where some ranks
-    have no part."""
+    """Reduces arrays to the ranks' parts and gathers them again: several at a time, also if some
+    ranks have no part."""
     rank = communicator.rank
     size = communicator.size
     shapes = (
@@ -260,8 +260,8 @@ def allgather_object(communicator: Communicator, name: str) -> Claims:
 
 
 def broadcast_object(communicator: Communicator, name: str) -> Claims:
-    """Objects of uneven length, None, arrays, of each rank in turn: on all ranks that of the
-    root."""
+    """Broadcasts objects of uneven length, None and arrays from each rank in turn: all ranks get
+    the root's object."""
     things = [
         {"rank": rank, "text": "x" * 3000 * rank, "nothing": None, "array": np.arange(rank)}
         for rank in range(communicator.size)
@@ -482,8 +482,8 @@ def kept_inputs(communicator: Communicator, name: str) -> Claims:
 
 
 def groups(communicator: Communicator, name: str) -> Claims:
-    """The collectives of the ranks of one color, of a group of all but the last rank, and of all;
-    then those of all ranks once more."""
+    """Runs the collectives of the ranks of one color, of a group of all but the last rank, and of a
+    group of all ranks; then of all ranks once more."""
     rank = communicator.rank
     size = communicator.size
     for turn, colors in enumerate(
@@ -600,7 +600,8 @@ def messages(communicator: Communicator, name: str) -> Claims:
 
 
 def refuses_pieces_from_any(group: Any) -> bool:
-    """Those of two senders would be mixed: a message of 16 bytes, where a piece has 8."""
+    """Whether the group rejects messages that could mix two senders: a message of 16 bytes in
+    pieces of 8."""
     with mock.patch.object(mpi_calls, "PIECE_BYTES", 8):
         try:
             group.recv_from_any(np.empty(2, np.int64), "too large", 78)

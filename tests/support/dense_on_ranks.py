@@ -203,7 +203,7 @@ def one_process_in_turns(name: str, scheme: Scheme, size: int) -> Iterator[Step]
     """Variable batch: after each turn the dense part steps by the mean over its samples; the
     gradient of the others is added up.
 
-    In place of the dense parameters' gradients their values behind the step.
+    Yields the dense parameters' values after the step instead of their gradients.
     """
     model: Any = model_of(name)
     dense = list(dict(model.named_modules())[model.dense_part].parameters())

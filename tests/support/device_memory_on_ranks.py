@@ -19,11 +19,11 @@ from hvdtrain.comm.mpi import Device, MpiCommunicator
 from hvdtrain.comm.staging import Accelerator
 from hvdtrain.errors import UserError
 
-CYCLES = 400_000_000  # about 200 ms, in which what is reduced is not there
+CYCLES = 400_000_000  # about 200 ms, during which the tensor to reduce is not ready
 
 
 def failures(ranks: MpiCommunicator, way: Way) -> tuple[int, dict[str, str]]:
-    """How many of the checks of every engine are made of tensors, and those that fail."""
+    """Returns how many of the checks for every engine use tensors, and the failed checks."""
     group = _group(ranks, LateGpu(), way)
     checks = {
         name: check
@@ -42,8 +42,8 @@ def failures(ranks: MpiCommunicator, way: Way) -> tuple[int, dict[str, str]]:
 
 
 def late(ranks: MpiCommunicator, way: Way) -> list[str]:
-    """Collectives of a tensor that the GPU fills as late as it may: the names of those whose result
-    is wrong."""
+    """Runs collectives of a tensor that the GPU fills as late as possible. Returns the names of
+    collectives with a wrong result."""
     gpus = LateGpu()
     group = _group(ranks, gpus, way)
     size = group.size
@@ -117,7 +117,7 @@ def asked(
 
 
 def mixed(ranks: MpiCommunicator) -> list[float]:
-    """A sum over ranks of which the first computes on a GPU."""
+    """Returns a sum over ranks; only the first computes on a GPU."""
     gpus = LateGpu()
     group = ranks.split(0)
     assert isinstance(group, MpiCommunicator)
@@ -132,8 +132,8 @@ def mixed(ranks: MpiCommunicator) -> list[float]:
 
 
 def farthest_weight(ranks: MpiCommunicator, way: Way, stage: int) -> tuple[str, float]:
-    """What three steps of SGD on the stand-in's tensors are called, and how far the weights are
-    from those of tensors in host memory."""
+    """Makes three steps of SGD on the stand-in's tensors. Returns the description of the strategy,
+    and the distance of the weights from those computed in host memory."""
     words = (
         f"shard.stage={stage}",
         "optim.name=sgd",
@@ -152,8 +152,8 @@ def farthest_weight(ranks: MpiCommunicator, way: Way, stage: int) -> tuple[str, 
 
 
 def on_gpu(ranks: MpiCommunicator) -> tuple[list[str], bool, str]:
-    """The notes; whether the host went on before the tensor was filled; what is wrong with the
-    sums, of a tensor that is filled late."""
+    """Sums a tensor that is filled late. Returns the notes, whether the host continued before the
+    tensor was filled, and what is wrong with the sums."""
     torch.cuda.set_device(0)
     group = ranks.split(0)
     assert isinstance(group, MpiCommunicator)

@@ -1,5 +1,5 @@
-"""Windows of tokens for jobs of model.name=gpt, as a data set of the user's: pixels as grey levels,
-behind a start token."""
+"""A user's data set of token windows for jobs with model.name=gpt: a start token, then pixels as
+grey levels."""
 
 from __future__ import annotations
 

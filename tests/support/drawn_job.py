@@ -1,9 +1,9 @@
-"""A job drawn from a seed: its words, where it runs, and where it goes on; and the data and the
+"""A job drawn from a seed: its words, where it runs, and where it resumes; and the data and the
 model that its words name.
 
-In float64, and of nothing whose numbers depend on the ranks by its definition: no dropout, no
-statistics of one rank's samples, no local steps. What a place does not support is rarely drawn for
-it, so that most jobs train.
+Jobs compute in float64. They use no feature whose numbers depend on the ranks by definition: no
+dropout, no statistics of one rank's samples, no local steps. Features that a place does not support
+are rarely drawn for it, so most jobs train.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ RATES = {  # so that a few steps change the loss, and none diverges
     **{"torch.optim.Adagrad": 0.01, "torch.optim.Adamax": 0.005},
 }
 # Batches that no number of classes divides. The linear model starts with zeros, so all its outputs
-# are equal, and where as many samples are of each class, the gradient of a bias is zero but for
-# rounding; Adam divides that by itself, and what is left is above OF_ADAM.
+# are equal. If each class had equally many samples, the gradient of a bias would be zero except for
+# rounding; Adam would divide it by itself, and the difference would exceed OF_ADAM.
 NOT_DIVISIBLE = (11, 13, 17, 19, 23, 29)
 
 
@@ -55,7 +55,7 @@ class DrawnJob(NamedTuple):
     seed: int
     words: str
     place: Place
-    next_place: Place | None  # where it goes on from its checkpoint after `steps` steps
+    next_place: Place | None  # where it resumes from its checkpoint after `steps` steps
     steps: int
 
 
@@ -282,8 +282,8 @@ class _Options:
         return words
 
     def others(self, dice: random.Random, words: str) -> list[str]:
-        """Words of features that came later, by dice of their own, so that a seed keeps its other
-        words."""
+        """Draws words of features that were added later from a separate generator, so a seed keeps
+        its other words."""
         found = ["hooks=[example_objects:Hook]"] if dice.random() < 0.15 else []
         if dice.random() < 0.15 and self.framework == "torch" and self.model != "own":
             found.append('model.freeze=["*bias"]')

@@ -1,7 +1,8 @@
-"""Which extras are tested today: a third, and those whose files the newest commits have changed.
+"""Chooses the extras that are tested today: a third, and those whose files the newest commits have
+changed.
 
-Of their files in tests/extras, where HVDTRAIN_TEST_ROUNDS=day; what another file tests of an extra
-is tested each day. Without the commits of git all extras are tested.
+This applies to test files in tests/extras with HVDTRAIN_TEST_ROUNDS=day; tests of an extra in other
+files run each day. Without git's commits all extras are tested.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def unknown_extras(chosen: Sequence[str]) -> list[str]:
 
 
 def changed_files(commits: int = COMMITS) -> list[str] | None:
-    """Those that the newest commits or nobody's commit has changed; None where git has fewer."""
+    """Returns the files that the newest commits changed, and uncommitted changes; None if git has
+    fewer commits."""
     changed = _git("diff", "--name-only", "--relative", f"HEAD~{commits}")
     new = _git("ls-files", "--others", "--exclude-standard")
     return None if changed is None or new is None else changed + new

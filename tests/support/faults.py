@@ -93,7 +93,7 @@ class Row(NamedTuple):
     seconds: list[float]  # of each trial, from the fault until every process of the job is gone
     lost: int | None = None  # steps, at most
     equal: bool | None = (
-        None  # final weights, optimizer state and sums are bitwise those of the uninterrupted run
+        None  # final weights, optimizer state and sums equal the uninterrupted run's bit for bit
     )
     codes: list[int] | None = None  # exit codes of the launcher that were seen
 
@@ -231,7 +231,7 @@ def wait_for(job: Job, condition: Callable[[], object], limit_s: float = 300) ->
 
 
 def said_by_ranks(result: Result) -> str:
-    """The standard error without what mpirun adds at the end where an exit code is not 0."""
+    """Returns the standard error without what mpirun appends if an exit code is not 0."""
     return result.stderr.partition("-" * 74)[0]
 
 
@@ -246,8 +246,8 @@ def gone(job: Job, since_s: float, limit_s: float = GONE_S) -> float:
 
 
 def once(job: Job, find: Callable[[], int | None]) -> int:
-    """A pid, once it is found. Never 0 or less, which a signal would take for a group of processes:
-    that of the tests."""
+    """Waits for find() to return a pid, and returns it. The pid is never 0 or less, which would
+    signal a group of processes: the tests' own."""
     found: list[int] = []
 
     def look() -> bool:

@@ -120,7 +120,7 @@ def good_files(home: Path, by_chunks: bool) -> dict[str, bytes]:
 
 
 def checksums_that_fit(there: dict[str, bytes], by_chunks: bool) -> dict[str, bytes]:
-    """The files, with checksums of what is in them."""
+    """Returns the files with correct checksums of their contents."""
     if by_chunks:
         data = {
             sums_of(name): [
@@ -195,8 +195,8 @@ def other_header(rng: Generator, data: bytes) -> bytes:
 
 
 def go_on(run: Path) -> None:
-    """As a job that resumes: what is taken must be whole, and the next step must know its
-    numbers."""
+    """Resumes like a job: a checkpoint that is accepted must be complete, and the next step must
+    have its numbers."""
     learner, recipe, _ = job()
     before = learner.state()
     found, arrays, _ = newest_good(run, 2**20)

@@ -21,8 +21,8 @@ def chunk(kind: bytes, body: bytes) -> bytes:
 
 
 def png_of(width: int, height: int, depth: int = 8, colour: int = 0, extra: bytes = b"") -> bytes:
-    """An image of zeros, grey with these defaults; its pixels are all there where they are at most
-    256 MiB."""
+    """Returns an image of zeros, grey with these defaults. It contains all pixels if they are at
+    most 256 MiB."""
     channels = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}.get(colour, 1)
     length = min(height * (1 + (width * depth * channels + 7) // 8), 2**28)
     # Adler's checksum of zeros

@@ -1,5 +1,5 @@
-"""Every reader that is fuzzed; here those of names and options. As a script: the child process of
-fuzzing.fuzz(), or one input again."""
+"""Lists every reader that is fuzzed, and defines the readers of names and options. As a script: the
+child process of fuzzing.fuzz(), or one input again."""
 
 from __future__ import annotations
 

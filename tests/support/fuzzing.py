@@ -165,7 +165,7 @@ def generator(name: str, seed: int, number: int) -> np.random.Generator:
 def one(
     name: str, reader: Reader, seed: int, number: int, watch: Watchdog, scratch: Path
 ) -> tuple[str, str]:
-    """("read" | "refused" | "finding", what was found)."""
+    """Returns ("read" | "refused" | "finding", description)."""
     home = scratch / "input"
     home.mkdir()
     os.chdir(home)
@@ -203,7 +203,7 @@ def check_refusal(error: UserError) -> tuple[str, str]:
 
 
 def child(order: Mapping[str, Any], readers: Mapping[str, Reader]) -> None:
-    """Works through its order; leaves in `now` what it was at, for the parent to read where this
+    """Works through its order. Writes the current input to `now`, which the parent reads if this
     process dies."""
     scratch = Path(order["scratch"])
     report = {name: Tally(**tally) for name, tally in order["tallies"].items()}

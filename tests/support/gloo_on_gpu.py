@@ -1,8 +1,8 @@
-"""The rest of the command line as a program, whose torchdist engine reduces tensors on a GPU by
+"""Runs the rest of the command line as a program whose torchdist engine reduces GPU tensors with
 Gloo.
 
-Two ranks may then share a GPU, which NCCL refuses; all that hvdtrain does with tensors that stay on
-a device is that of NCCL.
+Two ranks can then share a GPU, which NCCL rejects. Otherwise hvdtrain handles device tensors
+exactly as with NCCL.
 """
 
 from __future__ import annotations

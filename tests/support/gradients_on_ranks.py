@@ -105,8 +105,8 @@ def splits(rank: int) -> list[int]:
 
 
 def of_exchanged(rank: int) -> np.ndarray:
-    """The gradients of the ranks that the rows went to; 0 for the last row, which went to
-    nobody."""
+    """Returns the gradients of the ranks that the rows were sent to; 0 for the last row, which was
+    not sent."""
     parts = []
     for other in range(hvd.size()):
         counts = [splits(sender)[other] for sender in range(hvd.size())]
@@ -229,7 +229,7 @@ def of_torch(call: Call, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 def of_tensorflow(compiled: bool) -> Callable[[Call, np.ndarray, np.ndarray], np.ndarray]:
     import tensorflow as tf
 
-    tf.get_logger().setLevel("ERROR")  # each case is a function of its own
+    tf.get_logger().setLevel("ERROR")  # each case is a new function
 
     def gradient(call: Call, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
         def work(tensor: Any) -> Any:
@@ -304,7 +304,8 @@ def failures() -> dict[str, str]:
 
 
 def second_derivatives() -> dict[str, str]:
-    """In compiled functions those of torch: of the gradient of sum(call(x) ** 3), times weights."""
+    """Compares second derivatives in compiled functions with torch's: of the gradient of
+    sum(call(x) ** 3), times weights."""
     import jax
     import tensorflow as tf
 

@@ -1,5 +1,5 @@
-"""shard.stage=3 in 16 bits on the ranks: what is alive after a forward pass, and weights against
-those of stage 0."""
+"""shard.stage=3 in 16 bits on the ranks: which tensors are alive after a forward pass, and weights
+compared with stage 0."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ SHARES = (3, 2)
 
 
 class Odd(nn.Module):
-    """Weights of which some are read in float32: a frozen layer, a router, a matrix without a
-    layer, torch's encoder layer, a layer whose weight's norm is taken, and one that is called for
-    images of zeros alone.
+    """A model that reads some weights in float32: a frozen layer, a router, a matrix without a
+    layer, torch's encoder layer, a layer whose weight's norm is computed, and a layer that is
+    called only for images of zeros.
     """
 
     def __init__(self, outputs: int) -> None:
@@ -118,8 +118,8 @@ def alive_after_forward(communicator: Communicator, cases: list[str]) -> dict[st
 
 
 def apart(communicator: Communicator, cases: list[str]) -> dict[str, Any]:
-    """By how much weights after some steps of SGD differ from those of stage 0, and those in
-    float32 do, as shares of the largest change; and what describes the learner.
+    """Returns the difference of weights from stage 0's after some steps of SGD, in 16 bits and in
+    float32, as shares of the largest change, and the learner's description.
     """
     found = {}
     for case in cases:

@@ -117,7 +117,7 @@ def jobs(folder: str, engine: str) -> None:
 
 
 def job_that_loses_a_rank(folder: str) -> None:
-    """Three ranks, of which two go on."""
+    """Runs a job on three ranks; two of them continue."""
     recorder = Recorder()
     words = [*JOB.split(), "comm.engine=mpi", "guard.lost=shrink"]
     run = hvdtrain.train(

@@ -265,7 +265,8 @@ def reducescatter(dtype: str, op: str, hvd: Any) -> Claims:
 
 
 def gradients(hvd: Any) -> Claims:
-    """Of each collective, where every rank's loss is sum(rank-dependent weights * result)."""
+    """Checks the gradient of each collective; every rank's loss is sum(rank-dependent weights *
+    result)."""
     rank = hvd.rank()
     size = hvd.size()
     weights = [np.arange(1.0, 5.0) * (r + 1) for r in range(size)]
@@ -359,7 +360,7 @@ def process_sets(hvd: Any) -> Claims:
     each rank."""
     rank = hvd.rank()
     size = hvd.size()
-    if size == 1:  # every set of ranks is that of all
+    if size == 1:  # every set of ranks is the set of all ranks
         yield np.array([hvd.global_process_set.rank()]), (np.zeros(1), "int64")
         return
     evens = list(range(0, size, 2))
@@ -415,8 +416,8 @@ def process_sets(hvd: Any) -> Claims:
 
 
 def join(hvd: Any) -> Claims:
-    """Rank r has r + 1 batches: sums and averages are over those that have one; the last rank joins
-    last."""
+    """Rank r has r + 1 batches: sums and averages are over the ranks that still have a batch. The
+    last rank joins last."""
     rank = hvd.rank()
     size = hvd.size()
     for batch in range(rank + 1):

@@ -41,8 +41,9 @@ def given(length: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def bits_are_the_programs() -> None:
-    """The same on every rank and each time, whatever rank is late. Small sums are those in the
-    order of ranks, in the block of a round and, where ranks ask for different calls, out of it."""
+    """Results are the same on every rank and each time, whichever rank is late. Small sums are
+    added in the order of ranks, in the block of a round and, if ranks ask for different calls,
+    outside it."""
     for dtype in (torch.float32, torch.bfloat16):
         mine = {n: given(n, hvd.rank(), dtype) for n in SIZES}
         found = [sums_of(mine, late) for late in range(3)]
@@ -111,7 +112,7 @@ def kinds_share_a_name() -> None:
 
 
 def removed_sets_leave_no_threads() -> None:
-    """But that of the set of all ranks, which the first turn may start."""
+    """Except the thread of the set of all ranks, which the first turn may start."""
     counts = []
     for _turn in range(4):
         pair = hvd.add_process_set([0, 1])
@@ -310,8 +311,8 @@ def a_handle_ends_with_its_job() -> None:
 
 
 def calls_in_inference_mode_leave_the_queue_whole() -> None:
-    """Small tensors, those of a shared buffer, and what is reduced into a tensor of that mode
-    outside of it."""
+    """Tests small tensors, tensors in a shared buffer, and reductions outside inference mode into a
+    tensor created in it."""
     for length in (3, 20_000):
         for name in ("before", "after"):
             with torch.inference_mode():
@@ -370,7 +371,7 @@ def what_no_rank_can_send_is_an_error_of_that_call_alone() -> None:
 
 
 def an_optimizer_state_keeps_its_dtypes() -> None:
-    """torch's load_state_dict() makes those of the parameters of them."""
+    """torch's load_state_dict() would convert them to the parameters' dtypes."""
     for kind, entry in ((torch.optim.NAdam, "mu_product"), (torch.optim.ASGD, "eta")):
         weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
         optimizer = kind([weight], lr=0.01)

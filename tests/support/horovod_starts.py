@@ -59,7 +59,7 @@ def communicators() -> Any:
 
 
 def again() -> Any:
-    """After shutdown() no call works, process sets are gone, and init() starts anew."""
+    """After shutdown() calls fail, process sets are gone, and init() starts again."""
     found = []
     for _turn in range(2):
         hvd.init()

@@ -118,7 +118,7 @@ def clipped(_: Any) -> Any:
 
 
 def of_a_set(_: Any) -> Any:
-    """Rank 0 alone is one set: its weights are those of one process."""
+    """Rank 0 is a set by itself, so its weights equal those of one process."""
     if hvd.size() == 1:
         return
     process_set = hvd.add_process_set([0])
@@ -167,7 +167,7 @@ def scheduled(_: Any) -> Any:
             optimizers[0].step()
             wrapped.step()
             with warnings.catch_warnings():
-                # the one that was made first does not see the steps of the wrapped optimizer
+                # the scheduler that was created first does not see the wrapped optimizer's steps
                 warnings.simplefilter("ignore")
                 for schedule in schedules:
                     schedule.step()
@@ -280,8 +280,8 @@ def sparse_gradients(_: Any) -> Any:
 
 
 def adasum_steps(_: Any) -> Any:
-    """Equal changes on all ranks are averaged: the weights are those of one rank that trains with
-    rank 0's data."""
+    """Equal changes on all ranks are averaged, so the weights equal those of one rank that trains
+    with rank 0's data."""
     net = model()
     other = model()
     wrapped = hvd.DistributedOptimizer(
@@ -299,8 +299,8 @@ def adasum_steps(_: Any) -> Any:
 
 
 def optimizer_state(_: Any) -> Any:
-    """Rank 0's state and settings on all ranks, and no weight changed; where only rank 0 has a
-    state, too."""
+    """All ranks get rank 0's state and settings, and no weight changes, also if only rank 0 has a
+    state."""
     for has_state in (hvd.rank() == 0, True):
         net = model()
         optimizer = torch.optim.Adam(net.parameters(), lr=0.1 * (hvd.rank() + 1))

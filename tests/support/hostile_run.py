@@ -258,7 +258,7 @@ class Refused(BaseException):
 
 
 def outcome(command: Callable[[], int]) -> str:
-    """Empty where a command is done or refuses in words; else what went wrong."""
+    """Returns "" if a command succeeds or fails with a message; otherwise what went wrong."""
     captured = io.StringIO()
     code = -1
     with contextlib.redirect_stdout(captured), contextlib.redirect_stderr(captured):
@@ -279,8 +279,8 @@ def outcome(command: Callable[[], int]) -> str:
 
 
 def in_child(work: Callable[[], str]) -> str:
-    """What work() says in a process of its own with little memory, which may start and connect
-    nothing."""
+    """Returns the result of work() in a separate process with little memory, which may not start
+    processes or open connections."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -449,7 +449,7 @@ def make_sums_fit(checkpoint: Path) -> None:
 
 
 def work(top: Path, what: str, *arguments: str) -> int:
-    """Prints each case that went wrong, then the counts; 1 where one did."""
+    """Prints each case that went wrong, then the counts. Returns 1 if a case went wrong."""
     began_s = time.monotonic()
     # which it would make in another home, with a program
     fonts = str(Path.home() / ".cache" / "matplotlib")

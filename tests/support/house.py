@@ -1,11 +1,10 @@
-"""How large the house is, and how far things lie apart: `python tests/support/house.py [hvdtrain's
-folder, or that of another commit]`.
+"""Measures the size and depth of the source: `python tests/support/house.py [hvdtrain's folder, or
+another commit's]`.
 
-Modules, their lines, protocols, classes that share a name, and the modules outside its own files
-that name a feature are counted in the source. The smallest job, 2 steps of a linear model on
-digits, is run on two ranks of MPI for the modules that it imports, and for the frames of hvdtrain,
-and their files, that lie between main() and backward(), and between main() and the engine's
-allreduce of a gradient.
+It counts modules, their lines, protocols, classes that share a name, and for each feature the
+modules outside its files that name it. It runs the smallest job, 2 steps of a linear model on
+digits, on two MPI ranks, and counts the modules that it imports. It also counts hvdtrain's stack
+frames, and their files, from main() to backward() and to the engine's allreduce of a gradient.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def pixels_of(value: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class InMemory:
-    """PNG files, each with `padding` bytes behind it; one of them may be no image, and one may take
+    """PNG files, each followed by `padding` bytes. One may not be an image, and one may take
     forever."""
 
     images: int

@@ -1,8 +1,8 @@
 """The import graph of hvdtrain: `python tests/support/import_graph.py` prints each package with the
 packages it imports, top floor first.
 
-With --mermaid the same as a diagram for docs/design.md. Exit code 1 where an arrow points up or
-runs in a circle. Imports inside functions and under TYPE_CHECKING count like all others; a plugin
+With --mermaid the same as a diagram for docs/design.md. The exit code is 1 if an arrow points up or
+is part of a cycle. Imports inside functions and under TYPE_CHECKING count like all others; a plugin
 that is loaded by its name is no import.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2] / "hvdtrain"
 
-FLOORS = (  # lowest first; a module imports its own package and those of lower floors
+FLOORS = (  # lowest first; a module imports its own package and packages on lower floors
     ("errors", "version"),
     ("core",),
     ("config",),

@@ -131,11 +131,10 @@ def losses(
     change: Callable[[Any], None] = lambda learner: None,
     heartbeat: Heartbeat | None = None,
 ) -> dict[str, object]:
-    """The mean loss of every step over all ranks, the evaluations, and how many different states
-    the ranks ended with.
+    """Returns the mean loss of every step over all ranks, the evaluations, and the number of
+    different states with which the ranks ended.
 
-    change(learner) makes the faulty variant of a job; heartbeat: of the watchdog, where there is
-    one.
+    change(learner) makes the faulty variant of a job; heartbeat: the watchdog's, if there is one.
     """
     config = configure(None, f"{COMMON} {words}".split())
     datasets = open_datasets(config, communicator)

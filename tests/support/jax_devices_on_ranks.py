@@ -26,7 +26,8 @@ TASK = Classification((5, 4, 1), 3, np.array([0.4]), np.array([0.2]))
 
 
 def curves(communicator: Communicator) -> dict[str, list[Any]]:
-    """Of each job that of one process with one device, and that of the ranks with two."""
+    """Returns each job's curves on one process with one device, and on the ranks with two devices
+    each."""
     alone = SingleProcessCommunicator()
     return {
         name: [

@@ -71,8 +71,8 @@ COUNTED = DATA | {
 
 
 def counted_loss_of(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-    """A mean over what counts in the samples of the batch, NaN where nothing does, and how much
-    that is."""
+    """Returns the mean over the items that count in the batch, NaN if none counts, and their
+    number."""
     hidden = jnp.tanh(batch["x"] @ params["first"]["w"] + params["first"]["b"])
     squares = jnp.square(hidden @ params["rest"][0] - batch["y"][:, None])
     return (squares * batch["counts"]).sum() / batch["counts"].sum(), batch["counts"].sum()
@@ -117,7 +117,7 @@ def trained(optimizer: str, size: str, steps: str, *words: str) -> dict[str, Any
     batch_size = int(size)
     has_folder = any(word.startswith("run=") for word in words)
     with ht.init("framework=jax", "log.every_steps=4", "guard.equal_steps=4", *words) as ctx:
-        # other parameters on each rank: those of rank 0 count
+        # other parameters on each rank: rank 0's are used
         params, state = ctx.prepare(start(ctx.rank), OPTIMIZERS[optimizer])
         kept: dict[str, Any] = {}
         if has_folder:

@@ -58,7 +58,7 @@ def buffers_of(one: Learner) -> Arrays:
 
 
 def synchronized(communicator: Communicator, words: str, model: str) -> dict[str, float]:
-    """The steps of ranks with norm.kind=sync beside those of torch, which has the samples of all
+    """Compares the steps of ranks with norm.kind=sync with torch's, which has the samples of all
     ranks in one batch."""
     alone, one = (
         learner("torch", *model.split()),

@@ -1,8 +1,8 @@
 """Three ranks call fit() with hvd.elastic, one is killed, two go on: KERAS_BACKEND=... python
 tests/support/keras_elastic.py OUT.json
 
-OUT: what rank 0 has in the end, and the weight that is expected where the epoch of the loss is made
-again by the ranks that are left.
+OUT: rank 0's final weight, and the weight that is expected if the remaining ranks repeat the epoch
+of the loss.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def normed(shape: tuple[int, ...], classes: int, drop: float = 0.3) -> Any:
 
 
 class Twice(keras.layers.Layer):
-    """Layers inside of a layer, one of which has a name."""
+    """A layer that contains layers, one of them with a name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,8 +283,8 @@ def penalized() -> Any:
 
 
 def check_what_layers_add(folder: Path) -> None:
-    """Weights, losses of training and losses of an evaluation are those of Keras' fit() and
-    evaluate(); passes are of unequal size."""
+    """Weights, training losses and evaluation losses equal those of Keras' fit() and evaluate().
+    Passes have unequal sizes."""
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
     x = np.random.default_rng(0).normal(size=(40, 4))
@@ -327,8 +327,8 @@ def check_what_layers_add(folder: Path) -> None:
 
 
 def check_objects_are_trained(folder: Path) -> None:
-    """One whose variables have no names, which has no variables before it is called; what is not
-    used of it is said."""
+    """Trains a model whose variables have no names and do not exist before it is called. The header
+    names what is not used."""
     model = OwnTest([keras.layers.Flatten(), Affine(10)])
     model.compile("adam", "mse")
     with contextlib.redirect_stdout(io.StringIO()) as said:

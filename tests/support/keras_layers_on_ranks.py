@@ -54,8 +54,8 @@ def with_norms(norm: Norm) -> Any:
 
 
 def fitted(net: Any, optimizer: Any, *, whole: bool) -> list[np.ndarray]:
-    """All weights after an epoch, by the sum of squares: whatever the shares, the sum of ranks is
-    that of the whole batch."""
+    """Returns all weights after an epoch with the sum of squares as loss: for any shares, the sum
+    over ranks equals the whole batch's."""
     steps = [
         [each] if not whole else of_all for of_all in shares() for each in [of_all[hvd.rank()]]
     ]
@@ -117,8 +117,8 @@ def norms_leave_out_what_is_masked_and_take_ranks_without_rows() -> str:
 
 
 def a_local_layer_is_that_of_each_rank() -> str:
-    """Beside NumPy: the first layer by averaged gradients, the second by those of the rank, over
-    its size unless they are not scaled."""
+    """Compares with NumPy: the first layer uses averaged gradients, the second the rank's own,
+    divided by the number of ranks if they are scaled."""
     in_float64()
     worst = 0.0
     of_torch = ({"scale_local_gradients": False}, 1), ({}, 1)  # the same code on each backend

@@ -101,8 +101,8 @@ def is_as_alone(
     near: float = NEAR,
     **options: Any,
 ) -> str:
-    """Asserts that ranks end with the same bits, those of one process to rounding; says how far
-    they are."""
+    """Asserts that ranks end with the same bits, equal to one process's up to rounding. Returns the
+    difference as text."""
     net = model()
     reference = model()
     fit(net, hvd.DistributedOptimizer(make(), **options))

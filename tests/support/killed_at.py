@@ -195,7 +195,7 @@ def copy(begin: Path, folder: Path) -> Path:
 
 
 def good(run: Path) -> int:
-    """The step of the newest good checkpoint; 0 where there is none."""
+    """Returns the step of the newest good checkpoint; 0 if there is none."""
     try:
         return newest_good(run, LIMIT_BYTES)[0].train_state.progress.step
     except UserError:

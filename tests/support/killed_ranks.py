@@ -2,9 +2,9 @@
 hvdtrain ...
 
 PLAN: "2 step 7, 0 evaluate 1": rank 2 at the seventh call of a function called `step` in its
-process, in any thread. With a file before the name only that file's: "1 mpi.py:shrink 1". With a
-time behind the call it does nothing for so many seconds before: "2 step 7 0.5", so that the others
-come to where they wait for it. Ranks are those of the launcher. "-": none.
+process, in any thread. With a file before the name only that file's: "1 mpi.py:shrink 1". A time
+after the call delays the kill by so many seconds ("2 step 7 0.5"), so that the other ranks already
+wait. Ranks are the launcher's. "-": no rank.
 """
 
 from __future__ import annotations

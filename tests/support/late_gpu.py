@@ -58,8 +58,8 @@ class LateEvent:
 
 
 class LateGpu(Accelerator):
-    """Each thread has a present stream of its own. What each stream waits for, and which tensors it
-    keeps, is in `log`."""
+    """Each thread has its own current stream. `log` records what each stream waits for and which
+    tensors it keeps."""
 
     kind = "cpu"
 

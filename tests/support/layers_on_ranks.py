@@ -34,7 +34,7 @@ WIDTH = 6
 
 
 class Blocks(nn.Module):
-    """Three blocks of one shape, of which choose() says which a forward pass calls."""
+    """Three blocks of one shape; choose() selects the blocks that a forward pass calls."""
 
     def __init__(self, shape: tuple[int, ...], classes: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Blocks(nn.Module):
 
 
 class Experts(Blocks):
-    """One of two blocks for each sample; a pass calls those that its samples need."""
+    """One of two blocks for each sample; a pass calls only the blocks that its samples need."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.flatten(1)
@@ -249,8 +249,8 @@ class StagedExperts(Blocks):
 
 
 def batch(rank: int, step: int, how: str) -> Batch:
-    """The first pixel of a sample, which chooses its expert, is that of its rank, or of `alike`
-    samples now one and now the other."""
+    """Returns a batch. A sample's first pixel chooses its expert: the rank's, or with `alike` the
+    two experts alternately."""
     rng = np.random.default_rng(10 * rank + step)
     x = rng.integers(0, 256, (SHARES[rank], *TASK.shape), dtype=np.uint8)
     x[:, 0, 0, 0] = np.arange(SHARES[rank]) % 2 * 255 if how == "alike" else 255 * (1 - rank % 2)
@@ -262,8 +262,8 @@ def all_samples(batches: list[Batch]) -> Batch:
 
 
 def by_hand(model: nn.Module, how: str, readers: int) -> dict[str, np.ndarray]:
-    """The weights after the steps of plain torch: each rank's samples in a pass of their own, which
-    add up to the mean over all."""
+    """Returns the weights after the steps in plain torch: one pass for each rank's samples, which
+    add up to the mean over all samples."""
     model = model.double().train()
     for step in range(STEPS):
         model.step = step  # type: ignore[assignment]
@@ -285,8 +285,8 @@ def by_hand(model: nn.Module, how: str, readers: int) -> dict[str, np.ndarray]:
 def outcome(
     communicator: Communicator, model: str, words: str, how: str, change: Callable[[Any], None]
 ) -> str | float:
-    """The text of the error; else how far the weights after the steps are from those of plain
-    torch."""
+    """Returns the error's text, or the difference between the weights after the steps and plain
+    torch's."""
     make = globals()[model]
     config = configure(
         None,
@@ -332,7 +332,7 @@ def seeded(learner: Any) -> None:
 
 
 def not_waiting(learner: Any) -> None:
-    """As where the host waits for no collective."""
+    """As if the host waited for no collective."""
     for order in learner.orders:
         order.lags = True
 
@@ -365,8 +365,8 @@ CHANGES = {"lagging": lagging, "not waiting": not_waiting}
 def outcomes(
     communicator: Communicator, cases: list[tuple[str, str, str]]
 ) -> dict[str, list[str | float]]:
-    """By model and words: of each rank. The third of a case: alike, as batch() has it; or a change
-    of the learner."""
+    """Returns each rank's outcome by model and words. The third item of a case is `alike`, as in
+    batch(), or a change of the learner."""
     found = {}
     for model, words, how in cases:
         own = outcome(communicator, model, words, how, CHANGES.get(how, seeded))
@@ -398,7 +398,8 @@ def under_way(communicator: Communicator) -> list[list[str]]:
 
 
 def phases(communicator: Communicator) -> list[list[str]]:
-    """Of each rank: the phases of a step of stage 3 and of the evaluation behind it, in order."""
+    """Returns for each rank the phases of a step with stage 3 and of the evaluation after it, in
+    order."""
     words = "model.name=layers_on_ranks:Blocks speed.precision=fp64 shard.stage=3 batch.size=8"
     learner: Any = build_learner(configure(None, words.split()), TASK, communicator)
     own = learner.to_device(batch(communicator.rank, 0, "alike"))

@@ -1,8 +1,8 @@
-"""Four ranks of torchdist of which rank 0 is lost.
+"""Four torchdist ranks, of which rank 0 is lost.
 
-Of the others rank 1 waits for rank 3 in a collective that rank 3 does not begin, and rank 3 for
-rank 1 in one that rank 1 has given up. Each line of OUT: the rank before, after, who is lost, the
-seconds that it took to go on, and a sum of the ranks that are left.
+Rank 1 waits for rank 3 in a collective that rank 3 does not begin; rank 3 waits for rank 1 in a
+collective that rank 1 has given up. Each line of OUT has the rank before and after, the lost ranks,
+the seconds until training continues, and a sum over the remaining ranks.
 """
 
 from __future__ import annotations

@@ -35,7 +35,8 @@ ENV = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")
 
 
 def arguments(framework: str, run: Path, words: str = "", plan: str = "-") -> list[str]:
-    """The model has every kind of state; 34 steps, of which 9, 17, 25 and 34 end an epoch."""
+    """Returns the arguments of a job whose model has every kind of state. It makes 34 steps; steps
+    9, 17, 25 and 34 end an epoch."""
     return [
         KILLED_RANKS,
         plan,
@@ -103,7 +104,7 @@ def undisturbed(framework: str, run: Path, words: str = "") -> Outcome:
 
 
 def difference(one: Outcome, other: Outcome) -> float:
-    """The largest of any number; infinite where they have other arrays or steps."""
+    """Returns the largest difference of any number; infinite if arrays or steps differ."""
     if one.step != other.step or one.arrays.keys() != other.arrays.keys():
         return np.inf
     return max(

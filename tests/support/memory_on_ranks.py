@@ -53,11 +53,11 @@ def measured(
     passes: int,
     samples: int,
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """The kinds at the peak of the second step, of real numbers; and the bytes that it sends, by
-    kind. `moved`: where they are counted.
+    """Returns the bytes of each kind at the peak of the second step, with real numbers, and the
+    bytes that it sends, by kind. `moved`: records of what was sent.
 
-    With comm.local_from two steps are made in which the ranks reduce gradients, then two by
-    themselves: the most of all but the first.
+    With comm.local_from the ranks reduce gradients in two steps, then make two steps by themselves;
+    the maximum of all but the first step counts.
     """
     live = LiveStorages()
     largest = dict[str, int]()
@@ -102,7 +102,7 @@ def by_kind(moved: Iterable[Moved]) -> dict[str, int]:
 
 
 def by_case(communicator: Communicator, cases: list[str]) -> dict[str, Any]:
-    """What each case takes and sends, and what was planned."""
+    """Returns the memory and sent bytes of each case, and the planned values."""
     found = {}
     moved = list[Moved]()
     # once: torch keeps the first one that it makes process groups of

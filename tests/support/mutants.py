@@ -1,12 +1,11 @@
-"""Wrong changes of the product, each of which a fast test beside the code has to find: do the tests
-bite?
+"""Wrong changes of the product; a fast test beside the code has to find each of them.
 
     make mutants                        all of them; the exit status is 1 where one survives
     make mutants ARGS="zero.owner"      some, by name
     make mutants ARGS=--list            what there is
 
-Each change is made in a copy of the tree, in a temporary folder, in which the tests of its row then
-run. The tree itself stays as it is.
+Each change is made in a copy of the tree in a temporary folder, where the tests of its row then
+run. The tree itself does not change.
 """
 
 from __future__ import annotations
@@ -337,8 +336,8 @@ def copy_tree(folder: Path) -> None:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """For a Python that imports hvdtrain from the folder, before the one that is installed here to
-    be edited."""
+    """Returns the environment for a Python that imports hvdtrain from the folder, before this
+    checkout's editable installation."""
     return {**os.environ, "PYTHONPATH": str(folder)}
 
 
@@ -405,7 +404,7 @@ def _run(command: Sequence[str], folder: Path) -> Verdict:
 
 
 def check_unchanged(mutants: Sequence[Mutant]) -> None:
-    """Raises SystemExit where the tests do not pass as they are: what they find then says
+    """Raises SystemExit if the tests fail without a change, because their results would then mean
     nothing."""
     tests = list(dict.fromkeys(test for mutant in mutants for test in mutant.tests))
     run = run_tests(tests)

@@ -55,7 +55,7 @@ class Net(nn.Module):
 
 
 class AllKinds(nn.Module):
-    """Buffers of many dtypes and shapes, of which each rank has its own."""
+    """A model with buffers of many dtypes and shapes; each rank has its own values."""
 
     SHAPES: tuple[tuple[int, ...], ...] = ((), (3,), (2, 3), (0,))
     OTHERS = (
@@ -118,8 +118,8 @@ def same(a: Arrays, b: Arrays) -> bool:
 def train(
     communicator: Communicator, words: str, passes: int, bad: bool
 ) -> tuple[Learner, dict[str, Any]]:
-    """Three steps, of which the second is bad or left out: the learner, and what a skipped step
-    did."""
+    """Makes three steps; the second is bad or left out. Returns the learner, and what a skipped
+    step did."""
     model = (
         ""
         if "framework=" in words

@@ -46,7 +46,7 @@ Case = Callable[[Communicator], float]
 
 
 def apart(mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
-    """The largest difference, as a share of the largest number where that is above 1."""
+    """Returns the largest difference, divided by the largest number if that is above 1."""
     pairs = [(a.detach(), b.detach()) for a, b in zip(mine, theirs, strict=True)]
     assert all(a.shape == b.shape for a, b in pairs), [(a.shape, b.shape) for a, b in pairs]
     return max(

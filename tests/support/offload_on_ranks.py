@@ -1,5 +1,5 @@
 """Steps with shard.offload on the ranks: their sums, the loss scale and the weights, to compare
-with those of gradients on the device."""
+with gradients on the device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLES = 6
 
 
 def by_case(communicator: Communicator, device: str, cases: list[str]) -> dict[str, Any]:
-    """{words: {"sums": those of all ranks, by step, "scale": of the loss after each step,
+    """Returns {words: {"sums": over all ranks, by step, "scale": the loss scale after each step,
     "weights": at the end, by name}}."""
     return {
         words: _train(communicator, f"{words} speed.device={device}".split()) for words in cases

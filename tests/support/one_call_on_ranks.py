@@ -1,5 +1,5 @@
-"""Reductions to owners and gathers: as NCCL makes them, by Gloo, while those that go rank by rank
-raise; and by which calls MPI does."""
+"""Reductions to owners and gathers: with Gloo as NCCL makes them, while calls that go rank by rank
+raise; and the calls that MPI uses."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def calls_of_mpi(communicator: Any, numbers: int) -> tuple[list[str], float]:
 
 
 def scattered(communicator: Any) -> tuple[int, str]:
-    """How many reduce-scatters of torch.distributed give a rank its rows of the sums of five
-    tensors; what is wrong with those rows."""
+    """Reduces five tensors to the ranks' rows of the sums. Returns the number of
+    torch.distributed's reduce-scatters, and what is wrong with the rows."""
     size = communicator.size
     rank = communicator.rank
     shapes = [(2 * size, 3), (size + 1, 2), (size,), (1,), (3 * size, 1, 2)]

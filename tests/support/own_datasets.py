@@ -14,7 +14,7 @@ import own_data
 
 
 class Noisy:
-    """The numbers of own_data, with noise that is drawn anew for each sample in each epoch."""
+    """The numbers of own_data with noise, drawn again for each sample in each epoch."""
 
     def __init__(self, split: str) -> None:
         self.arrays = own_data.numbers(split)
@@ -38,7 +38,8 @@ def noisy_in_torch(split: str) -> Any:
 
 
 class Flawed:
-    """40 samples of three classes; `flaw` says what is wrong with sample 7, or with the whole."""
+    """40 samples of three classes; `flaw` says what is wrong with sample 7, or with the whole
+    set."""
 
     classes = ("ant", "bee", "cat")
 

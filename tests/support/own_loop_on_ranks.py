@@ -50,7 +50,7 @@ def loop(ctx: ht.Context, out: str, faults: Mapping[tuple[int, int], int]) -> in
     x = np.random.default_rng(0).uniform(-1, 1, (SAMPLES, 3))
     losses = {}
     notes = []
-    torch.manual_seed(ctx.rank)  # another model on each rank: that of rank 0 counts
+    torch.manual_seed(ctx.rank)  # another model on each rank: rank 0's is used
     net = (
         torch.nn.Sequential(
             torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1), torch.nn.Flatten(0)

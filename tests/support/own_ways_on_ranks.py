@@ -55,7 +55,7 @@ def main(out: str, *ways: str) -> None:
     model of tokens, "counted" for a mean over the targets that count, of which some parts and ranks
     have none.
 
-    Rank 0 writes what each gave.
+    Rank 0 writes the results.
     """
     results = [trained(way.split()) for way in ways]
     if results[0]["rank"] == 0:
@@ -81,7 +81,7 @@ def trained(arguments: list[str]) -> dict[str, Any]:  # noqa: PLR0915
         data = counted_data()
         compute = mean_of_counted
     ctx = ht.init("log.every_steps=4", *arguments)
-    torch.manual_seed(ctx.rank)  # another model on each rank: that of rank 0 counts
+    torch.manual_seed(ctx.rank)  # another model on each rank: rank 0's is used
     net = (
         (gpt.build("gpt", 5, 7, layers=2, heads=2, width=8) if is_gpt else Net())
         .double()
@@ -150,7 +150,7 @@ def counted_data() -> dict[str, np.ndarray]:
 def mean_of_counted(
     outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor
 ) -> torch.Tensor:
-    """The mean of squares over the targets that count; NaN where none does."""
+    """Returns the mean of squares over the targets that count; NaN if none counts."""
     return ((outputs - targets).square() * counts).sum() / counts.sum()
 
 
@@ -176,7 +176,8 @@ def next_tokens_loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
 
 
 def local_steps(_: str) -> None:
-    """comm.local_steps=2 beside the same arithmetic in numpy, of which each rank does its part."""
+    """Compares comm.local_steps=2 with the same arithmetic in NumPy, of which each rank computes
+    its part."""
     x = np.random.default_rng(0).uniform(-1, 1, (16, 3))
     ctx = ht.init("comm.engine=mpi", "comm.local_steps=2", "log.every_steps=4")
     model = torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)

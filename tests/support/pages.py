@@ -46,9 +46,9 @@ class Block:
     """One piece of code of a page."""
 
     number: int  # among all of the page, from 1
-    line: int  # of the page, where its text begins
+    line: int  # line of the page on which its text begins
     language: str
-    file: str  # that it is written to; empty where it is run
+    file: str  # file that it is written to; empty if it is run
     text: str
 
     @property
@@ -62,7 +62,7 @@ class Result:
 
     number: int
     output: str  # standard output
-    error: str  # empty where it went well
+    error: str  # empty if it succeeded
     seconds: float
 
 
@@ -91,7 +91,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def run_page(page: Path, folder: Path) -> dict[int, Result]:
-    """Runs a page in a process of its own, up to the first block that fails; returns the outcome of
+    """Runs a page in a separate process, up to the first block that fails. Returns the outcome of
     each block by its number."""
     done = python([__file__, str(page.resolve()), str(folder)])
     path = folder / RESULTS
@@ -209,7 +209,7 @@ def _run_block(block: Block, page: Path, main: types.ModuleType) -> Result:
         else:
             try:
                 exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), vars(main))
-            except BaseException:  # SystemExit too: that of a job that failed
+            except BaseException:  # also the SystemExit of a job that failed
                 error = traceback.format_exc()
     return Result(block.number, printed[0], error, round(time.monotonic() - start, 2))
 

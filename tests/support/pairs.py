@@ -1,5 +1,5 @@
-"""Pairs of features: the words that turn both on, and what is said of them on each engine before
-data or a model exist."""
+"""Pairs of features: the words that turn both on, and the refusal on each engine before data or a
+model exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvdtrain.features.every_feature import FEATURES
 from hvdtrain.features.job_feature import JobFeature, PlannedJob
 from hvdtrain.training.conflicts import refuse_conflicts
 
-# the first one that takes a pair is the one that it runs on
+# a pair runs on the first engine that accepts it
 ENGINES = (
     "mpi",
     "torchdist",
@@ -37,7 +37,7 @@ class Example(NamedTuple):
         return set(assigned(self.words))
 
 
-EXAMPLES = [  # but for Keras, whose ranks need packages of their own
+EXAMPLES = [  # without Keras, whose ranks need other packages
     Example(feature, words)
     for feature in FEATURES
     for words in feature.examples
@@ -114,8 +114,8 @@ def names(error: UserError | str, keys: Iterable[str]) -> bool:
 
 
 def refusal(pair: Pair) -> UserError | None:
-    """What is said of a pair that no engine takes: the one that names both features, where there is
-    one."""
+    """Returns the refusal of a pair that no engine accepts, preferably one that names both
+    features."""
     errors: list[UserError] = []
     for engine in ENGINES:
         error = verdict(pair.words, engine)

@@ -69,7 +69,7 @@ DROPPED = 0.25
 
 
 def jobs_on(mesh: str, few: bool) -> list[str]:
-    """The names of a mesh's jobs; with parts of the positions those of models that have
+    """Returns the names of a mesh's jobs; with parts of the positions only jobs whose models have
     positions."""
     has_positions = "parallel.sequence=true" in mesh
     some = FEW_OF_POSITIONS if has_positions else FEW if mesh else FEW + FEW_OF_POSITIONS
@@ -113,7 +113,8 @@ class Unsummed:
 
 
 class OwnWeights(torch.nn.Module):
-    """Its weights are not those of the seed, and of each rank others: all train with rank 0's."""
+    """A model whose initial weights ignore the seed and differ between ranks: all ranks train with
+    rank 0's."""
 
     def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
         super().__init__()

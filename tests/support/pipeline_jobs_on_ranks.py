@@ -46,8 +46,8 @@ OF_FILES = f"{MLP} optim.name=novograd optim.base_lr=0.02"
 
 
 def altered(communicator: Communicator) -> list[str]:
-    """The errors where ranks are compared: first as they are, then with another copy of the tied
-    weight on the last stage."""
+    """Returns the errors of comparing ranks: first unchanged, then with a different copy of the
+    tied weight on the last stage."""
     found: list[str] = []
 
     def compare(learner: Any) -> None:
@@ -68,7 +68,8 @@ def altered(communicator: Communicator) -> list[str]:
 
 
 def in_16_bits(communicator: Communicator) -> dict[str, dict]:
-    """The curves of stages in bf16 and fp16, and on rank 0 that of one process in 32 bits."""
+    """Returns the curves of stages in bf16 and fp16, and on rank 0 the curve of one process in 32
+    bits."""
     found = (
         {"fp32": invariance.losses(f"{HALF} speed.precision=fp32", SingleProcessCommunicator())}
         if communicator.rank == 0
@@ -102,7 +103,7 @@ def overflow(communicator: Communicator) -> list[list[dict[str, Any]]]:
         )
 
     *_, last = learner.model.parameters()
-    last.register_hook(make_infinite)  # which is called where the gradient is computed
+    last.register_hook(make_infinite)  # called when the gradient is computed
     found = []
     for step in range(3):
         before = {name: np.array(array) for name, array in learner.state().items()}
@@ -146,7 +147,7 @@ def curves(
     if faulty:
         with mock.patch.object(
             Pipelined, "add_tied", lambda self: None
-        ):  # each copy has the gradient of its own stage
+        ):  # each copy has its own stage's gradient
             results["altered"] = altered(communicator)
             results["faulty"] = invariance.losses(
                 f"{JOBS['gpt, tied']} parallel.pipeline=2", communicator

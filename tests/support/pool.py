@@ -42,11 +42,11 @@ def on_ranks(
     hosts: int = 1,
     limit_s: float = HANG_S,
 ) -> list[Any]:
-    """What `module:function(communicator, *arguments)` returned on each rank. Raises AssertionError
-    with the tracebacks of ranks.
+    """Returns the results of `module:function(communicator, *arguments)` on all ranks. Raises
+    AssertionError with the tracebacks of ranks.
 
-    env: of new ranks, where those that wait have another one; hosts: how many the ranks believe to
-    be on.
+    env: environment of new ranks, used if the waiting ranks have another; hosts: number of hosts
+    that the ranks assume.
     """
     kind = (engine, size, hosts, tuple(sorted((env or {}).items())))
     asked = (kind, function, json.dumps(arguments))
@@ -159,7 +159,7 @@ class WaitingRanks:
         )
 
     def _answers(self, end_s: float) -> dict[int, dict[str, Any]]:
-        """Of all ranks; after an error, of those that answer soon."""
+        """Returns the answers of all ranks; after an error, of the ranks that answer soon."""
         answers: dict[int, dict[str, Any]] = {}
         with selectors.DefaultSelector() as selector:
             for rank, (connection, lines) in self._connections.items():

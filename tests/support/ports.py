@@ -1,5 +1,5 @@
-"""Ports for tests that run at the same time: no two get the same one, and the system gives it to
-nobody else."""
+"""Ports for concurrent tests: no two tests get the same port, and the system gives it to no other
+program."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import itertools
 import os
 import socket
 
-# below those that Linux gives to outgoing connections, and those of hvdtrain.comm.rendezvous
+# below the ports of Linux's outgoing connections and of hvdtrain.comm.rendezvous
 PORTS = range(10_000, 20_000)
 _turns = itertools.count(101 * os.getpid())
 
 
 def free_port() -> int:
-    """A port that nobody listens at. It is reserved for this process until that ends."""
+    """Returns a port on which nothing listens. It is reserved for this process until the process
+    ends."""
     for turn in itertools.islice(_turns, len(PORTS)):
         port = PORTS[turn % len(PORTS)]
         if _reserve(port) and _is_free(port):

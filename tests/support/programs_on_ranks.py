@@ -1,7 +1,7 @@
-"""Programs of new users on the ranks, one after the other, each in a folder of its own; what each
-ended with, as JSON from rank 0.
+"""Runs programs of new users on the ranks, one after the other, each in its own folder. Rank 0
+prints the outcomes as JSON.
 
-resumed, as the last one: the job of FOLDER/resumed goes on, with a worker on each rank.
+resumed, the last program: resumes the job of FOLDER/resumed with a worker on each rank.
 """
 
 from __future__ import annotations

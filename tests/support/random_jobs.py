@@ -1,9 +1,11 @@
-"""Random jobs, in float64, on one process and on ranks of every engine, stage and mesh; half of them go on elsewhere from their middle.
+"""Random jobs in float64, on one process and on ranks of every engine, stage and mesh. Half of them
+resume elsewhere from their middle.
 
     python tests/support/random_jobs.py --jobs 300 --seed 0          seeds 0 to 299; --engines mpi --sizes 2 --frameworks torch: fewer kinds
 
-Each job has the losses, rates, evaluations, weights and optimizer state of one process, or is refused with code 2 and a key. Anything else
-is tried again by the command itself, in processes of its own, and printed with its seed and its commands.
+Each job must have the losses, rates, evaluations, weights and optimizer state of one process, or be
+refused with code 2 and a key. Any other job runs again by the command itself, in new processes, and
+is printed with its seed and its commands.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ LINEAR = (
     "torch.optim.SGD",
 )
 ROUNDING = 1e-12  # of these
-# and others: a gradient that is zero but for rounding, as of the biases of keys, is divided by
-# Adam's eps of 1e-8
+# and similar rules: a gradient that is zero except for rounding, such as of the biases of keys, is
+# divided by Adam's eps of 1e-8
 OF_ADAM = 1e-10
 # whose steps multiply a direction that is nearly absent by 3.4445 ** 5, and with it what it was
 # rounded by
@@ -81,8 +83,8 @@ AT_A_TIME = 60  # jobs whose runs are kept, so that ranks of a kind start once f
 
 
 class Verdict(NamedTuple):
-    """equal, refused or failed; why: the key of a refusal, or what is wrong; apart: the largest
-    relative difference."""
+    """The outcome: equal, refused or failed. why: the key of a refusal, or what is wrong; apart:
+    the largest relative difference."""
 
     kind: str
     why: str = ""
@@ -90,7 +92,7 @@ class Verdict(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A run of a job: on one process, on the ranks of its place, or where it goes on."""
+    """A run of a job: on one process, on the ranks of its place, or where it resumes."""
 
     job: DrawnJob
     place: Place
@@ -151,8 +153,8 @@ _configured = functools.cache(lambda words: configure(None, words.split()))
 
 
 def run_part(part: Part, limit_s: float) -> Verdict | None:
-    """None where it has trained to its end, on waiting ranks or by the command; else what was said
-    instead."""
+    """Runs a part on waiting ranks or by the command. Returns None if it has trained to its end;
+    otherwise the refusal or failure."""
     part.prepare()
     place = part.place
     try:
@@ -185,8 +187,7 @@ def judged(code: int, text: str) -> Verdict | None:
 
 
 def _by_command(part: Part, limit_s: float, before: str) -> Verdict | None:
-    """The same in processes of its own; ranks that wait are ended by what it may have done to
-    them."""
+    """Runs the part again in new processes: what it did may have ended the waiting ranks."""
     part.prepare()
     result = by_command(part, limit_s)
     if result.returncode == DONE:
@@ -253,7 +254,8 @@ def compare(one: Left, other: Left, first_step: int, rounding: float) -> Verdict
 
 
 def _apart(a: Any, b: Any) -> float:
-    """Relative to the largest number; infinite where one is not finite and the other is."""
+    """Returns the largest difference relative to the largest number; infinite if only one of two
+    numbers is finite."""
     a = np.asarray(a, float)
     b = np.asarray(b, float)
     if a.shape != b.shape or not np.array_equal(np.isfinite(a), np.isfinite(b)):

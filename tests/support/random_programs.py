@@ -1,4 +1,5 @@
-"""Random programs of hvdtrain.horovod against NumPy, as one program for the ranks: seeded calls, names, sizes, sets, orders of waiting.
+"""Compares random programs of hvdtrain.horovod with NumPy, in one program on the ranks: seeded
+calls, names, sizes, sets, orders of waiting.
 
 python tests/support/random_programs.py FIRST_SEED PROGRAMS OUT.json        writes {seed: failure} of those that fail
 """  # noqa: E501
@@ -121,8 +122,8 @@ def expected(step: Step, ranks: list[int], rank: int) -> np.ndarray:
 
 
 def run(seed: int, sets: list[Any]) -> None:
-    """Named requests are begun and waited for in an order of each rank's own; unnamed ones in that
-    of the program."""
+    """Each rank starts and waits for named requests in its own order; unnamed requests follow the
+    program's order."""
     common = random.Random(seed)
     own = random.Random(seed * 1000 + hvd.rank())
     rank = hvd.rank()

@@ -1,10 +1,10 @@
-"""Random programs of hvdtrain.horovod with one fault on one rank, many in one start: how each of
-them ends on every rank.
+"""Random programs of hvdtrain.horovod with one fault on one rank, many in one start; checks how
+each ends on every rank.
 
 python tests/support/random_wrong_programs.py FIRST_SEED PROGRAMS OUT.json
 
-OUT: {"wrong": {program: what is wrong with its end}, "slowest_s": seconds until a rank was told, at
-most}
+OUT: {"wrong": {program: what is wrong with its end}, "slowest_s": largest number of seconds until a
+rank was told}
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def end_of(steps: list[Step]) -> End:
 
 
 def wrong_with(ends: list[End], step: Step, culprit: int) -> str:
-    """Every rank is told of the culprit, and all others of the call; "" where nothing is wrong."""
+    """Returns what is wrong, or "". Every rank must be told of the culprit, and all other ranks of
+    the call."""
     for rank, end in enumerate(ends):
         if f"rank {culprit}" not in end.message or (
             rank != culprit and f"{step.kind} {step.name!r}" not in end.message

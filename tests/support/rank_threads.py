@@ -11,7 +11,7 @@ from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle, part_of
 from hvdtrain.comm.threads import ThreadCommunicator, ThreadRanks, run_threads
 
 T = TypeVar("T")
-LIMIT_S = 120.0  # for the ranks to meet: reached only where one does not come
+LIMIT_S = 120.0  # limit for the ranks to meet; reached only if a rank does not come
 
 
 class ThreadRank(ThreadCommunicator):

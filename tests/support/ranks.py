@@ -55,7 +55,7 @@ needs_horovod = pytest.mark.skipif(
 
 
 def of_this_copy(rows: Iterable[str]) -> list[str]:
-    """Rows of words without those that have a key of an extra which this copy of hvdtrain lacks."""
+    """Returns the rows of words that need no key of an extra missing from this copy of hvdtrain."""
     return [row for row in rows if all(map(_is_of_this_copy, row.split()))]
 
 
@@ -185,7 +185,7 @@ class Job:
             stdin=subprocess.DEVNULL,
             env={"TMPDIR": self._sessions, **env},
             cwd=cwd,
-            # Linux gives a session a whole share of the cores, also where its ranks only wait
+            # Linux gives each session a full share of the cores, even if its ranks only wait
             # (sched(7), autogroup)
             process_group=0,
         )

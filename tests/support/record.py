@@ -14,7 +14,7 @@ SLOWEST = 30
 
 
 def note(fields: dict[str, Any]) -> None:
-    """A line more, with the test that runs; nothing where no file is asked for."""
+    """Appends a line with the running test; does nothing if no file is set."""
     if path := os.environ.get("HVDTRAIN_TEST_RECORD"):
         test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
         with open(path, "a") as file:

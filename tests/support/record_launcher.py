@@ -49,8 +49,8 @@ def neutral(key: str, value: str) -> str:
 
 
 def merge(folder: Path, out: Path, version: str, command: str) -> None:
-    """One file for the launcher: the variables that are equal in all processes, and those of each
-    process, in rank order."""
+    """Writes one file for the launcher: the variables that are equal in all processes, then each
+    process's other variables, in rank order."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     from hvdtrain.comm.launcher_variables import placement
 

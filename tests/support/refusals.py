@@ -10,7 +10,7 @@ from hvdtrain.training.conflicts import refuse_conflicts
 
 
 def refusal_of_job(words: str, engine: str, ranks: int) -> tuple[str, str, str]:
-    """The message, where the conflict is (the key, and its file and line) and how to fix it."""
+    """Returns the message, the place of the conflict (the key, its file and line), and the fix."""
     with pytest.raises(UserError) as caught:
         refuse_conflicts(configure(None, words.split()), engine, ranks)
     return caught.value.what, caught.value.where, caught.value.fix

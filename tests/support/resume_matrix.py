@@ -33,8 +33,8 @@ from hvdtrain.training.run_lock import RunLock
 from hvdtrain.training.train_job import train_job
 
 # 31 splits neither over 2 ranks nor over 4, and 157 not into steps of 31: every share is uneven,
-# and steps straddle epochs. data.ahead=0: what is read is what is learned from, so that a stopped
-# job's rows can be counted.
+# and steps straddle epochs. data.ahead=0: a job reads only samples that it learns from, so a
+# stopped job's rows can be counted.
 DATA = (
     "data.name=synthetic data.samples=157 data.val_samples=61 data.classes=5 batch.size=31 "
     "guard.equal_steps=1 data.ahead=0"
@@ -56,7 +56,7 @@ POINTS = {
 TORCH = f"{DATA} epochs=2 data.shape=[8,8,2] log.every_steps=3 optim.base_lr=0.05"
 RESNET = f"{TORCH} model.name=wide_resnet model.widths=[2,2,4,4]"
 MLP = f"{TORCH} model.name=mlp model.widths=[12,8]"
-KINDS = {  # of state that a job may have, in the torch framework; float32 but for the last
+KINDS = {  # kinds of state that a job may have in the torch framework; float32 except for the last
     "running statistics, dropout": f"{RESNET} model.dropout=0.2",
     "a user's model, its buffer, its dropout": f"{TORCH} model.name=resume_matrix:Dropping",
     "adam": f"{RESNET} optim.name=adam optim.base_lr=0.003",
@@ -108,7 +108,7 @@ class Outcome(NamedTuple):
 
 
 class RecordingSource(AroundSource):
-    """A source that remembers what was read of it; while it reads after `step` steps, this rank
+    """A source that records which samples were read. While it reads after `step` steps, this rank
     receives a signal."""
 
     def __init__(self, source: Source, heartbeat: Heartbeat, signals: Signals, step: int) -> None:
@@ -149,7 +149,7 @@ class Dropping(nn.Module):
         return self.head(self.body(x).relu())
 
 
-# 60 ms, where a whole job takes 100
+# configuring takes 60 ms of a whole job's 100 ms
 configured = functools.cache(lambda words: configure(None, words.split()))
 
 

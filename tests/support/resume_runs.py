@@ -37,7 +37,7 @@ ROW = (
     "batch.size=11 epochs=50 stop.steps=12 optim.name=sgd optim.base_lr=0.05 log.every_steps=2 "
     "guard.equal_steps=1 data.ahead=0 checkpoint.keep_last=1"
 )
-NO_ROW = {  # words of an example -> where such a job is resumed instead
+NO_ROW = {  # words of an example -> the tests that resume such a job instead
     "framework=": "the table of frameworks",
     "guard.lost=": "tests of lost ranks, which start MPI with its own options",
     "speed.compile=": "the pairs: a C++ compiler takes most of a minute",

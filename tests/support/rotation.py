@@ -1,4 +1,5 @@
-"""Which rows of the largest tables run today: a third, so that each runs on one of three days.
+"""Chooses the rows of the largest tables that run today: a third, so each row runs on one of three
+days.
 
     @pytest.mark.in_turn                    a test, a row or a file, of whose tests a third runs;
                                             so are those marked slow, faults or cluster,
@@ -61,8 +62,8 @@ def is_together(item: pytest.Item) -> bool:
 
 
 def items_of_other_days(items: Sequence[pytest.Item], day: date) -> set[pytest.Item]:
-    """The tests by turns that do not run on a day, of each file two thirds. Files begin on
-    different days, so that those with one such test do not all run on one."""
+    """Returns the tests by turns that do not run on a day: two thirds of each file. Files begin on
+    different days, so that files with a single such test do not all run on the same day."""
     places = Counter[str]()
     others = set[pytest.Item]()
     for item in filter(is_by_turns, items):

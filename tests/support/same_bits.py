@@ -71,7 +71,7 @@ class Job(NamedTuple):
 
     options: str
     ranks: int = 2
-    stop: int = 0  # where not 0 the job is stopped after so many steps, and resumed
+    stop: int = 0  # if not 0, the job is stopped after so many steps and resumed
     resume_ranks: int = 0
     kill: str = ""  # a plan of killed_ranks.py: the others go on
     is_own_loop: bool = False  # own_loop_on_ranks.py, instead of hvdtrain's loop
@@ -227,7 +227,7 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
 
 
 def start(job: Job, ranks: int, words: list[str]) -> None:
-    """Trains until the ranks have ended; the script ends here where they failed."""
+    """Trains until the ranks have ended; exits the script if they failed."""
     if job.kill:
         engine = next(
             word.removeprefix("comm.engine=") for word in words if word.startswith("comm.engine=")

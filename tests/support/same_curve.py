@@ -1,4 +1,4 @@
-"""Whether a job on many ranks is that of one process."""
+"""Checks that a job on many ranks equals the job on one process."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 
 
 def check_same(name: str, job: dict, one: dict) -> None:
-    """Fails where what invariance.losses() gave for `job` differs from `one` by more than rounding,
-    or the job learned nothing."""
+    """Fails if the result of invariance.losses() for `job` differs from `one` by more than
+    rounding, or if the job learned nothing."""
     losses = np.array(job["losses"])
     expected = np.array(one["losses"])
     assert len(losses) >= 4 and losses[-1] != losses[0], name

@@ -1,4 +1,4 @@
-"""Compares the ranks of a job of which the last one differs, in seven ways: {case: message}, on the
+"""Compares the ranks of a job whose last rank differs in seven ways: {case: message}, on the
 ranks."""
 
 from __future__ import annotations
@@ -113,6 +113,6 @@ def write_metadata(folder: Path, package: str, version: str) -> None:
 
 
 def found(communicator: Communicator, folder: str) -> dict[str, Any]:
-    """What cases() gives; with a path and an environment that are those of before."""
+    """Returns the result of cases(), and restores the path and the environment."""
     warnings.simplefilter("error")
     return cases(communicator, Path(folder) / str(communicator.rank))

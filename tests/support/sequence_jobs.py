@@ -52,7 +52,7 @@ class NextToken(nn.Module):
 
 
 class OfRows(nn.Module):
-    """A number for each row of x (n, T, 3), from that row and those before it."""
+    """Computes a number for each row of x (n, T, 3) from this row and the rows before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,8 @@ class OfRows(nn.Module):
 
 
 class OfSentence(nn.Module):
-    """Scores of two classes from the real tokens of each sample, each of which sees all of them."""
+    """Computes scores of two classes from the real tokens of each sample; each token attends to all
+    of them."""
 
     def __init__(self) -> None:
         super().__init__()

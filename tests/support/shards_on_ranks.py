@@ -88,7 +88,8 @@ FEW = ("mlp, sgd, micro-batches", "everything", "gpt", "empty shares", "own weig
 
 
 class OwnWeights(torch.nn.Module):
-    """Its weights are not those of the seed, and of each rank others: all train with rank 0's."""
+    """A model whose initial weights ignore the seed and differ between ranks: all ranks train with
+    rank 0's."""
 
     def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
         super().__init__()
@@ -122,7 +123,7 @@ class Averaged:
 
 
 def jobs_of(*how: str) -> dict[str, str]:
-    """Name -> words, without the stage; of the jobs that `how` names, where it names some."""
+    """Returns name -> words, without the stage, for the jobs that `how` names, or for all jobs."""
     jobs = JAX_JOBS if "jax" in how else JOBS
     named = {
         name: words for name, words in jobs.items() if name.endswith("muon") or "muon" not in how
@@ -169,8 +170,8 @@ def checkpoint(run: Path, words: str, communicator: Communicator) -> dict[str, s
 
 
 def altered(communicator: Communicator, stage: str) -> str:
-    """The error where the last rank's part of the optimizer state is not that of its copy on the
-    other host."""
+    """Returns the error that is raised if the last rank's part of the optimizer state differs from
+    its copy on the other host."""
     words = f"{MLP} shard.stage={stage} shard.group=node optim.name=sgd optim.momentum=0.9"
     learner: Any = build_learner(
         configure(None, words.split()), without_statistics((8, 8, 1), 10), communicator
@@ -220,10 +221,10 @@ def sleeping(engine: str) -> None:
 
 
 def curves(communicator: Communicator, folder: str, stages: str, *how: str) -> dict[str, Any]:
-    """By job and stage. how: few: some jobs; muon: those with optim.name=muon; nodes: the ranks are
-    on two hosts of half as many each; jax: jobs of that framework, and the files of a checkpoint in
-    `folder`. "averaged" is the first job with reductions that give the mean over ranks, which the
-    test must notice.
+    """Returns curves by job and stage. how: few: some jobs; muon: jobs with optim.name=muon; nodes:
+    half of the ranks on each of two hosts; jax: jobs of that framework, and the files of a
+    checkpoint in `folder`. "averaged" is the first job with reductions that give the mean over
+    ranks, which the test must notice.
     """
     group = " shard.group=node" if "nodes" in how else ""
     results: dict[str, Any] = {}

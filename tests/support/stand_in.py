@@ -103,7 +103,7 @@ class Phases(Heartbeat):
 
 
 class StandIn(PlannedCommunicator):
-    """Rank 0 of `size`; the others give what it gives, from hosts of their own."""
+    """Rank 0 of `size`; the other ranks, on other hosts, contribute the same values."""
 
     name = "mpi"
 
@@ -160,7 +160,7 @@ def phases_of(size: int, run: Path, words: Sequence[str] = WORDS) -> dict[str, C
 
 
 class StandInOfCheck(StandIn):
-    """The others have numbers and hosts of their own."""
+    """A stand-in whose other ranks have their own numbers and hosts."""
 
     def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
         # by which check measures the engine
@@ -268,8 +268,8 @@ def checkpoint_of(size: int, run: Path) -> Counts:
 
 
 def print_phases(size: int) -> None:
-    """Twice: what is imported in the first run counts for no number of ranks. Memory with
-    tracemalloc, which takes time, in a third one."""
+    """Runs everything twice, so that imports in the first run do not count for any number of ranks.
+    A third run measures memory with tracemalloc, which takes time."""
     with tempfile.TemporaryDirectory() as folder:
         phases_of(size, Path(folder) / "first")
         counts = phases_of(size, Path(folder) / "second")

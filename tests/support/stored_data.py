@@ -121,7 +121,8 @@ def columns_of_split() -> dict[str, np.ndarray]:
 
 
 def check_column_of_split(library: str, build: Callable[..., Any], path: Path) -> None:
-    """That the column which splits the samples, those of columns_of_split(), is cut as they are."""
+    """Checks that the column which splits the samples of columns_of_split() is split like the
+    samples."""
     fields = {"x": "x[1:]", "y": "y[1:]"}
     with pytest.raises(
         UserError,

@@ -41,7 +41,7 @@ def weights(state: Arrays, kinds: tuple[str, ...] = ("p.",)) -> np.ndarray:
 
 
 def train(one: Learner, communicator: Communicator, steps: int, sizes: list[int]) -> None:
-    """Each rank its own samples, of which it has sizes[rank]."""
+    """Trains each rank on its own samples; rank r has sizes[r] of them."""
     for step in range(steps):
         one.step(
             [one.to_device(batch(sizes[communicator.rank], 100 * communicator.rank + step))],
@@ -120,8 +120,8 @@ def post_local(communicator: Communicator) -> dict[str, Any]:
 
 
 def compression(communicator: Communicator, kind: str) -> dict[str, Any]:
-    """One step's change against that of the same step without compression; and the digest of each
-    rank."""
+    """Returns a step's change compared with the same step without compression, and each rank's
+    digest."""
     sizes = [6 + rank for rank in range(communicator.size)]
     moves = []
     for words in (["comm.reduce=bucket"], [f"comm.compression={kind}"]):

@@ -9,7 +9,7 @@ import torch
 
 import hvdtrain.horovod as hvd
 
-CYCLES = 100_000_000  # about 50 ms, in which what is reduced is not there
+CYCLES = 100_000_000  # about 50 ms, during which the tensor to reduce is not ready
 
 
 def main() -> None:
@@ -18,7 +18,7 @@ def main() -> None:
     asks = torch.cuda.Stream()
     waits = torch.cuda.Stream()
     total = hvd.size() * (hvd.size() + 1) // 2
-    for length in (2000, 1_000_000):  # fused in a buffer; alone, where the tensor is
+    for length in (2000, 1_000_000):  # fused in a buffer; alone, in place
         for _ in range(3):
             with torch.cuda.stream(asks):
                 late = torch.full((length,), math.nan, device="cuda")

@@ -78,7 +78,7 @@ def small_gpt(vocabulary: int = VOCABULARY, **options: Any) -> nn.Module:
 
 
 def apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest difference, as a share of the largest number where that is above 1."""
+    """Returns the largest difference, divided by the largest number if that is above 1."""
     assert a.shape == b.shape, (a.shape, b.shape)
     return float((a.detach() - b.detach()).abs().max()) / max(1.0, float(b.detach().abs().max()))
 
@@ -102,8 +102,8 @@ def gradients(
     communicator: Communicator,
     sequence: bool = False,
 ) -> Found:
-    """The difference of every parameter's gradient; infinite where one is missing, or is not the
-    same on all ranks.
+    """Returns the difference of every parameter's gradient; infinite if a gradient is missing or
+    differs between ranks.
 
     sequence: a rank has a part of the positions, and the gradients of whole parameters are sums
     over ranks.
@@ -194,8 +194,8 @@ def perceptron(widths: tuple[int, ...], communicator: Communicator) -> Found:
 
 
 def half_numbers(communicator: Communicator, sequence: bool = False) -> Found:
-    """Under autocast with bfloat16, of which the engine may have no sums: to its 8 bits. Gradients
-    are those of float32 weights."""
+    """Compares under autocast with bfloat16, which the engine may not be able to sum, up to its 8
+    bits. Weights and gradients are float32."""
     whole = small_gpt().float()
     model = copy.deepcopy(whole)
     cut_model(model, plan_of(model, "tests"), communicator, sequence=sequence)
@@ -220,7 +220,7 @@ def half_numbers(communicator: Communicator, sequence: bool = False) -> Found:
 
 
 def kept_of_a_block(communicator: Communicator, sequence: bool) -> float:
-    """Numbers that forward keeps for backward: those of a model with one block more, without the
+    """Returns how many numbers forward keeps for backward in one more block, without its
     parameters."""
     found = []
     for layers in (1, 2):

@@ -187,8 +187,8 @@ def calls_take_what_tensorflow_has() -> str:
 
 
 def calls_are_those_of_torch() -> str:
-    """Values, dtypes and shapes: of integers with factors, truth values, 16 bits; of scalars and of
-    what is empty."""
+    """Compares values, dtypes and shapes: integers with factors, booleans, 16 bits, scalars and
+    empty tensors."""
     common = hvdtrain.horovod
     cases: dict[str, Callable[[Any, Any], Any]] = {
         "scaled": lambda module, x: module.allreduce(
@@ -349,7 +349,7 @@ def a_state_is_that_of_the_last_commit() -> str:
 
 
 def names_are_those_of_horovod() -> str:
-    """Those of 0.28.1 that are no modules of others or parts of its own machinery."""
+    """Checks the names of 0.28.1, without imported modules and its internals."""
     here = """Adasum Average BroadcastGlobalVariablesHook Compression DistributedGradientTape DistributedOptimizer Max Min
     PartialDistributedGradientTape ProcessSet Product Sum SyncBatchNormalization add_process_set allgather allgather_object allreduce
     alltoall broadcast broadcast_ broadcast_global_variables broadcast_object broadcast_object_fn broadcast_variables ccl_built

@@ -77,7 +77,7 @@ class Trouble(nn.Module):
             self.once.write_text(f"{time.time()}")
 
     def do(self, x: torch.Tensor) -> torch.Tensor:
-        """The fault; the batch comes back where the pass goes on."""
+        """Causes the fault; returns the batch if the pass continues."""
         if self.fault != "evaluate":
             self.begin()
         if self.fault == "sleep":

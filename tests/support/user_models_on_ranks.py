@@ -1,4 +1,4 @@
-"""Models that a script gives to hvdtrain.train(), on the ranks: what each object says after
+"""Models that a script passes to hvdtrain.train(), on the ranks: each object's outputs after
 training, and what was reported."""
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def data(samples: int, seed: int) -> dict[str, np.ndarray]:
 
 
 def after_training(folder: str, engine: str, strategies: list[str]) -> dict[str, Any]:
-    """By strategy: the loss of the last evaluation, that of the object, how far this moved, and how
-    far it is from run.weights."""
+    """Returns by strategy: the last evaluation's loss, the object's loss, how far the object's
+    weights moved, and their distance from run.weights."""
     train = data(65, 0)
     val = data(33, 1)
     found = {}

@@ -10,8 +10,8 @@ GLANCE_S = 0.02  # between two looks
 
 
 def wait_until(condition: Callable[[], object], what: str, limit_s: float = 300) -> None:
-    """Until the condition holds. `what` is said where it does not hold within limit_s, which only
-    ends a test that hangs."""
+    """Waits until the condition holds. Fails with `what` if it does not hold within limit_s, which
+    only ends a hanging test."""
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end, f"not within {limit_s:g} s: {what}"

@@ -1,16 +1,16 @@
-"""Pythons that begin with torch imported: one process imports it, and a fork of that process runs
-what `python ARGUMENTS` would.
+"""Pythons that start with torch imported: one process imports it, and a fork of that process runs
+`python ARGUMENTS`.
 
 Importing torch takes 3 s of a core, nine tenths of a tiny job, and the tests start a thousand of
 them. `command(argv, env)` stands for `python *argv`: it is a small client (warm_client.py) in the
 place where a launcher starts a rank, with that rank's environment, folder and standard streams. It
-hands them to the server, which forks; it passes signals on, and ends as the fork ends. Where the
-client is killed, so is the fork. The fork imports hvdtrain itself, as any Python does, and MPI is
-not started before it.
+hands them to the server, which forks. It forwards signals, and ends with the fork's exit status. If
+the client is killed, so is the fork. The fork imports hvdtrain itself, like any Python, and MPI
+starts in it at the earliest.
 
-What differs from a Python that starts by itself: the seed of hashes is the server's, /proc has the
-server's command and environment, memory shared with the server is counted, and modules are not
-taken apart at the end, nor is what they left open flushed. Tests of these say is_warm=False.
+It differs from a Python that starts by itself. The hash seed is the server's. /proc has the
+server's command and environment. Memory shared with the server is counted. Modules are not torn
+down at the end, and files that they left open are not flushed. Tests of these say is_warm=False.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ _servers: list[
 
 
 def start(env: dict[str, str]) -> None:
-    """Starts the server with `env`, where this process and the one that started it have none; end()
-    ends it, and so does our end."""
+    """Starts the server with `env` if this process and its parent have none. It ends with end() or
+    with this process."""
     if ADDRESS in os.environ:
         return
     folder = tempfile.TemporaryDirectory(prefix="hvd")
@@ -112,8 +112,8 @@ def end() -> None:
 
 
 def command(argv: Sequence[str], env: dict[str, str]) -> list[str]:
-    """The command that runs `python *argv` under `env`, in a fork of the server where that can
-    be."""
+    """Returns the command that runs `python *argv` under `env`, in a fork of the server if
+    possible."""
     is_known = bool(argv) and (argv[0] in ("-m", "-c") or argv[0].endswith(".py"))
     if not is_known or not os.environ.get(ADDRESS):
         return [sys.executable, *argv]
@@ -301,14 +301,14 @@ def _code_of(request: Request, libraries: list[str]) -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends this process as Python does, but for taking its modules apart: 0.5 s of a core for those
-    of torch."""
+    """Ends this process like Python does, but without tearing down its modules, which takes 0.5 s
+    of a core for torch's."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
     atexit._run_exitfuncs()
     sys.stdout.flush()
     mpi = sys.modules.get("mpi4py.MPI")
-    # mpi4py does so after the modules, unless it is told not to: hvdtrain does so itself, but for
-    # ranks that have lost others
+    # mpi4py does so after the modules, unless that is turned off; hvdtrain finalizes MPI itself,
+    # except on ranks that have lost others
     if (
         mpi
         and sys.modules["mpi4py"].rc.finalize is not False

@@ -48,8 +48,8 @@ def trained(run: Path, weights: Any, *words: str) -> dict[str, np.ndarray]:
 
 
 def on_ranks(folder: str) -> int:
-    """Jobs of a field, stopped after four steps, of classes in passes, and of an array; rank 0
-    leaves the weights of those that end."""
+    """Runs jobs with weights of a field, stopped after four steps, of classes, in several passes,
+    and of an array. Rank 0 saves the weights of the jobs that end."""
     os.chdir(folder)
     trained(Path("field"), "weight", "stop.steps=4")
     jobs = {"classes": ("balanced", "batch.micro=3"), "array": (data()["weight"],)}

@@ -1,7 +1,7 @@
-"""The tests of a copy without one extra: `without_extra.py [NAME] [-- ARGUMENTS OF PYTEST]`.
+"""Runs the tests of a copy without one extra: `without_extra.py [NAME] [-- ARGUMENTS OF PYTEST]`.
 
-Without NAME it takes another extra each day. The copy has the files that git knows, but for the
-folder of the extra and its tests.
+Without NAME it takes another extra each day. The copy has the files that git tracks, except for the
+extra's folder and its tests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EXTRAS = ROOT / "hvdtrain" / "extras"
 
 
 def copy_without(name: str, target: Path) -> None:
-    """The files of this checkout, but for those of an extra and its row of the page."""
+    """Copies the files of this checkout, without an extra's files and its row of the page."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""What the simulated GPU itself does: {check: what was found}, in a process with two of them."""
+"""Checks of the simulated GPU itself: {check: result}, in a process with two of them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def fresh_memory() -> list[str]:
 
 
 def copy_on_a_side_stream() -> list[list[str]]:
-    """Before and behind a wait."""
+    """Returns the values before and after a wait."""
     side = torch.cuda.Stream()
     host = torch.tensor([1.0, 2.0]).pin_memory()
     with torch.cuda.stream(side):
@@ -88,7 +88,7 @@ def copy_to_the_host() -> list[list[str]]:
 
 
 def generator() -> bool:
-    """Whether the GPU draws from a generator of its own."""
+    """Whether the GPU has its own random generator."""
     torch.manual_seed(1)
     torch.cuda.manual_seed(2)
     first = _texts(torch.rand(2, device="cuda"))

@@ -62,7 +62,7 @@ def install(gpu: Gpu) -> None:
 
 
 class _Handles:
-    """What classes without a gpu of their own use."""
+    """Base of the classes that do not have their own gpu."""
 
     gpu: Gpu
 
@@ -142,7 +142,7 @@ class SyncDebug:
 
 
 def _exchange(gpu: Gpu, index: int) -> int:
-    """As torch.cuda.device: sets the device, and returns the one before; -1 changes nothing."""
+    """Like torch.cuda.device: sets the device and returns the previous one; -1 changes nothing."""
     if index < 0:
         return -1
     before = gpu.current_device()

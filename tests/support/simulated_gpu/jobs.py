@@ -43,7 +43,7 @@ class Job(NamedTuple):
 
 
 class Watched:
-    """A learner's step, in which the waits of the host are counted, but not those of WARM_UP."""
+    """A learner's step that counts the host's waits, except in the steps of WARM_UP."""
 
     def __init__(self, gpu: Gpu, device: int) -> None:
         self._gpu = gpu

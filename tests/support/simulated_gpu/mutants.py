@@ -1,4 +1,4 @@
-"""Wrong changes that only a GPU shows, each of which a job on simulated GPUs has to find:
+"""Wrong changes that only a GPU shows; a job on simulated GPUs has to find each of them:
 
 python tests/support/simulated_gpu/mutants.py [NAME ...]
 """

@@ -31,7 +31,7 @@ class Call(NamedTuple):
     operation: str  # "allreduce SUM"
     dtype: str
     count: int
-    stream: str  # "default" or "side", the one that was current
+    stream: str  # the current stream, "default" or "side"
 
 
 def install(gpu: Gpu) -> None:
@@ -296,7 +296,8 @@ class RecordingNccl(_ProcessGroup):
         return Work(self.gpu, self._stream, finish, outputs or inputs)
 
     def _compare(self, call: Call) -> Callable[[], None]:
-        """Starts to compare the call with those of the other ranks; the result raises an error."""
+        """Starts to compare the call with the other ranks' calls. Returns a function that raises
+        the error."""
         text = f"{call.number}: {call.operation} of {call.count} {call.dtype}"
         own = torch.frombuffer(bytearray(text.encode().ljust(96)[:96]), dtype=torch.uint8)
         every = [torch.empty_like(own) for _ in range(self.size())]

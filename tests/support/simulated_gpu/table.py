@@ -104,7 +104,7 @@ def on_two(
     """mpi, torchdist: waits in a step. start: memory; 1.02 for rounding to 512 bytes."""
     waits = {"mpi": mpi, "torchdist": torchdist}
     job = ALONE[like]
-    # the memory is that of NCCL; what plan --memory computes for a rank takes seconds
+    # the memory is NCCL's; plan --memory takes seconds for a rank
     engines = ("torchdist",) if job.kind == "memory" else ("mpi", "torchdist")
     words = f"{job.words} {words}".strip()
     return RanksJob(job.kind, words, like, waits, exchanges, engines, start)
