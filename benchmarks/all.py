@@ -27,7 +27,7 @@ from peers import DEFAULTS
 from rows import FOLDER, append
 
 Rows = list[dict[str, Any]]
-Values = dict[str, float]  # of what is compared, by its name
+Values = dict[str, float]  # ratios by the name of what is compared
 PEERS = ("horovod", "ddp gloo", "lightning", "accelerate")
 
 
@@ -47,7 +47,7 @@ def by(field: str, *names: str) -> Callable[[Rows], Values]:
 
 
 def of_step(rows: Rows) -> Values:
-    """hvdtrain's images/s to those of the loop by hand."""
+    """Returns hvdtrain's images/s divided by the hand-written loop's."""
     found = {}
     for row in rows:
         for name, one in row["rows"].items():
@@ -57,7 +57,7 @@ def of_step(rows: Rows) -> Values:
 
 
 def of_peers(rows: Rows) -> Values:
-    """Each trainer's time of a step to that of the fastest of the other trainers in its round."""
+    """Returns each trainer's step time divided by the fastest other trainer's in the same round."""
     steps: dict[tuple[str, int], Values] = defaultdict(dict)
     for row in rows:
         if "step_ms" in row:
@@ -71,7 +71,7 @@ def of_peers(rows: Rows) -> Values:
 
 
 def of_gpt(rows: Rows) -> Values:
-    """hvdtrain's tokens/s to those of the loop by hand, and of Accelerate."""
+    """Returns hvdtrain's tokens/s divided by the hand-written loop's and by Accelerate's."""
     found = {}
     for row in rows:
         training = row.get("training", {})
@@ -180,7 +180,8 @@ FILES = {"data": "folder"}  # of the parts whose file has another name
 
 
 def last_rows(path: Path) -> Rows:
-    """The rows of the newest run in the file; those of before 2026-11-29 do not name theirs."""
+    """Returns the rows of the newest run in the file. Rows from before 2026-11-29 do not name their
+    run."""
     if not path.exists():
         return []
     rows = [json.loads(line) for line in path.read_text().splitlines()]

@@ -3,12 +3,14 @@
 mpirun -np 4 python benchmarks/asynchronous.py [--part accuracy|fashion|rate|servers ...] [--seeds 1,2,3] [--slow 5] [--json FILE] [--quick]
                                                [--data KEY=VALUE ...]
 
-Three workers train a perceptron on digits; with servers rank 0 holds the weights. The cost of a pass is a sleep of --ms-per-sample for
-each of its samples, and --slow times as long on the last worker, so that the times are those of machines that compute at the same time,
-however many cores this one has. accuracy: seconds to 95 %, of each way of waiting. fashion: seconds to 88 % of Fashion-MNIST, with a
-perceptron of 256 units, batches of 256 and a fifth of the sleep; --data data.root=DIR has its files. rate: updates a second and the
-staleness of each bound, and the bytes of messages that go over the network for an update. servers: of a perceptron with 5 million weights
-whose passes cost little, updates a second with one server and with two.
+Three workers train a perceptron on digits; with servers rank 0 holds the weights. A pass sleeps
+--ms-per-sample for each of its samples, and --slow times as long on the last worker. So the times
+are those of separate machines, however many cores this machine has. accuracy: seconds to 95 % with
+each way of waiting. fashion: seconds to 88 % of Fashion-MNIST, with a perceptron of 256 units,
+batches of 256 and a fifth of the sleep; --data data.root=DIR has its files. rate: updates per
+second and staleness for each bound, and the bytes that an update sends over the network. servers:
+updates per second with one server and with two, for a perceptron with 5 million weights and cheap
+passes.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -145,8 +147,8 @@ class Trial:
 def accuracy(
     words: str, communicator: Any, most_steps: int, target: float = TARGET
 ) -> dict[str, Any]:
-    """Seconds, steps and samples up to the first evaluation at the target; None where it is not
-    reached."""
+    """Returns seconds, steps and samples up to the first evaluation at the target; None if it is
+    not reached."""
     trial = Trial(f"{words} stop.steps={most_steps} stop.target={target}", communicator)
     communicator.allgather_object(None)
     began = time.perf_counter()

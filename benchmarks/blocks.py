@@ -50,8 +50,8 @@ def changed(*settings: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def ratio(trainer: Trainer, part: Part, rounds: int, steps: int) -> dict[str, Any]:
-    """Seconds of a block with the part, divided by those of the block without it in the same round;
-    the order alternates."""
+    """Returns the seconds of a block with the part divided by the seconds of the block without it
+    in the same round. The order alternates."""
     with_part: list[float] = []
     without_part: list[float] = []
     for number in range(rounds + 1):
@@ -88,7 +88,7 @@ def in_turn(
 
 
 def microseconds(call: Callable[[], Any], calls: int = 2000) -> dict[str, Any]:
-    """Microseconds of one call, measured in LOOPS loops. Every rank calls it where the call is a
+    """Microseconds of one call, measured in LOOPS loops. Every rank calls it if the call is a
     collective."""
     call()
     found = []

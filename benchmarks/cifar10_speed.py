@@ -6,8 +6,9 @@
 FOLDER has cifar-10-batches-bin, the original, or images in train/CLASS and test/CLASS; the column `data` tells them apart. Each job of
 hvdtrain is a real `mpirun -np RANKS`, which evaluates 2,000 images after each epoch; `hvdtrain evaluate` then counts all, with six views
 and with one. `left-out` trains for two epochs with the first seed, once with everything and once without each idea; `added` with one more.
-A row is appended to benchmarks/cifar10_speed.jsonl when its job ends, and one that is there is not made again. `train_s` are seconds of
-training steps alone; `seconds` has the start and evaluations in it.
+A row is appended to benchmarks/cifar10_speed.jsonl when its job ends; jobs that already have a row
+are skipped. `train_s` is the time of training steps only; `seconds` includes the start and
+evaluations.
 
 --gpu: one process, where a job takes seconds. It counts all images after each epoch itself, with six views; `left-out` and `added`
 train for all epochs with every seed, --together at a time (their seconds then say nothing).
@@ -141,7 +142,7 @@ def planned(options: argparse.Namespace) -> list[Job]:
 
 
 def run(name: str, arguments: list[str], seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Trains on ranks, then evaluates all images. Exits where a job fails."""
+    """Trains on ranks, then evaluates all images. Exits if a job fails."""
     environment = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.ranks)),
         **os.environ,

@@ -94,7 +94,7 @@ def load(folder: Path, part: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def augmented(padded: torch.Tensor, epoch: int) -> torch.Tensor:
-    """padded: the images of the epoch with 2 pixels on each side, of which half were mirrored
+    """padded: the epoch's images with 2 pixels on each side; half of the images were mirrored
     before the first epoch."""
     out = torch.empty(len(padded), 3, 32, 32, device=DEVICE).contiguous(
         memory_format=torch.channels_last

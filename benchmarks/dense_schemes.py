@@ -3,10 +3,12 @@
 mpirun -np 2 python benchmarks/dense_schemes.py [--engine mpi|horovod|torchdist] [--width 4096] [--samples 128] [--rounds 10] [--json FILE]
 
 Forward and backward of one layer of width x width, `samples` rows on each rank, and for data parallel the allreduce of its gradient. The
-ways take turns. Bytes are those that have to leave a rank where each message goes straight to who needs it: of an own part all others
-get, (ranks - 1) times the part; of a sum that one rank gets, everything but the rank's own part once; of an allreduce, 2 (ranks - 1) /
-ranks of it. An engine may send more: over a tree, or, Horovod, an allreduce in place of a sum for one rank. "most in a turn" is the
-largest sum of bytes that one rank sends for one turn's rows, forward: b has one sender at a time, c all of them.
+ways take turns. Bytes are what a rank must send if each message goes directly to its receiver. For
+a part that all other ranks get, this is (ranks - 1) times the part. For a sum that one rank gets,
+it is everything except the rank's own part, once. For an allreduce, it is 2 (ranks - 1) / ranks of
+its size. An engine may send more: over a tree, or with Horovod an allreduce instead of a sum for
+one rank. "most in a turn" is the largest sum of bytes that one rank sends for one turn's rows,
+forward: b has one sender at a time, c all of them.
 """  # noqa: E501
 
 from __future__ import annotations

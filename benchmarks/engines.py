@@ -3,8 +3,9 @@
 python benchmarks/engines.py --root DIR [--ranks 2,4] [--precisions fp32,bf16] [--rounds 5] [--json FILE] [--only SETTING ...] [--networks NAME ...]
 
 Each setting is a job of its own under mpirun, with one thread a rank; a round starts every setting once and begins with another one.
-The time of a run is the median of its blocks, each of the slowest rank. The ratio is to mpi in the same round: below 1 is faster.
-Without --only: mpi, Horovod as hvdtrain starts it, and Horovod with `comm.reduce=bucket`.
+The time of a run is the median of its blocks, each measured on the slowest rank. Ratios are to mpi
+in the same round: below 1 is faster. Without --only: mpi, Horovod as hvdtrain starts it, and
+Horovod with `comm.reduce=bucket`.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def compare(options: argparse.Namespace, ranks: int, precision: str, network: st
 
 
 def run(setting: str, ranks: int, job: list[str]) -> float:
-    """Milliseconds of a step in a job of its own."""
+    """Returns the milliseconds of a step, measured in a separate job."""
     engine, *others = setting.split()
     words = SETTINGS.get(setting, [f"comm.engine={engine}", *others])
     variables = dict(word.split("=") for word in words if word.split("=")[0].isupper())

@@ -4,12 +4,15 @@ python benchmarks/folder.py --root DIR [--images 10000] [--rounds 7] [--size 224
     [--home DIR] [--json FILE]
 
 DIR holds train/CLASS/*.jpg. In each round every method reads the same images once, in random batches of 128; each round starts with
-another method, and the first round warms up. Packing reads them in their order, and has the start of its worker processes in its time.
-torchvision: ImageFolder with PILToTensor behind a DataLoader, 0 and 2 workers, which stay from round to round, with --size after Resize
-and CenterCrop of PIL's images; ratios are to 2 workers. "on tensors": the same of transforms.v2 after PILToTensor, whose resizing uses
-vector instructions and gives other pixels, by 1 of 255. torchvision's own JPEG decoder is not in PyPI's wheel for a CPU build of torch.
---enlarge makes images of that size of DIR's, with noise, as JPEGs of quality 90. --crop S: random boxes of at least this share of the
-whole image, resized to --size, by torchvision's RandomResizedCrop((S, 1)); nothing is packed then. --home keeps the images for a next run.
+another method, and the first round warms up. Packing reads them in order, and its time includes the
+start of its worker processes. torchvision: ImageFolder with PILToTensor and a DataLoader with 0 and
+2 persistent workers; with --size also Resize and CenterCrop of PIL images. Ratios are to 2 workers.
+"on tensors": the same with transforms.v2 after PILToTensor. Its resizing uses vector instructions,
+and its pixels differ by 1 of 255. torchvision's own JPEG decoder is not in PyPI's wheel for a CPU
+build of torch. --enlarge resizes DIR's images to that size, adds noise, and stores JPEGs of quality
+90. --crop S: random boxes of at least this share of the whole image, resized to --size, by
+torchvision's RandomResizedCrop((S, 1)); nothing is packed then. --home keeps the images for a next
+run.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -48,8 +51,8 @@ BASE = "torchvision, 2 workers"
 
 
 def prepare_images(root: Path, home: Path, count: int, enlarge: tuple[int, int] | None) -> Path:
-    """A folder of `count` images, equally many of each class, and the same images as tar archives;
-    nothing where they are there."""
+    """Creates a folder of `count` images, equally many of each class, and the same images as tar
+    archives, unless they exist. Returns the folder."""
     if (home / "tar").exists():
         return home
     classes = sorted(path for path in (root / "train").iterdir() if path.is_dir())

@@ -1,13 +1,16 @@
-"""Goodput of real jobs whose ranks are killed at random times, beside what the simulation of `plan --faults` says of the same faults.
+"""Goodput of real jobs whose ranks are killed at random times, compared with the simulation of
+`plan --faults` for the same faults.
 
 python benchmarks/goodput.py [--ranks 3] [--faults 4] [--mtbf 15] [--seeds 1,2] [--lost stop,restart,shrink]
                              [--out FILE.jsonl] [key=value ...]
 
-A job under launch --elastic has so many faults, each an exponential time of mean --mtbf (seeded) after the job goes on from the one before.
-A fault kills one rank, while the job trains. A pass costs a sleep for each sample, so ranks are as fast as machines of their own. Goodput:
-steps that are kept x seconds of a step where nothing happens / wall time, from the first sync point to the first one of all ranks after the
-last fault. The prediction of a job takes --mtbf and the mean times of the jobs of the other seeds (checkpoints, detection, starts); "5 to
-95 %" is of 1,000 simulated jobs of so many faults.
+A job under launch --elastic has --faults faults. Each occurs an exponential time with mean --mtbf
+(seeded) after the job continued from the previous fault. A fault kills one rank, while the job
+trains. A pass sleeps for each sample, so ranks are as fast as separate machines. Goodput: kept
+steps x seconds of an undisturbed step / wall time, from the first sync point to the first one of
+all ranks after the last fault. A job's prediction uses --mtbf and the mean times of the other
+seeds' jobs (checkpoints, detection, starts). "5 to 95 %" is the range of 1,000 simulated jobs with
+as many faults.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -64,8 +67,8 @@ Event = dict[str, Any]
 
 
 class Paced(torch.nn.Module):
-    """A linear model whose passes of training cost a sleep for each sample: a rank is as fast as a
-    machine of its own."""
+    """A linear model whose training passes sleep for each sample, so a rank is as fast as a
+    separate machine."""
 
     def __init__(self, shape: tuple[int, ...], classes: int, sample_s: float = 0.0) -> None:
         super().__init__()

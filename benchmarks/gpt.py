@@ -1,14 +1,16 @@
-"""Training tokens/s of an image GPT in one process: a loop by hand as in nanoGPT, and hvdtrain, in turn; and how fast images are drawn.
+"""Training tokens/s of an image GPT in one process: a hand-written loop like nanoGPT's, and
+hvdtrain, in turn; and the speed of sampling images.
 
 python benchmarks/gpt.py [--rounds 20] [--steps 5] [--draws 7] [--images 32] [--accelerate] [--json FILE] [key=value ...]
 
 By hand: all tokens on the device, batches by index, autocast, torch.optim.AdamW (foreach) with decay on matrices alone, clip_grad_norm_,
 the loss read at the end of a block; the model is hvdtrain's, from the same weights. Before the timing both must give the same loss, after
-it both must have learned. Drawing: 32 images with the cache, and the logits of one position of all of them, again from the first.
+it both must have learned. Drawing: 32 images with the cache; and without it, the logits of one
+position of all images, computed from the first position.
 
-On a CPU, seconds are those of the processor that this process has used, over all its threads: other processes on the machine move them
-little, where they double the time on the clock. On a GPU they are of the clock. Blocks of both alternate, and each ratio is of
-neighbours. --rounds 0 trains nothing, --draws 0 draws nothing.
+On a CPU, seconds are this process's CPU time over all its threads: other processes on the machine
+change it little, even if they double the wall time. On a GPU they are wall time. Blocks of both
+alternate, and each ratio is of neighbours. --rounds 0 trains nothing, --draws 0 draws nothing.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -201,7 +203,8 @@ def training(
 
 
 def drawing(hand: ByHand, draws: int, images: int) -> dict[str, Any]:
-    """`images` sequences with the cache, and without: that of every 16th position, times 16."""
+    """Times drawing `images` sequences with the cache, and without it: every 16th position, times
+    16."""
     model: Any = hand.model.eval()
     start = int(hand.tokens[0, 0])
     prompts = hand.tokens.new_full((images, 1), start)

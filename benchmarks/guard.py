@@ -3,8 +3,9 @@
 mpirun -np 2 python benchmarks/guard.py [--engine mpi|horovod] [--rounds 40] [--json FILE] [--only PART ...] [--quick]
 
 The default wide_resnet on digits; checkpoints of a perceptron with 10 million weights too. Whole steps are timed in blocks in one
-process. A ratio compares two consecutive blocks; that of "nothing", two equal blocks, is the noise. The share of a step of a part that
-costs less than the noise follows from its microseconds. --quick: a linear model, and only the ratios, to try the script.
+process. A ratio compares two consecutive blocks; the ratio of "nothing", two equal blocks, is the
+noise. If a part costs less than the noise, its share of a step is computed from its microseconds.
+--quick: a linear model, and only the ratios, to try the script.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class SilentHeartbeat(Heartbeat):
 
 
 class WithoutFlags(HealthMonitor):
-    """Adds to the sums only the flag that the loop needs, and ignores those of other ranks."""
+    """Adds to the sums only the flag that the loop needs, and ignores other ranks' flags."""
 
     def flags(self, step: int | None = None) -> Sums:
         return {"save": 0.0}
@@ -136,7 +137,7 @@ def calls(trainer: Trainer) -> Iterator[dict[str, Any]]:
     communicator = job.communicator
     learner: Any = job.learner
     learner.sync_buffers(communicator)
-    # per step, with those of epochs
+    # per step, including epoch ends
     sync_points = 1 / job.config.log.every_steps + job.config.batch.size / job.prefetcher.samples
     parameters = learner.parameters
     for p in parameters:

@@ -1,11 +1,13 @@
-"""Horovod's own PyTorch examples on hvdtrain.horovod beside Horovod: every loss that they compute, on every rank. Rows go to a file.
+"""Compares Horovod's PyTorch examples on hvdtrain.horovod and on Horovod: every loss that they
+compute, on every rank. Rows go to a file.
 
 git clone --depth 1 --branch v0.28.1 https://github.com/horovod/horovod
 python benchmarks/horovod_examples.py horovod/examples [--ranks 2,4] [--only mnist] [--json benchmarks/horovod_examples.jsonl]
 
-The examples are unchanged but for the lines that import horovod. Their data are small and made here: digits in MNIST's files, pictures in
-folders. Losses are noted by a function in the place of torch's own, which calls it. "horovod again" is a second run of Horovod's, and
-"on horovod" is hvdtrain.horovod with HVDTRAIN_ENGINE=horovod. The ranks start once for all examples of an engine.
+The examples are unchanged except for the lines that import horovod. Their data are small and
+generated here: digits in MNIST's files, pictures in folders. A function that replaces torch's loss,
+and calls it, records the losses. "horovod again" is a second run of Horovod's, and "on horovod" is
+hvdtrain.horovod with HVDTRAIN_ENGINE=horovod. The ranks start once for all examples of an engine.
 """  # noqa: E501
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def main() -> None:
 
 
 def run(name: str, seed: int, options: argparse.Namespace) -> dict[str, object]:
-    """The result of one job; exits where the job fails."""
+    """Returns the result of one job; exits if the job fails."""
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "run"
         data = (

@@ -1,13 +1,15 @@
-"""How many layers of an image GPT two ranks train under a limit of memory: replicated, sharded, and with recomputation.
+"""How many layers of an image GPT two ranks can train within a memory limit: replicated, sharded,
+and with recomputation.
 
 python benchmarks/layers_that_fit.py [--limit MIB] [--layers 12] [--most 96] [--ranks 2] [--data DIR] [--json FILE] [KEY=VALUE ...]
 
-The model is that of configs/image_gpt_cifar10.yaml, in float32, on noise or on images of 32x32 in DIR/train/CLASS and DIR/test/CLASS. Each
-job makes two steps and an evaluation, and writes its checkpoint. `ulimit -d` limits what each rank may write to and shares with no other:
-tensors, Python, heaps, stacks of threads. `ulimit -v` would count reserved addresses and libraries too; a container's memory.max ends a
-process that then says nothing.
-Without --limit it is the least, in steps of 16 MiB, under which --layers replicated layers train. A job fits if it ends with exit code 0;
-one that does not must end with 83, out of memory: any other code ends the benchmark.
+The model is the one in configs/image_gpt_cifar10.yaml, in float32, on noise or on images of 32x32
+in DIR/train/CLASS and DIR/test/CLASS. Each job makes two steps and an evaluation, and writes its
+checkpoint. `ulimit -d` limits each rank's private writable memory: tensors, Python, heaps, stacks
+of threads. `ulimit -v` would count reserved addresses and libraries too; a container's memory.max
+ends a process that then says nothing. Without --limit it is the smallest limit, in steps of 16 MiB,
+within which --layers replicated layers train. A job fits if it ends with exit code 0. Otherwise it
+must end with 83, out of memory: any other code ends the benchmark.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ class Outcome(NamedTuple):
 
     code: int
     seconds: float
-    end: dict[str, Any]  # the event "end"; empty where there is none
+    end: dict[str, Any]  # the event "end"; empty if there is none
     printed: str
 
     @property
@@ -64,7 +66,7 @@ class Outcome(NamedTuple):
 
 
 class Benchmark:
-    """Jobs of so many ranks, each of which is written to `sink` as a line of JSON."""
+    """Jobs on a number of ranks; each job is written to `sink` as a line of JSON."""
 
     def __init__(self, ranks: int, words: list[str], sink: Path | None) -> None:
         self._ranks = ranks
@@ -72,7 +74,7 @@ class Benchmark:
         self._sink = sink
 
     def job(self, way: str, layers: int, limit_mib: int) -> Outcome:
-        """Raises SystemExit where the job ends with another code than 0 and 83."""
+        """Runs a job. Raises SystemExit if it ends with another code than 0 and 83."""
         words = [
             *WORDS,
             f"batch.size={self._ranks}",

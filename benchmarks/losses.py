@@ -1,11 +1,11 @@
-"""Losses of the first steps on a GPU, in each number type, against those of the CPU in float64;
-without a GPU, the CPU against itself.
+"""Compares the losses of the first steps on a GPU, in each number type, with the CPU's in float64;
+without a GPU, the CPU with itself.
 
 python benchmarks/losses.py [--steps 10] [--jobs wide_resnet,...] [--json FILE]
 
-Each job has an optimizer and layers of its own, the same initial weights, samples and order of
-samples everywhere, and no dropout, which draws from the generator of the device. Fails where a loss
-of a step is further from the CPU's than the tolerance of its number type.
+Jobs differ in optimizer and layers. Each has the same initial weights, samples and order of samples
+everywhere, and no dropout, which draws from the device's generator. Fails if a step's loss differs
+from the CPU's by more than the tolerance of its number type.
 """
 
 from __future__ import annotations

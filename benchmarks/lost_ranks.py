@@ -1,18 +1,21 @@
-"""Ranks are killed, one after the other or two at once, while guard.lost=shrink goes on: what it costs, and the end.
+"""Kills ranks, one after the other or two at once, while guard.lost=shrink continues: the cost, and
+the final result.
 
 python benchmarks/lost_ranks.py [--kills 30] [--engine mpi | torchdist] [--framework numpy | torch] [--seed 0] [--ranks 4 | 2,3,4]
                                 [--out FILE.jsonl] [key=value ...]
 
-A chain of jobs, each of one of the numbers of ranks, which loses all of them but one, or until it ends. A kill is one of
+Runs a chain of jobs with the given numbers of ranks. Each job loses ranks until one is left or the
+job ends. A kill is one of
 
     a rank, rank 0, two at once    at a random moment
     evaluation, checkpoint         inside the evaluation of a random number, or while rank 0 writes a checkpoint
     re-form                        while the others go on without one that was killed just before
 
-The weights of each job are compared with those of one process. A line of FILE is a loss: seconds from the first failed collective until
-training goes on (go_on_s), until the first sync point after it (first_s). The arguments are those of a job (shard.stage=1
-checkpoint.every_steps=10). A job that ends before its end has its exit codes in the last line: 84 where all copies of some parts are lost
-and there is no checkpoint yet.
+Each job's weights are compared with one process's. A line of FILE is a loss: seconds from the first
+failed collective until training continues (go_on_s), and until the first sync point after it
+(first_s). Other arguments are a job's (shard.stage=1 checkpoint.every_steps=10). If a job ends
+early, the last line has its exit codes: 84 if all copies of some parts are lost and there is no
+checkpoint yet.
 """  # noqa: E501
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""What guard.lost=shrink costs a step where no rank is lost: jobs under mpirun with and without ULFM and copies, block by block in turn.
+"""What guard.lost=shrink costs a step if no rank is lost: jobs under mpirun with and without ULFM
+and copies, block by block in turn.
 
 python benchmarks/lost_ranks_cost.py [--ranks 2] [--rounds 24] [--seconds 1] [--out FILE.jsonl] [key=value ...]
 
-Each way to run has an mpirun of its own, whose ranks sleep while another trains a block. A block ends at a sync point, and has the copies
-made there. A ratio is that of blocks in the same round, to one of `stop`; each round begins with another way. "again" is a second job
-like `stop`: the noise. Beside the time on the clock is that of the processors, of all ranks: other work on the machine is not in it. The
-default model has 1.1 million weights: digits in an mlp, adam.
+Each variant has its own mpirun, whose ranks sleep while another variant trains a block. A block
+ends at a sync point and includes the copies made there. A ratio compares a block with a block of
+`stop` in the same round; each round begins with another variant. "again" is a second job like
+`stop`: the noise. Besides wall time it reports the CPU time of all ranks, which other work on the
+machine does not change. The default model has 1.1 million weights: digits in an mlp, adam.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ class Ends(NamedTuple):
 
 
 def pipe(path: Path, mode: str) -> IO[str]:
-    """A FIFO, open for both sides: nobody waits for the other one to open it."""
+    """Returns a FIFO that is open for both sides, so neither side waits for the other to open
+    it."""
     with contextlib.suppress(FileExistsError):
         os.mkfifo(path)
     return os.fdopen(os.open(path, os.O_RDWR), mode)

@@ -1,10 +1,10 @@
-"""Seconds of an epoch of a language with sentences of different lengths: padded to the longest of
-the data, of a pass, of passes by length.
+"""Seconds of an epoch of a language with sentences of different lengths: padded to the longest in
+the data, in a pass, and in passes of similar lengths.
 
 python benchmarks/padding.py --rounds 5 --json benchmarks/padding.jsonl
 
-Lengths are log-normal, as those of sentences are. The ways alternate, each as a job of its own from
-the same weights; their losses must agree.
+Lengths are log-normal, like the lengths of real sentences. The variants alternate, each as a
+separate job from the same weights; their losses must agree.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def sentences(samples: int, seed: int) -> list[np.ndarray]:
 
 
 def whole(samples: list[np.ndarray]) -> NamedArrays:
-    """Padded to the longest by a token of its own, which is not predicted."""
+    """Returns the samples padded to the longest with a special token, which is not predicted."""
     rows = [np.pad(one, (0, LONGEST - len(one)), constant_values=VOCABULARY) for one in samples]
     return NamedArrays({"tokens": np.array(rows)}, {"tokens": VOCABULARY + 1})
 

@@ -153,7 +153,7 @@ def row_of(mesh: list[str], seconds: list[float], predicted: dict[str, Any]) -> 
 
 
 def kendall_tau(a: list[float], b: list[float]) -> float:
-    """tau-b (Kendall 1945): 1 where two orders agree, -1 where they are opposite."""
+    """Returns tau-b (Kendall 1945): 1 if two orders agree, -1 if they are opposite."""
     signs = [
         ((x > y) - (x < y), (u > v) - (u < v))
         for (x, u), (y, v) in itertools.combinations(zip(a, b, strict=True), 2)
@@ -265,9 +265,9 @@ def measure_step(config: Any, task: Any, communicator: Any, folder: Path) -> Non
 
 
 def measure_links(communicator: Any, folder: Path) -> None:
-    """As bench allreduce, of the two ranks of each host and of all ranks; inside of a host each
-    after a matrix product on every rank, whose time is taken off: where ranks share a core, each
-    waits until the others have computed, too."""
+    """Measures links like bench allreduce, between the two ranks of each host and between all
+    ranks. Inside a host each measurement follows a matrix product on every rank, whose time is
+    subtracted: ranks that share a core also wait until the others have computed."""
     import torch
 
     from hvdtrain.core.link import IN_PARTS

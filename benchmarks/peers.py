@@ -5,8 +5,8 @@ python benchmarks/peers.py --root DIR [--rounds 5] [--precision fp32,bf16] [--dr
 All train the same network from the same weights with the same global batch and SGD on Fashion-MNIST, one thread a rank. The scripts in
 peers/*.py follow the documentation of each peer and use its fast options. In each round every peer is started again, and each round
 begins with another peer. The time of a step in a round is the median of the run's blocks. The ratio is to the fastest of the other
-trainers in the same round: below 1 is faster than all of them. CPU ms: processor time of a step on one rank, with all its threads; it
-separates work from waiting where the machine is busy.
+trainers in the same round: below 1 is faster than all of them. CPU ms: CPU time of a step on one
+rank, over all its threads; it separates work from waiting if the machine is busy.
 
 hvdtrain does not install Lightning and Accelerate:
     .venv/bin/pip install -c constraints.txt lightning accelerate
@@ -86,7 +86,7 @@ def environment() -> dict[str, str]:
 
 
 def run(peer: Peer, arguments: list[str], limit_s: float) -> dict[str, Any]:
-    """The script's line of JSON, with an empty "state"; where there is none, {"state":
+    """Returns the script's line of JSON, with an empty "state"; if there is none, {"state":
     NOT_INSTALLED or FAILED, "why": ...}."""
     if importlib.util.find_spec(peer.package) is None:
         return {"state": NOT_INSTALLED, "why": f"no module {peer.package}"}
@@ -185,7 +185,7 @@ def check_losses(found: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def ratios(found: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
-    """Each peer's step time, divided by that of the fastest other trainer, in every round that has
+    """Returns each peer's step time divided by the fastest other trainer's, in every round that has
     both."""
     others = [lines for name, lines in found.items() if not name.startswith(OURS)]
     found_ratios: dict[str, list[float]] = {name: [] for name in found}

@@ -1,13 +1,16 @@
-"""The share of a step in which the ranks of a pipeline wait, as measured, beside the formula (p - 1) / (m + p - 1) and simulations.
+"""The measured share of a step in which the ranks of a pipeline wait, compared with the formula (p
+- 1) / (m + p - 1) and simulations.
 
 mpirun -np 2 python benchmarks/pipeline_bubble.py [--engine mpi|torchdist] [--stages sleeping|computing] [--micro 4,8,16] [--rounds 20]
 
-sleeping: a stage takes 5 ms forward and 10 ms backward without a processor, as if each rank had a machine of its own: what is more than
-the formula is the executor's and the messages'. computing: a GPT, its stages cut by measured time. Ranks that share a core compute faster
-while the others wait, so a step's ends, where few compute, are shorter than the formula has them. "one speed" is the simulation of the
-schedule with the times of a stage that computes alone, "shared" the one in which a pass takes the time of a stage that computes alone as
-long as no other rank computes, and else the time that it takes while all compute; both are measured in each round.
-Cases take turns; the first round is left out. ms, and shares in percent: median (quartiles).
+sleeping: a stage sleeps 5 ms forward and 10 ms backward, as if each rank had its own machine.
+Waiting beyond the formula is caused by the executor and the messages. computing: a GPT, its stages
+cut by measured time. Ranks that share a core compute faster while the others wait. So the two ends
+of a step, where few ranks compute, are shorter than in the formula. "one speed" simulates the
+schedule with the times of a stage that computes alone. "shared" uses these times only while no
+other rank computes, and otherwise the times while all ranks compute. Both times are measured in
+each round. Cases take turns; the first round is left out. ms, and shares in percent: median
+(quartiles).
 """  # noqa: E501
 
 from __future__ import annotations
@@ -79,8 +82,8 @@ class Slow(torch.autograd.Function):
 
 
 class Sleeping(nn.Module):
-    """Takes `seconds` forward and two times as long backward, half of that for the gradient of the
-    inputs where these have one."""
+    """A stage that takes `seconds` forward and twice as long backward: half of that for the
+    gradient of the inputs, if they need one."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -203,8 +206,8 @@ def medians(found: Sequence[Speeds]) -> Speeds:
 
 
 def shared_bubble(case: Case, ranks: int, speeds: Speeds) -> float:
-    """The share of waiting where a pass advances at one speed while no other rank computes, and at
-    the other one else."""
+    """Returns the share of waiting if a pass advances at one speed while no other rank computes,
+    and otherwise at the other speed."""
     found = timeline(case.schedule, ranks, case.micro, case.virtual, speeds.alone)
     orders = [found.order(rank)[::-1] for rank in range(ranks)]  # the next pass is the last
     left: list[float] = [1.0] * ranks  # of the next pass

@@ -2,9 +2,10 @@
 
 mpirun -np 2 python benchmarks/pipeline_peers.py [--rounds 20] [--micro 4] [--samples 4] [--json FILE]
 
-Both have the same stages of a GPT, weights and micro-batches, SGD in float32, and messages over the same Gloo group, that of the torchdist
-engine. A round is one step of each, after one that warms up, and each round begins with another one. The script ends with an error
-where the losses of a step differ. The ratio is hvdtrain's time to that of torch's schedule in the same round: median and quartiles.
+Both have the same stages of a GPT, weights and micro-batches, SGD in float32, and messages over the
+torchdist engine's Gloo group. A round is one step of each, after a warm-up step; rounds alternate
+which one begins. The script fails if the losses of a step differ. The ratio is hvdtrain's time
+divided by the time of torch's schedule in the same round: median and quartiles.
 """  # noqa: E501
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def tensors(step: Step) -> dict[str, float]:
 
 
 def process(sizes: dict[str, int], which: str, keeps: bool) -> float:
-    """MB of the largest resident memory of three steps, above that before them."""
+    """Returns by how many MB resident memory rises during three steps."""
     if keeps:
         keep_freed_memory()
     Step(sizes | {"layers": 1, "context": 8, "batch": 1}, which)()  # loads libraries: 100 MB

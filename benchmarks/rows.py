@@ -1,4 +1,4 @@
-"""What every row of a benchmark says about where it comes from."""
+"""Fields in every row of a benchmark that describe its origin."""
 
 from __future__ import annotations
 

@@ -3,11 +3,14 @@
 mpirun -np 2 python benchmarks/shards.py [--case mlp] [--trainers mpi/0,mpi/1,mpi/2,mpi/3] [--to mpi/0] [--rounds 15] [--steps 5]
                                          [--json FILE] [key=value ...]
 
-A trainer is ENGINE/STAGE of hvdtrain, or one of sharded_peers.py. All have the same model, initial weights and batches, and Adam, in
-float32. In each round each trains a block of steps, and each round begins with another one; ratios are within a round. Losses are means
-over the samples of all ranks in a block: the script fails where those of two trainers differ by more than --tolerance.
+A trainer is ENGINE/STAGE of hvdtrain, or a trainer of sharded_peers.py. All have the same model,
+initial weights and batches, and Adam, in float32. In each round every trainer trains a block of
+steps, and each round begins with another trainer; ratios are within a round. Losses are means over
+the samples of all ranks in a block: the script fails if two trainers' losses differ by more than
+--tolerance.
 
-All but the mpi engine communicate by Gloo. mpi/3 makes MPI torch's process group, so it runs beside other stages of mpi alone.
+All trainers except the mpi engine's communicate with Gloo. mpi/3 makes MPI torch's process group,
+so it can be compared only with other stages of mpi.
 """  # noqa: E501
 
 from __future__ import annotations

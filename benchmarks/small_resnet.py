@@ -10,8 +10,8 @@ from torch import nn
 
 
 class Block(nn.Module):
-    """Two convolutions beside a shortcut; where the image is halved, a 1x1 convolution is the
-    shortcut (He 2015, arXiv:1512.03385)."""
+    """Two convolutions with a shortcut; if the image is halved, the shortcut is a 1x1 convolution
+    (He 2015, arXiv:1512.03385)."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()

@@ -1,10 +1,12 @@
-"""Seconds from the launcher to the end of the first step, by part, on 1, 2 and 4 ranks; and of importing each large library.
+"""Seconds from the launcher to the end of the first step, by part, on 1, 2 and 4 ranks; and the
+import time of each large library.
 
 python benchmarks/start.py [--ranks 1,2,4] [--rounds 5] [--engine horovod] [--json FILE]
 
-Every start is a job of its own of the default configuration with one step; the parts are the field start_s of its event "started". An
-import is measured in a new Python process, after one that fills the file cache.
-"""  # noqa: E501
+Every start is a separate job with the default configuration and one step; the parts are the field
+start_s of its event "started". An import is measured in a new Python process, after another has
+filled the file cache.
+"""
 
 from __future__ import annotations
 

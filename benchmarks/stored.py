@@ -3,8 +3,9 @@
 python benchmarks/stored.py --rounds 5 --json benchmarks/stored.jsonl
 mpirun -np 2 python benchmarks/stored.py --rounds 5 --ranks      chunks that ranks decode together, with and without blocks of their own
 
-The file is made first: fields of 4 variables on a grid, smooth in space, with numbers to predict. It does not fit into the cache of decoded
-chunks (data.cache_mb). An epoch of each method warms up; every method's samples of the first epoch are compared with the file's.
+The file is made first: fields of 4 variables on a grid, smooth in space, with numbers to predict.
+It does not fit into the cache of decoded chunks (data.cache_mb). Each method has a warm-up epoch.
+Every method's samples of the first epoch are compared with the file's.
 """  # noqa: E501
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
-"""Milliseconds of a training step on a tensor group: hvdtrain's cut layers, and DTensor's parallelize_module() of plain PyTorch, in turn.
+"""Milliseconds of a training step on a tensor group: hvdtrain's cut layers, and PyTorch's
+parallelize_module() with DTensors, in turn.
 
 mpirun -np 2 python benchmarks/tensor_peers.py [--rounds 40] [--samples 8] [--layers 4] [--width 128] [--json FILE]
 
-Both have the same GPT, weights and samples, SGD in float32, and collectives over the same Gloo group, that of the torchdist engine. The
-layers are cut in the same way: ColwiseParallel and RowwiseParallel, with SequenceParallel where hvdtrain has parallel.sequence=true. The
-rows of DTensor's matrix of queries, keys and values are in another order, so that its even parts are whole heads of all three. Its loss is
-that of loss_parallel(), from logits in parts as hvdtrain's, or of gathered logits. A round is one step of each, after two that warm up, and
-each round begins with another one. The script ends with an error where the losses of a step differ. The ratio is hvdtrain's time to that
-of the other one in the same round: of a step, and of its passes alone, without the optimizer. Median and quartiles.
+Both have the same GPT, weights and samples, SGD in float32, and collectives over the torchdist
+engine's Gloo group. The layers are cut in the same way: ColwiseParallel and RowwiseParallel, and
+SequenceParallel if hvdtrain has parallel.sequence=true. The rows of DTensor's matrix of queries,
+keys and values are in another order, so that its even parts are whole heads of all three. Its loss
+is loss_parallel()'s, from logits in parts like hvdtrain's, or computed from gathered logits. A
+round is one step of each, after two warm-up steps; rounds alternate which one begins. The script
+fails if the losses of a step differ. The ratio is hvdtrain's time divided by the other's in the
+same round, for a step and for its passes without the optimizer: median and quartiles.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ PEERS = ("loss_parallel", "gathered logits")
 
 
 class Case(NamedTuple):
-    """One of those that take turns."""
+    """One of the cases that take turns."""
 
     sequence: bool
     name: str  # hvdtrain, or one of PEERS
@@ -71,7 +74,7 @@ OneStep = Callable[[torch.Tensor], tuple[float, float]]
 
 def ours(model: nn.Module, ranks: Communicator, sequence: bool) -> OneStep:
     cuts = cut_model(model, plan_of(model, "tensor_peers"), ranks, sequence=sequence)
-    # each rank's gradient is that of its own positions
+    # each rank's gradient is for its own positions
     summed = [p for p in model.parameters() if sequence and p not in cuts]
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
 

@@ -1,11 +1,12 @@
-"""What it costs to watch a job: images/s of whole steps with all sinks and with none, in turn in one process, and each part alone.
+"""The cost of watching a job: images/s of whole steps with all sinks and with none, in turn in one
+process, and with each part separately.
 
 python benchmarks/watching.py [--rounds 40] [--steps 100] [--json FILE] [--only PART ...] [key=value ...]
 mpirun -np 2 python benchmarks/watching.py comm.engine=mpi ...
 
 The default is wide_resnet on digits. "all sinks": the moving display on a terminal of 100 columns, events.jsonl, TensorBoard, MLflow and
-offline Weights & Biases, and log.per_rank. A ratio is images/s of a block with the part divided by that of a block without it beside it;
-that of "nothing", two equal blocks, is the noise.
+offline Weights & Biases, and log.per_rank. A ratio is images/s of a block with the part divided by
+images/s of an adjacent block without it; the ratio of "nothing", two equal blocks, is the noise.
 """  # noqa: E501
 
 from __future__ import annotations

@@ -213,7 +213,8 @@ def zero3(part: Part) -> str:
 
 
 def _difference(job: Job, expected: Job, name: str) -> float:
-    """The largest of the losses, relative. Raises Failed where it is not that of rounding."""
+    """Returns the largest relative difference of the losses. Raises Failed if it exceeds
+    rounding."""
     pairs: Sequence[tuple[float, float]] = list(zip(job.losses, expected.losses, strict=True))
     difference = max(abs(a / b - 1) for a, b in pairs)
     if not difference <= EXACT or expected.losses[0] == expected.losses[-1]:

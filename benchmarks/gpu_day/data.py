@@ -18,7 +18,7 @@ SYNTHETIC = "synthetic"
 
 
 class Data(NamedTuple):
-    """A data set; `name` is "synthetic" where there is none."""
+    """A data set; `name` is "synthetic" if there is none."""
 
     name: str
     root: Path

@@ -1,5 +1,5 @@
-"""What a part of the day has: a folder, data, programs that end with it, and rows of its own in the
-file of results."""
+"""A part of the day: its folder, data, programs that end with it, and its rows in the file of
+results."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class Part:
         return rows
 
     def python(self, *arguments: str, ranks: int = 0) -> str:
-        """The standard output of `python ARGUMENTS`, by mpirun where there are ranks. Raises Failed
-        where it fails or takes too long."""
+        """Returns the standard output of `python ARGUMENTS`, started with mpirun if there are
+        ranks. Raises Failed if it fails or takes too long."""
         mpirun = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which(
             "mpirun"
         )

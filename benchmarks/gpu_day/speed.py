@@ -17,8 +17,8 @@ COMPILED = {
     "CUDA graphs": ["speed.compile=reduce-overhead"],
 }
 GPT = ["--config", str(ROOT / "configs" / "image_gpt_cifar10.yaml")]
-IMAGES = 512  # of which tokens are made: 13 ms each
-GPT_OF_LAYERS = {  # that of configs/image_gpt_cifar10.yaml, and iGPT-S (Chen et al. 2020)
+IMAGES = 512  # images that are converted to tokens, 13 ms each
+GPT_OF_LAYERS = {  # the model of configs/image_gpt_cifar10.yaml, and iGPT-S (Chen et al. 2020)
     12: ["model.layers=12"],
     24: ["model.layers=24", "model.width=512"],
 }
@@ -203,8 +203,8 @@ def folder(part: Part) -> str:
 
 
 def energy(part: Part) -> str:
-    """Joules of an image by the job's account, which are at most those of the board's power, with
-    start-up and end."""
+    """Returns the joules per image as the job reports them, which must not exceed the board's
+    energy including start-up and end."""
     small = ["model.widths=[4,4,8,8]", "batch.size=20", "stop.steps=4"]
     model = small if part.quick else [f"model.widths=[{WIDTHS}]", "batch.size=512", "stop.time=60s"]
     words = [
