@@ -1,5 +1,6 @@
-"""Training tokens/s of an image GPT in one process: a hand-written loop like nanoGPT's, and
-hvdtrain, in turn; and the speed of sampling images.
+"""Training tokens/s of an image GPT in one process, and its sampling speed.
+
+A hand-written loop like nanoGPT's, and hvdtrain, take turns.
 
 python benchmarks/gpt.py [--rounds 20] [--steps 5] [--draws 7] [--images 32] [--accelerate] [--json FILE] [key=value ...]
 

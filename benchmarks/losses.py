@@ -1,5 +1,6 @@
-"""Compares the losses of the first steps on a GPU, in each number type, with the CPU's in float64;
-without a GPU, the CPU with itself.
+"""Compares the losses of the first steps on a GPU with the CPU's in float64.
+
+Each number type is compared. Without a GPU, the CPU is compared with itself.
 
 python benchmarks/losses.py [--steps 10] [--jobs wide_resnet,...] [--json FILE]
 

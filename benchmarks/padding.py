@@ -1,5 +1,6 @@
-"""Seconds of an epoch of a language with sentences of different lengths: padded to the longest in
-the data, in a pass, and in passes of similar lengths.
+"""Seconds of an epoch of sentences with different lengths, by kind of padding.
+
+Sentences are padded to the longest in the data, in a pass, or in a pass of similar lengths.
 
 python benchmarks/padding.py --rounds 5 --json benchmarks/padding.jsonl
 
