@@ -53,5 +53,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, for completion and dir(), including names not imported yet."""
+    """Returns the public names, for completion and dir(), including names not imported yet."""
     return sorted({*globals(), *_AT_FIRST_USE})

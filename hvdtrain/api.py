@@ -419,7 +419,7 @@ def run(
 def _file_and_arguments(
     config: Mapping[str, Any] | str | Path | None, arguments: tuple[str, ...]
 ) -> tuple[str | None, tuple[str, ...]]:
-    """A YAML file, if one was given, and key=value."""
+    """Returns the YAML file, if one was given, and key=value arguments."""
     if isinstance(config, str) and "=" in config:
         return None, (config, *arguments)
     if isinstance(config, Mapping):
@@ -472,7 +472,7 @@ def read(run: Run | str | Path, *, step_times: bool = False) -> pandas.DataFrame
 
 
 def _assignments(tree: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """key=value for each value of a configuration."""
+    """Yields key=value for each value of a configuration."""
     from hvdtrain.config.schema import SECTIONS
 
     for name, value in tree.items():
@@ -493,7 +493,7 @@ def _public_module(value: Any) -> str:
 
 
 def _yaml(key: str, value: Any) -> str:
-    """A value as written on the command line. Raises UserError if that is not possible."""
+    """Returns a value as written on the command line. Raises UserError if that is not possible."""
     from hvdtrain.config.schema import takes_text
 
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):

@@ -76,7 +76,7 @@ class Diverged(UserError):
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The exit code after an exception. Frameworks are not imported: their exceptions are
+    """Returns the exit code after an exception. Frameworks are not imported: their exceptions are
     recognized by name and message."""
     if isinstance(error, UserError):
         return error.code
@@ -108,7 +108,7 @@ def _is_lost_connection(error: BaseException) -> bool:
 
 
 def _class_names(error: BaseException) -> set[str]:
-    """module.Class of an exception and of its base classes."""
+    """Returns module.Class of an exception and of its base classes."""
     return {f"{base.__module__}.{base.__qualname__}" for base in type(error).__mro__}
 
 
@@ -160,5 +160,5 @@ def short(value: object, most: int = 200) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an exception's message, or its class if there is none."""
+    """Returns the first line of an exception's message, or its class if there is none."""
     return short((str(error).splitlines() or [type(error).__name__])[0], 400)

@@ -149,8 +149,8 @@ def _load(
 
 
 def model_state(arrays: Arrays, checkpoint: Checkpoint) -> Arrays:
-    """Weights and buffers under the names of the model's state_dict. Raises UserError for names
-    that no model can have."""
+    """Returns weights and buffers under the names of the model's state_dict. Raises UserError for
+    names that no model can have."""
     folder = str(checkpoint.folder)
     if checkpoint.names:
         for name, array_name in checkpoint.names.items():
@@ -253,7 +253,8 @@ def metadata(run: Path, checkpoint: Checkpoint) -> Metadata:
 
 
 def _columns(run: Path) -> Metadata:
-    """What the columns of the run's table become, as JSON; nothing where they are numbers."""
+    """Returns the encoding of the columns of the run's table, as JSON; nothing if they are
+    numbers."""
     try:
         encoding = encoding_of_run(run)
     except UserError as error:

@@ -394,8 +394,8 @@ def _placement_by_srun(environ: Mapping[str, str]) -> Placement | None:
 
 
 def tasks_per_node(text: str, where: str) -> list[int]:
-    """SLURM's "2(x2),1" -> [2, 2, 1]. Raises UserError for anything else; where: the variable's
-    name."""
+    """Parses SLURM's "2(x2),1" to [2, 2, 1]. Raises UserError for anything else; where: the
+    variable's name."""
     tasks: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

@@ -212,8 +212,8 @@ def split_groups(communicator: Communicator, color: int | None) -> Groups:
 
 
 def number_hosts(places: Sequence[tuple[str, int]]) -> list[int]:
-    """For each rank the number of its host, in the order of their first ranks; places[rank] is its
-    host's name and its local rank.
+    """Returns the number of each rank's host; hosts are numbered in the order of their first ranks.
+    places[rank]: its host's name and its local rank.
 
     If two ranks have the same host name and local rank, as in containers, the name stands for
     several hosts, and the second such rank is on the second host.

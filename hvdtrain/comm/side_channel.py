@@ -80,7 +80,8 @@ class MpiSideChannel:
         )
 
     def _collect(self, message: str, gather: Gather) -> list[str | None]:
-        """Rank 0's part: the messages of all ranks, None if a reply did not arrive in time."""
+        """Rank 0's part: returns the messages of all ranks, None for a rank whose reply did not
+        arrive in time."""
         pending = set(range(1, self._world.size))
         messages: list[str | None] = [message, *[None] * len(pending)]
         for rank in sorted(pending):
@@ -176,7 +177,8 @@ class StoreSideChannel:
     def _collect(
         self, store: SignedStore, message: str, number: int, goes_on: Callable[[], bool]
     ) -> list[str | None]:
-        """Rank 0's part: the messages of all ranks, None if a reply did not arrive in time."""
+        """Rank 0's part: returns the messages of all ranks, None for a rank whose reply did not
+        arrive in time."""
         messages: list[str | None] = [message, *[None] * (self._size - 1)]
         store.set("request", str(number))
         while None in messages and goes_on():

@@ -72,8 +72,8 @@ class Accelerator:
         tensor.record_stream(stream)
 
     def locked(self, like: torch.Tensor) -> torch.Tensor:
-        """Uninitialized page-locked memory of a tensor's size. torch keeps freed memory for the
-        next tensor."""
+        """Returns uninitialized page-locked memory of a tensor's size. torch keeps freed memory for
+        the next tensor."""
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
 

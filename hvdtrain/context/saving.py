@@ -156,8 +156,8 @@ class Saving:
         self._write_last()
 
     def _why_not_saved(self) -> str:
-        """Why rank 0, whose values count, cannot save the script's state; empty if everything that
-        the script keeps is known at this step."""
+        """Returns why rank 0, whose values count, cannot save the script's state; empty if
+        everything that the script keeps is known at this step."""
         own = [
             name for name, value in (self._extra or {}).items() if not hasattr(value, "state_dict")
         ]

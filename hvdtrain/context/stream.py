@@ -111,7 +111,8 @@ def checked_source(dataset: object, where: str, config: Config) -> Source:
 
 
 def rows_of(source: Source, rows: np.ndarray, learner: Any) -> Any:
-    """Samples for an evaluation; a rank without any left gets one that does not count."""
+    """Returns samples for an evaluation. A rank that has none left gets a sample that does not
+    count."""
     if len(rows):
         return learner.to_device(source.read(rows))
     return dataclasses.replace(learner.to_device(source.read(np.zeros(1, np.int64))), count=0)

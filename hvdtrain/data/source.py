@@ -69,7 +69,7 @@ class Pictures(Protocol):
         """The tokens of pixels are 0 to values - 1."""
 
     def decode(self, tokens: np.ndarray) -> np.ndarray:
-        """Integer tokens (...) of pixels -> uint8 (..., C)."""
+        """Returns the pixels, uint8 (..., C), of integer tokens (...)."""
 
 
 class Source(ABC):

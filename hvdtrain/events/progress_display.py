@@ -311,7 +311,7 @@ class _LinesAbove:
 
 
 def duration(seconds: float) -> str:
-    """3:07, 2:03:07, or 1 day 2:03:07."""
+    """Formats seconds as 3:07, 2:03:07, or 1 day 2:03:07."""
     minutes, rest_s = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

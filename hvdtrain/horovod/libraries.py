@@ -64,7 +64,7 @@ class TensorLibrary(Protocol):
     """The operations on one tensor that gradients need besides collectives."""
 
     def cast(self, flags: Any, like: Any) -> Any:
-        """1 where a flag is true, else 0, in the dtype of `like`."""
+        """Returns 1 where a flag is true, else 0, in the dtype of `like`."""
 
     def choose(self, flags: Any, tensor: Any) -> Any:
         """Returns the tensor's numbers where a flag is true, else 0, even for a nan. flags: with

@@ -29,13 +29,13 @@ class Ops(Protocol):
 
     def copy(self, x: Array) -> Array: ...
     def scale(self, a: Scalar | float, Y: Array) -> Array:
-        """a Y"""
+        """Computes a Y."""
 
     def axpy(self, a: Scalar | float, x: Array, Y: Array) -> Array:
-        """a x + Y"""
+        """Computes a x + Y."""
 
     def addcmul(self, a: float, x: Array, z: Array, Y: Array) -> Array:
-        """a x z + Y, elementwise"""
+        """Computes a x z + Y, elementwise."""
 
     def divide_by_sqrt(self, x: Array, v: Array, eps: float) -> Array:
         """Returns x / (sqrt(v) + eps), elementwise, as a new array."""

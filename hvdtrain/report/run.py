@@ -404,7 +404,7 @@ def class_results(evaluation: Fields) -> list[ClassResult]:
 
 
 def class_names(evaluation: Fields, classes: int) -> list[str]:
-    """Printable class names; numbers if there are none."""
+    """Returns printable class names; numbers if there are none."""
     names = evaluation.get("class_names")
     if not isinstance(names, list) or len(names) != classes:
         return [str(label) for label in range(classes)]
@@ -452,8 +452,8 @@ def calibration_of(evaluation: Fields) -> tuple[list[float], list[float]] | None
 
 
 def _most_frequent_mistakes(confused: Any, classes: int) -> dict[int, tuple[int, int]]:
-    """label -> (its most frequent wrong prediction, how often), for the labels that the event
-    lists."""
+    """Returns label -> (its most frequent wrong prediction, how often), for the labels that the
+    event lists."""
     mistakes: dict[int, tuple[int, int]] = {}
     for entry in confused if isinstance(confused, list) else ():
         if (

@@ -114,7 +114,7 @@ def last_value(run: RunRecord) -> float:
 
 
 def best_value(run: RunRecord) -> float:
-    """Best value of the objective in all evaluations; NaN without one."""
+    """Returns the best value of the objective in all evaluations; NaN without one."""
     objective = objective_of(run)
     evaluated = [number(event, f"val_{objective.name}") for event in run.epoch_events()]
     best = min if objective.lower_is_better else max
@@ -426,7 +426,7 @@ def _list(event: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _why_started(before: Mapping[str, Any]) -> str:
-    """Why a start happened. before: the last event of the previous start."""
+    """Returns why a start happened. before: the last event of the previous start."""
     ended = {"stop": "stopped", "failed": "failed", "end": "ended"}.get(before["kind"])
     if ended is None:
         return "resumed after a kill or the loss of a host"

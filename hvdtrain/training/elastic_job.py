@@ -170,7 +170,7 @@ class ElasticJob(RunningJob):
 
 
 def _what_was_lost(loss: RankFailure) -> str:
-    """What was lost, for the event's line."""
+    """Returns what was lost, for the event's line."""
     if loss.restored_from == "checkpoint":
         return ", the newest checkpoint: the copies of some parts are lost"
     if loss.given_again:
@@ -227,7 +227,7 @@ def _key(event: Event) -> tuple[str, int]:
 
 
 def _last_events(run: Path) -> set[tuple[str, int]]:
-    """Kind and step of the last events in the file. Raises OSError."""
+    """Returns kind and step of the last events in the file. Raises OSError."""
     kinds_and_steps = set()
     with Folder.open(run) as folder, folder.open_file("events.jsonl") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))

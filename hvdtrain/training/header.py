@@ -339,7 +339,7 @@ def _device(gpu: Gpu | None) -> str:
 
 
 def metric_fields(metric: Metric) -> dict[str, Any]:
-    """How a metric is displayed, for readers of the events."""
+    """Returns how a metric is displayed, for readers of the events."""
     return {"better": metric.better, "column": metric.short_name, "percent": metric.percent}
 
 

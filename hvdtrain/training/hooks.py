@@ -129,7 +129,7 @@ class Training:
         return self._metric.of({name: host_value(value) for name, value in self._sums.items()})
 
     def weights(self) -> Arrays:
-        """Weights and buffers, by the names of the model's state dict. A collective, so only for
+        """Returns weights and buffers by name in the model's state dict. A collective, so only for
         hooks that run on every rank."""
         if self.is_on_one_rank:
             raise UserError(
@@ -180,7 +180,7 @@ class Training:
         self.request = ""
 
     def take_logged(self) -> dict[str, tuple[float, int]]:
-        """name -> (sum of values, their number) since the last call. The host waits for the
+        """Returns name -> (sum of values, their number) since the last call. The host waits for the
         device."""
         logged = self._logged
         self._logged = {}

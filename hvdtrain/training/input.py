@@ -154,8 +154,8 @@ def parts_of_step(config: BatchConfig, batch: int, first_batch: int) -> int:
 
 
 def fewest_samples(config: Config, batch: int, first_batch: int, readers: int) -> int:
-    """Fewest samples of a pass of any of the ranks that divide a step of `batch` samples; passes
-    without any do not count."""
+    """Returns the smallest number of samples in a pass on any of the ranks that divide a step of
+    `batch` samples. Passes without samples do not count."""
     share = -(-batch // readers)
     return max(1, batch // (readers * passes_of_step(config, share, batch, first_batch)))
 
@@ -467,8 +467,8 @@ def sharers_of_cores(config: Config, communicator: Communicator) -> int:
 
 
 def choose_read_ahead(config: DataConfig, is_fast: bool, ranks_on_host: int = 1) -> ReadAhead:
-    """data.ahead and data.readers, or their defaults: no prefetching if reading `is_fast`, else by
-    this rank's share of the cores.
+    """Returns data.ahead and data.readers, or their defaults: no prefetching if reading `is_fast`,
+    else by this rank's share of the cores.
 
     A reader reads a whole step, so at least as many steps are prefetched as there are readers.
     """

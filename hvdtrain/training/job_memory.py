@@ -221,7 +221,7 @@ def _needs(predicted: Footprint, on_gpu: bool) -> int:
 
 
 def resident_bytes() -> int:
-    """Resident bytes of this process now; 0 if the system does not report them."""
+    """Returns the resident bytes of this process now; 0 if the system does not report them."""
     found = re.search(r"^VmRSS:\s*(\d+) kB$", _status(), re.MULTILINE)
     return 1024 * int(found[1]) if found else 0
 

@@ -80,7 +80,7 @@ def _masks_with_default(
 
 
 def _masks(names: Iterable[str], fields: Mapping[str, Field]) -> list[str]:
-    """Names of the masks of the padded fields."""
+    """Returns the names of the padded fields' masks."""
     return [
         field.padding.mask
         for name in names
@@ -112,8 +112,8 @@ def _forward(config: Config) -> Any:
 
 
 def _required(forward: Any) -> tuple[str, ...]:
-    """Names of the required parameters after self; none if some have no name, or if the signature
-    cannot be read."""
+    """Returns the names of the required parameters after self; none if some have no name, or if the
+    signature cannot be read."""
     try:
         _, *parameters = inspect.signature(forward).parameters.values()
     except (TypeError, ValueError):

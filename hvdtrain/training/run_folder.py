@@ -175,7 +175,8 @@ def _has_run_without_marker(folder: Folder) -> bool:
 
 
 def _new_folder(config: Config) -> Path:
-    """runs/DATA-MODEL-TIME, or with a number appended if another job began in the same second."""
+    """Creates runs/DATA-MODEL-TIME, or with a number appended if another job began in the same
+    second."""
     data, model = (
         class_of_object(section.name) if is_object(section.name) else section.name
         for section in (config.data, config.model)

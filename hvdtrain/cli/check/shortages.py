@@ -100,7 +100,8 @@ def _cores(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def _shared_cores(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """Ranks that share cores although there are enough for all; _cores() reports the others."""
+    """Yields findings for ranks that share cores although there are enough for all; _cores()
+    reports the others."""
     masks = group_ranks(ranks, lambda facts: tuple(facts["cores"]))
     crossed = [
         mask
@@ -125,7 +126,7 @@ def _shared_cores(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def _far_cores(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """Ranks that are bound to cores away from their GPU."""
+    """Yields findings for ranks that are bound to cores away from their GPU."""
     for facts in ranks:
         near = facts.get("gpu_cores", [])  # another version of hvdtrain does not report them
         if near and not {*near} & {*facts["cores"]}:
@@ -145,8 +146,8 @@ def _cores_text(count: int) -> str:
 
 
 def _threads(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """OMP_NUM_THREADS overrides the number of threads that a rank would choose to share the cores
-    fairly."""
+    """Yields a finding if OMP_NUM_THREADS overrides the number of threads with which ranks would
+    share the cores fairly."""
     threads_of = {
         facts["rank"]: int(facts["omp_num_threads"] or 1)
         for facts in ranks

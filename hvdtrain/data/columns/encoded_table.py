@@ -130,7 +130,7 @@ class UnencodedTable(Unfinished):
     source: Source
 
     def compute(self) -> np.ndarray:
-        """The record of what these rows say, uint8 (bytes,)."""
+        """Returns the record of what is learned from these rows, uint8 (bytes,)."""
         found = encoded_table_in(self.source)
         assert found is not None
         table, rows = found

@@ -174,7 +174,7 @@ def _summary(column: LearnedColumn) -> str:
 
 
 def numbers_of(table: RawTable, encoded: Sequence[Encoded], rows: np.ndarray) -> np.ndarray:
-    """float64 (n, features) of some rows, int64 (n,)."""
+    """Returns the numbers of some rows, int64 (n,), as float64 (n, features)."""
     columns = zip(table.columns.values(), encoded, strict=True)
     return np.concatenate([one.numbers[column.rows[rows]] for column, one in columns], axis=1)
 

@@ -83,7 +83,7 @@ def _learned_categories(
 
 
 def detected(texts: Sequence[str]) -> Kind:
-    """The kind that more than half of the different texts have; none of them is missing."""
+    """Returns the kind of more than half of the different texts; none of the texts is missing."""
     tried = texts[:: 1 + len(texts) // _TRIED]
     tests: dict[Kind, Callable[[str], bool]] = {
         "bool": lambda text: text.lower() in TRUTH,

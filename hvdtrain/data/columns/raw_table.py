@@ -33,7 +33,7 @@ class RawColumn:
         return RawColumn(tuple(order), rank[np.array(found, np.int64)])
 
     def counts(self, rows: np.ndarray) -> np.ndarray:
-        """How many of these rows have each text, int64 (texts,)."""
+        """Returns in how many of these rows each text occurs, int64 (texts,)."""
         return np.bincount(self.rows[rows], minlength=len(self.texts))
 
     @property

@@ -19,7 +19,7 @@ _MOST_FILE_BYTES = 2**24
 
 
 def to_json(encoding: Encoding) -> bytes:
-    """The file of a run folder."""
+    """Returns the content of the file in a run folder."""
     columns = [asdict(column) for column in encoding.columns]
     return json.dumps({"columns": columns}, indent=1).encode() + b"\n"
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class StoredImages(LabelledImages):
-    """Images (H, W, C) of a field x of uint8 (H, W, C), (C, H, W) or (H, W), with labels from 0
-    on."""
+    """Reads the field x, uint8 (H, W, C), (C, H, W) or (H, W), as images (H, W, C). Labels start at
+    0."""
 
     source: StoredSource
     shape: tuple[int, int, int]

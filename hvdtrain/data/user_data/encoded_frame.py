@@ -80,7 +80,7 @@ def raw_frame(frame: Any, names: Sequence[str], name: str) -> RawTable:
 
 
 def _names_of_classes(frame: Any) -> tuple[str, ...]:
-    """The sorted strings of the target; none if it has numbers."""
+    """Returns the sorted strings of the target; none if it has numbers."""
     values = frame[target_of(frame)].tolist()
     texts = {value for value in values if isinstance(value, str)}
     return tuple(sorted(texts))

@@ -327,7 +327,7 @@ class AllreduceResult(NamedTuple):
 
 
 def count_hosts(ranks: Sequence[tuple[str, int]]) -> list[BenchHost]:
-    """Hosts, from (host name, cores) of each rank."""
+    """Returns the hosts, from (host name, cores) of each rank."""
     ranks_on_host = Counter(name for name, _ in ranks)
     cores = dict(ranks)
     return [BenchHost(name, count, cores[name]) for name, count in ranks_on_host.items()]

@@ -190,7 +190,7 @@ def _fit_compute(points: Sequence[MeasuredStep]) -> list[float]:
 
 
 def link_errors(points: Sequence[MeasuredAllreduce], ranks: int) -> list[float]:
-    """Relative error of each allreduce, predicted from all others."""
+    """Returns the relative error of each allreduce's prediction from all others."""
     errors = []
     for index, point in enumerate(points):
         link = fit_link([*points[:index], *points[index + 1 :]], ranks)
@@ -199,8 +199,8 @@ def link_errors(points: Sequence[MeasuredAllreduce], ranks: int) -> list[float]:
 
 
 def step_errors(points: Sequence[MeasuredStep]) -> list[float]:
-    """Relative error of each step, predicted from all others; empty if fewer than four others
-    remain, for four parameters."""
+    """Returns the relative error of each step's prediction from all others. Empty if fewer than
+    four others remain, because there are four parameters."""
     if len(points) < 5:
         return []
     errors = []

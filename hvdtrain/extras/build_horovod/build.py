@@ -120,7 +120,7 @@ def which(name: str) -> Path | None:
 
 
 def installed_version(package: str) -> str | None:
-    """None if it is not installed."""
+    """Returns a package's version; None if the package is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -140,7 +140,7 @@ def torch_version() -> str | None:
 
 
 def mpi_name(version_output: str) -> str:
-    """Name and version of an MPI, from the output of `mpirun --version`: openmpi-5.0.11,
+    """Returns name and version of an MPI, from the output of `mpirun --version`: openmpi-5.0.11,
     intelmpi-2021.11, mpich-4.2.0."""
     marks = (
         ("Open MPI", "openmpi"),

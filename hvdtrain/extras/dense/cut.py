@@ -89,8 +89,8 @@ class ColumnParallelChain:
         self.parameters = list(self.cuts)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x (n, inputs), the same on all ranks -> (n, outputs) on all ranks. A collective, and so
-        is its backward pass."""
+        """Maps x (n, inputs), the same on all ranks, to (n, outputs) on all ranks. A collective,
+        and so is its backward pass."""
         cut = 0  # number of completed linear layers
         for layer in self._layers:
             if not isinstance(layer, nn.Linear):

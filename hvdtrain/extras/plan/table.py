@@ -371,7 +371,7 @@ def _forecast(one: Forecast | Infeasible) -> dict[str, Any]:
 
 
 def _batch(one: Forecast, phase: BatchPhase) -> dict[str, Any]:
-    """Consecutive steps with one global batch."""
+    """Returns the fields for consecutive steps with one global batch."""
     return {
         "batch": phase.batch,
         "first_step": phase.first_step,

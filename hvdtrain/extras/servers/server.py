@@ -107,7 +107,7 @@ class Server(Strategy):
         return self._shards[p]
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
-        """Sums in rank order, so that a replay has the same bits."""
+        """Returns the sum over servers, added in rank order so that a replay has the same bits."""
         if self._group.size == 1:
             return x
         of_all = self._group.allgather(

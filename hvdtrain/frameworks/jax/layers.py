@@ -78,8 +78,8 @@ class Functions(NamedTuple):
 def start(
     key: jax.Array, shapes: Mapping[str, tuple[int, ...]], without_bias: Collection[str] = ()
 ) -> Params:
-    """Layer -> shape of its weights, (outputs, inputs, ...). Weights and biases are uniform within
-    1 / sqrt(fan in), as in torch.
+    """Returns initial weights and biases, uniform within 1 / sqrt(fan in), as in torch. shapes:
+    layer -> shape of its weights, (outputs, inputs, ...).
 
     All are parts of one draw, because each draw of a different shape would be compiled separately,
     which takes longer than many small jobs.

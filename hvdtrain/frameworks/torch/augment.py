@@ -17,7 +17,7 @@ from hvdtrain.data.images.resized_crop import WEIGHT_ONE, interpolate_box
 
 
 def augment_batch(batch: Batch) -> Batch:
-    """Augmentation of data/images/augment.py for tensors "x", "partner_x" uint8 (n, C, H, W); the
+    """Augments like data/images/augment.py, for tensors "x", "partner_x" uint8 (n, C, H, W). The
     other values may be arrays or tensors."""
     return augment.augment_batch_with(apply, mix, batch)
 

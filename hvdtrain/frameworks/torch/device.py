@@ -245,8 +245,8 @@ SETTINGS_OF_GLIBC = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_
 
 
 def keep_freed_memory(wanted: bool = True) -> bool:
-    """Whether glibc now keeps up to 2 GiB of freed memory at the heap's end. Settings in the
-    environment win; no other libc has this."""
+    """Makes glibc keep up to 2 GiB of freed memory at the heap's end; returns whether it does.
+    Settings in the environment win; no other libc has this."""
     mallopt = _mallopt()
     if mallopt is None:
         return False

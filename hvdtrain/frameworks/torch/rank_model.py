@@ -64,7 +64,7 @@ class RankModel:
         return sum(math.prod(self.strategy.part(p).shape) for p in parameters)
 
     def how_computed(self, precision: Precision) -> str:
-        """For example "fp32 on cpu, no reduction"."""
+        """Returns for example "fp32 on cpu, no reduction"."""
         device = f"{describe_device(self.device)}{precision.note}"
         compiled = compile_summary(self.config.speed.compile)
         return f"{precision.summary} on {device}{compiled}, {self.strategy.summary}"

@@ -27,7 +27,8 @@ class RequestQueue:
         self._bucket_is_empty = True
 
     def add(self, request: Request) -> bool:
-        """True if enough are in the bucket. Raises BadCall if one of this name is under way."""
+        """Adds a request. Returns True if enough requests are in the bucket. Raises BadCall if a
+        request of this name is pending."""
         with self._lock:
             if request.key in self._requests:
                 what = (

@@ -52,7 +52,7 @@ def _fusion_bytes(environ: Mapping[str, str]) -> int:
 
 
 def _number(environ: Mapping[str, str], name: str, default: float | None) -> float | None:
-    """None for 0, which switches off."""
+    """Returns the number; None for 0, which switches the limit off."""
     text = environ.get(name)
     if text is None:
         return default

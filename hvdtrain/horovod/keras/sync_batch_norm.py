@@ -35,8 +35,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         super().__init__(**of_keras)
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
-        """Mean and variance (C,), for inputs (..., C, ...) in float32 or float64. mask: the inputs'
-        shape without its last axis."""
+        """Returns mean and variance (C,), for inputs (..., C, ...) in float32 or float64. mask: the
+        inputs' shape without its last axis."""
         if JOB.engine.size == 1:
             moments: tuple[Any, Any] = super()._moments(inputs, mask)
             return moments

@@ -73,8 +73,8 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Any]:
-    """An allreduce() of several tensors: the dense ones as one request, the tf.IndexedSlices as
-    two."""
+    """Runs allreduce() on several tensors: the dense tensors as one request, the tf.IndexedSlices
+    as two."""
     refuse_placements(
         "hvd.grouped_allreduce()", device_dense=device_dense, device_sparse=device_sparse
     )
@@ -127,7 +127,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
     name: str | None = None,
 ) -> list[Any]:
-    """A reducescatter() of several tensors as one request."""
+    """Runs reducescatter() on several tensors as one request."""
     refuse_placements("hvd.reducescatter()", device_dense=device_dense)
     factors: dict[str, Any] = {"prescale": prescale_factor, "postscale": postscale_factor}
     return collectives.reducescatter(
@@ -156,7 +156,7 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """An allgather() of several tensors as one request."""
+    """Runs allgather() on several tensors as one request."""
     return collectives.allgather(
         [_tensor(each) for each in tensors], name=name, process_set=process_set
     )
@@ -215,7 +215,7 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """A broadcast_object() of this root."""
+    """Returns broadcast_object() with this root."""
     _refuse_session(session, "hvd.broadcast_object_fn()")
     return lambda obj: objects.broadcast_object(obj, root_rank, name, process_set)
 
@@ -253,7 +253,7 @@ def local_size_op(name: str | None = None) -> Any:
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """1 if this rank is in the process set, else 0, as an int32 tensor."""
+    """Returns 1 if this rank is in the process set, else 0, as an int32 tensor."""
     return _number(lambda: JOB.engine.rank in JOB.engine.ranks_of(process_set_id))
 
 

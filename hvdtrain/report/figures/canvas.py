@@ -70,7 +70,7 @@ def new_figure(
 
 
 def run_style(index: int) -> LineStyle:
-    """Colour and dashes of the run with this index."""
+    """Returns colour and dashes of the run with this index."""
     return {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index % len(DASHES)]}
 
 
@@ -127,7 +127,7 @@ def downsample(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
 
 
 def legend(figure: Figure, entries: Sequence[LegendEntry]) -> None:
-    """A legend below the axes; the figure grows with its rows."""
+    """Adds a legend below the axes; the figure grows with its rows."""
     from matplotlib.lines import Line2D
 
     if not entries:
@@ -243,7 +243,7 @@ def integer_ticks(*sides: Axis) -> None:
 
 
 def log_scale(axes: Axes) -> None:
-    """A logarithmic y axis with plain numbers, also between powers of ten if there are few of
+    """Sets a logarithmic y axis with plain numbers, also between powers of ten if there are few of
     them."""
     from matplotlib.ticker import LogLocator, NullFormatter
 

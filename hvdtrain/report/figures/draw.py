@@ -259,8 +259,8 @@ def _scale_loss(axes: Axes) -> None:
 
 
 def _draw_targets(axes: Axes, runs: Sequence[RunRecord], metric: str) -> None:
-    """A horizontal line for each target that a run reached or is configured with, if the metric is
-    its objective."""
+    """Draws a horizontal line for each target that a run reached or is configured with, if the
+    metric is its objective."""
     runs = [run for run in runs if objective_of(run).name == metric]
     values = {target.value for run in runs for target in targets(run)}
     values |= {number({"target": run.config.get("stop.target")}, "target") for run in runs}
@@ -297,7 +297,7 @@ def _name_targets(axes: Axes, values: Sequence[float], objective: RunMetric) -> 
 
 
 def rates(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """Learning rate and global batch of each step event."""
+    """Draws the learning rate and global batch of each step event."""
     figure, (lr_axes, batch_axes) = new_figure(
         2, sharex=True, height=HEIGHT + 0.5, height_ratios=(3, 2)
     )

@@ -185,7 +185,7 @@ def _work_of_runs(measured: Sequence[_RunWithStraggler]) -> Figure:
 
 
 def scaling(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """Speed-up, efficiency, and energy where it was measured, of each comparison relative to its
+    """Draws speed-up, efficiency, and energy if it was measured, of each comparison relative to its
     fewest ranks."""
     comparisons = scaling_comparisons(runs)
     if not comparisons or not finite(row.speed_up for one in comparisons for row in one.rows[1:]):

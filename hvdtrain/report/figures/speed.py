@@ -68,7 +68,7 @@ class _Series(NamedTuple):
 
 
 def throughput(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """Samples per second of every step event."""
+    """Draws the samples per second of every step event."""
     series = _Series("samples_per_s", RunRecord.step_events, {"linewidth": 1.0, "alpha": 0.8})
     if not series.has_values(runs):
         return None

@@ -64,8 +64,8 @@ def write_arrays(
 
 
 def map_arrays(file: BufferedReader) -> Arrays:
-    """Read-only views of the arrays of a checked file. They do not count towards the process's
-    limits (ulimit -d).
+    """Returns read-only views of the arrays of a checked file. They do not count towards the
+    process's limits (ulimit -d).
 
     Raises KeyError for an unsupported number type, and ValueError for two arrays of one name or an
     array of too many dimensions.

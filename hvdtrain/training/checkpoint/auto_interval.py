@@ -148,7 +148,7 @@ class AutoInterval:
 
 
 def _text(seconds: float) -> str:
-    """90 s, 12 min, 3.5 h"""
+    """Formats seconds: 90 s, 12 min, 3.5 h."""
     if seconds < 120:
         return f"{seconds:.3g} s"
     return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"

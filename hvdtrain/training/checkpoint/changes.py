@@ -268,8 +268,8 @@ def _argument(change: Change) -> str:
 
 
 def resume_command(config: Config, run: Path, *arguments: str) -> str:
-    """The command that resumes a run, with additional arguments. Code and a cache that a run folder
-    names are used only if the command names them too."""
+    """Returns the command that resumes a run, with additional arguments. Code and a cache that a
+    run folder names are used only if the command names them too."""
     sections = (config.data, config.task, config.model, config.optim)
     of_script = any(
         name.startswith("__main__:")

@@ -263,7 +263,7 @@ def read_checksums(files: Folder) -> bytes:
 
 
 def parse_checksums(text: bytes) -> dict[str, str]:
-    """SHA-256 of each file that SHA256SUMS names."""
+    """Returns the SHA-256 of each file that SHA256SUMS names."""
     lines = (line.partition("  ") for line in text.decode().splitlines())
     return {file: checksum for checksum, _, file in lines}
 

@@ -160,7 +160,7 @@ def find_resume_point(
 
 
 def _misfit(config: Config, job: Shapes, checkpoint: Shapes) -> str:
-    """Why a checkpoint's arrays do not match this job's, such as "the state lacks
+    """Returns why a checkpoint's arrays do not match this job's, such as "the state lacks
     b.norm1.running_mean"; empty if they match."""
     # a user's class creates its state in the first step
     compared = ("p.", "b.") if is_dotted(config.optim.name) else ("p.", "b.", "s.")

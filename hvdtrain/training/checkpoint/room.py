@@ -24,8 +24,8 @@ def needed_bytes(array_bytes: int) -> int:
 
 
 def describe(error: OSError, run: Path, needed: int) -> str:
-    """Why a checkpoint of `needed` bytes was not written: "no room on the disk: needs 1.412 MB,
-    0.310 MB free"."""
+    """Returns why a checkpoint of `needed` bytes was not written: "no room on the disk: needs 1.412
+    MB, 0.310 MB free"."""
     if error.errno not in _ERRORS:
         return f"{error.strerror or error}"
     free = free_bytes(run)
@@ -36,12 +36,13 @@ def describe(error: OSError, run: Path, needed: int) -> str:
 
 
 def _megabytes(size: int) -> str:
-    """Megabytes; small sizes to the kilobyte, because needed and free bytes may be close."""
+    """Formats bytes as megabytes; small sizes to the kilobyte, because needed and free bytes may be
+    close."""
     return f"{size / 1e6:.{1 if size >= 1e7 else 3}f} MB"
 
 
 def free_bytes(run: Path) -> int | None:
-    """Free bytes on a folder's disk; None if its file system does not report them."""
+    """Returns the free bytes on a folder's disk; None if its file system does not report them."""
     try:
         usage = shutil.disk_usage(run)
     except OSError:

@@ -77,7 +77,7 @@ def _value_in_span(offset: int, data: memoryview) -> int:
 
 @functools.cache
 def _random_words() -> np.ndarray:
-    """Raw numbers of a counter-based generator, the same in each process."""
+    """Returns raw numbers of a counter-based generator, the same in each process."""
     return np.random.Philox(key=0).random_raw(_SPAN_BYTES // _WORD_BYTES)
 
 

@@ -76,8 +76,8 @@ def _note(error: Exception, heartbeat: Heartbeat, rank: int) -> None:
 
 
 def place_and_pass(heartbeat: Heartbeat) -> str:
-    """ " (stage 1, data 0), in the forward pass of micro-batch 2 in stage 1"; empty if every rank
-    has a whole model."""
+    """Returns for example " (stage 1, data 0), in the forward pass of micro-batch 2 in stage 1";
+    empty if every rank has a whole model."""
     under_way = heartbeat.under_way()
     return (f" ({heartbeat.place})" if heartbeat.place else "") + (
         f", in the {under_way.text}" if under_way else ""

@@ -234,8 +234,8 @@ class Deadline:
 
 
 def slurm_end(environ: Mapping[str, str], now_s: float) -> float | None:
-    """When SLURM ends the job, in seconds since the epoch; None without SLURM, without a limit, or
-    if SLURM does not answer.
+    """Returns when SLURM ends the job, in seconds since the epoch; None without SLURM, without a
+    limit, or if SLURM does not answer.
 
     An end in the past belongs to another job, from whose shell this process was started.
     """
@@ -245,7 +245,7 @@ def slurm_end(environ: Mapping[str, str], now_s: float) -> float | None:
 
 
 def _squeue_end(environ: Mapping[str, str]) -> float | None:
-    """squeue's answer: "2026-11-21T10:00:00" in local time, or a word if there is no end."""
+    """Parses squeue's answer: "2026-11-21T10:00:00" in local time, or a word if there is no end."""
     job = environ.get("SLURM_JOB_ID", "")
     if not re.fullmatch(r"[0-9]{1,12}", job):
         return None

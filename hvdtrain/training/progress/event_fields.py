@@ -88,8 +88,8 @@ def target_fields(reached: Reached, objective: str) -> dict[str, Any]:
 
 
 def energy_fields(now: TrainState, kinds: Collection[str], wall_s: float) -> dict[str, Any]:
-    """Energy fields of the event "epoch": the energy since the last evaluation, divided by the
-    samples of `now.sums`."""
+    """Returns the energy fields of the event "epoch": the energy since the last evaluation, divided
+    by the samples of `now.sums`."""
     joules = epoch_energy(now, kinds)
     if not joules or not wall_s:
         return {"joules": {}}
@@ -105,7 +105,7 @@ def energy_fields(now: TrainState, kinds: Collection[str], wall_s: float) -> dic
 
 
 def job_energy(now: TrainState, kinds: Collection[str]) -> dict[str, float]:
-    """kind -> joules of the whole job, for the `kinds` that were measured throughout."""
+    """Returns kind -> joules of the whole job, for the `kinds` that were measured throughout."""
     return _measured({"gpu": now.gpu_j, "cpu": now.cpu_j}, kinds)
 
 

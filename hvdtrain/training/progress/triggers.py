@@ -83,7 +83,7 @@ def patience_is_over(config: Config, now: TrainState) -> bool:
 
 
 def stop_reason(config: Config, now: TrainState) -> str:
-    """Why the job is complete; empty while it is not. The same on all ranks."""
+    """Returns why the job is complete; empty while it is not. The same on all ranks."""
     target = config.stop.target
     if evaluation_due(config, now):
         return ""

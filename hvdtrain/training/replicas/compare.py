@@ -95,8 +95,8 @@ class Minority(NamedTuple):
 def describe_minority(
     values: Sequence[Hashable], hosts: Sequence[str], among: Sequence[int] | None = None
 ) -> Minority:
-    """Which ranks of `among` (default: all) differ; values[rank] and hosts[rank] are rank's, and
-    not all values are equal."""
+    """Returns which ranks of `among` (default: all) differ. values[rank] and hosts[rank] belong to
+    `rank`; not all values are equal."""
     among = range(len(values)) if among is None else among
     usual, count = Counter(values[rank] for rank in among).most_common(1)[0]
     majority = [rank for rank in among if values[rank] == usual]
@@ -143,7 +143,7 @@ def explain(tables: Sequence[DigestTables], hosts: list[str], step: int) -> Dive
 
 
 def _part(piece: Piece) -> str:
-    """[0:40], or [0:40 of part 2 of 2 along axis 1]"""
+    """Returns for example "[0:40]", or "[0:40 of part 2 of 2 along axis 1]"."""
     cut = piece.cut
     return f"[{piece.start}:{piece.stop}{f' of part {cut.part + 1} of {cut.parts} along axis {cut.axis}' * (cut.parts > 1)}]"  # noqa: E501
 

@@ -76,7 +76,7 @@ class Probe:
 
 
 def largest_pass(batch: BatchConfig, ranks: int) -> int:
-    """Returns the most samples in a forward pass of a rank."""
+    """Returns the largest number of samples in a forward pass of a rank."""
     micro = batch.micro if isinstance(batch.micro, int) else batch.size
     return min(batch.evaluate, micro, -(-batch.size // ranks))
 
@@ -115,8 +115,8 @@ def _probe_field(field: Field, samples: int) -> np.ndarray:
 
 
 def group_close(losses: Sequence[float], tolerance: float) -> list[int]:
-    """For each rank, 0 if its loss is the most frequent one, else a number shared by equal losses.
-    NaN equals NaN."""
+    """Returns for each rank 0 if its loss is the most frequent one, else a number shared by equal
+    losses. NaN equals NaN."""
     values = np.array(losses)
     distinct, which, counts = np.unique(
         np.where(np.isfinite(values), values, np.inf), return_inverse=True, return_counts=True

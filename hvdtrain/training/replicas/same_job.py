@@ -45,7 +45,7 @@ def facts(config: Config, data: dict[str, Any], engine: str) -> Facts:
 
 
 def by_key(config: Config) -> dict[str, Any]:
-    """ "batch.size" -> 64, for every key of the configuration."""
+    """Returns "batch.size" -> 64 and so on, for every key of the configuration."""
     values: dict[str, Any] = {}
     for name, value in config.model_dump().items():
         values |= (

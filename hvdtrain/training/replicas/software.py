@@ -80,8 +80,8 @@ _SEED = "SEED"  # a variable with this suffix is compared, too: the user's code 
 
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """name -> version of Python, hvdtrain and these packages, names of PACKAGES; packages that are
-    not installed are skipped."""
+    """Returns name -> version of Python, hvdtrain and these packages, names of PACKAGES; packages
+    that are not installed are skipped."""
     by_program = {"hvdtrain": __version__, "Python": platform.python_version()}
     for name in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -90,7 +90,7 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
 
 
 def code_digests() -> dict[str, str]:
-    """file -> digest, of hvdtrain's own code."""
+    """Returns file -> digest, of hvdtrain's own code."""
     files = sorted(PACKAGE.rglob("*.py"))
     return {
         str(path.relative_to(PACKAGE)): hashlib.sha256(path.read_bytes()).hexdigest()[:12]

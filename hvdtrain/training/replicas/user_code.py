@@ -48,8 +48,8 @@ def named_modules(config: Config) -> list[str]:
 
 
 def module_digests(names: Iterable[str]) -> dict[str, str]:
-    """import path -> digest of the file, for the modules of `names` (package.module:Class) and
-    everything that their import statements reach.
+    """Returns import path -> digest of the file, for the modules of `names` (package.module:Class)
+    and everything that their import statements reach.
 
     Installed packages (site-packages, pip install --target) have versions, so only the named module
     is digested. Modules that are not found are skipped: importing them reports the error. Imports
@@ -74,12 +74,12 @@ def module_digests(names: Iterable[str]) -> dict[str, str]:
 
 
 def _module_of(name: str) -> str:
-    """ "package.module:Class" and "package.module.Class" -> "package.module" """
+    """Returns "package.module" for "package.module:Class" and "package.module.Class"."""
     return name.partition(":")[0] if ":" in name else name.rpartition(".")[0]
 
 
 def _parents(module: str) -> list[str]:
-    """ "a.b.c" -> ["a", "a.b", "a.b.c"]: importing it imports them all."""
+    """Returns ["a", "a.b", "a.b.c"] for "a.b.c": importing it imports them all."""
     parts = module.split(".")
     return [".".join(parts[: end + 1]) for end in range(len(parts))] if parts[0] != _OWN else []
 
@@ -169,15 +169,15 @@ def given_objects(config: Config) -> dict[str, Any]:
 
 
 def object_digests(config: Config) -> dict[str, str]:
-    """Short digests of the script's objects; state that cannot be compared, such as values that are
-    not numbers, is skipped."""
+    """Returns short digests of the script's objects; state that cannot be compared, such as values
+    that are not numbers, is skipped."""
     return {
         f"the {name} of the script": _digest(thing) for name, thing in given_objects(config).items()
     }
 
 
 def paths_of(thing: Any) -> set[str]:
-    """package.module:Class of an object's class, of all modules of a torch module, and of
+    """Returns package.module:Class of an object's class, of all modules of a torch module, and of
     functions."""
     things: Iterable[Any] = thing.modules() if is_torch_module(thing) else [thing]
     return {
@@ -199,7 +199,7 @@ def _digest(thing: Any) -> str:
 
 
 def _parts(thing: Any, depth: int) -> Iterator[Any]:
-    """Plain values that identify a thing, the same in every process."""
+    """Yields plain values that identify a thing, the same in every process."""
     if thing is None or isinstance(thing, (bool, int, float, complex, str, bytes)):
         yield repr(thing)
     elif depth and isinstance(thing, (list, tuple)):
@@ -260,7 +260,7 @@ def _code(code: CodeType) -> Iterator[Any]:
 
 
 def _shape(array: Any) -> tuple[int, ...]:
-    """Empty for a parameter of a lazy layer, which has none yet."""
+    """Returns the shape; empty for a parameter of a lazy layer, which has none yet."""
     try:
         return tuple(array.shape)
     except RuntimeError:
@@ -268,7 +268,7 @@ def _shape(array: Any) -> tuple[int, ...]:
 
 
 def _array(thing: Any) -> Any:
-    """What identifies a NumPy array, or a tensor in host memory."""
+    """Returns what identifies a NumPy array, or a tensor in host memory."""
     try:
         array = np.ascontiguousarray(thing)
         if array.dtype.hasobject:  # its bytes are addresses

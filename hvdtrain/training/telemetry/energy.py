@@ -220,7 +220,8 @@ def _reason_of_all(claims: Sequence[Claim], kind: str) -> str:
 
 
 def package_counters(powercap: Path) -> list[Counter]:
-    """RAPL's counter of each processor package here; Raises Unmeasured if one cannot be read."""
+    """Returns RAPL's counter of each processor package here. Raises Unmeasured if one cannot be
+    read."""
     try:
         zones = sorted(path for path in powercap.glob("intel-rapl:*") if _ZONE.match(path.name))
         zones = [
@@ -253,7 +254,7 @@ def _package_counter(zone: Path) -> Counter:
 
 
 def gpu_counter(gpu: str | None, gpu_reason: str, nvml: Nvml | None = None) -> Counter:
-    """NVML's counter of one GPU. Raises Unmeasured if there is none."""
+    """Returns NVML's counter of one GPU. Raises Unmeasured if there is none."""
     driver, handle = whole_gpu(gpu, gpu_reason, nvml)
     try:
         # millijoules since the driver was loaded
@@ -263,8 +264,8 @@ def gpu_counter(gpu: str | None, gpu_reason: str, nvml: Nvml | None = None) -> C
 
 
 def whole_gpu(gpu: str | None, gpu_reason: str, nvml: Nvml | None = None) -> tuple[Nvml, Any]:
-    """NVML, and its handle of one GPU. gpu, gpu_reason: as of find_counters(). Raises Unmeasured
-    for a part of a GPU, and without NVML."""
+    """Returns NVML and its handle of one GPU. gpu, gpu_reason: as of find_counters(). Raises
+    Unmeasured for a part of a GPU, and without NVML."""
     if gpu is None:
         raise Unmeasured(gpu_reason)
     if gpu.startswith("MIG-"):

@@ -13,8 +13,8 @@ class Gauge:
     """A measurement. By default it reports nothing."""
 
     def values(self, phases: PhaseTimes) -> dict[str, float]:
-        """What this rank measured since the last sync point; `phases`: seconds. fields() gets the
-        values of all ranks."""
+        """Returns what this rank measured since the last sync point; `phases`: seconds. fields()
+        gets the values of all ranks."""
         return {}
 
     def fields(self, sums: Sums, steps: int) -> dict[str, Any]:

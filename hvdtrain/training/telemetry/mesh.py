@@ -176,7 +176,8 @@ class MeshGauge(Gauge):
         return found if self._learner.waits_only_in_communication else {}
 
     def emit(self, step: int) -> None:
-        """The event "passes", of the last step of the pipeline that reads the first samples."""
+        """Emits the event "passes" of the last step of the pipeline that reads the first
+        samples."""
         if self._pipeline > 1:
             passes = gather_passes(
                 self._communicator,

@@ -158,7 +158,7 @@ class FirstStep:
         self._began: list[tuple[Progress, float]] = []  # beginnings of the first three steps
 
     def before_step(self, p: Progress) -> None:
-        """A step begins at p."""
+        """Called when a step begins at p."""
         if len(self._began) == 3:
             return
         self._began.append((p, self._clock()))

@@ -139,7 +139,7 @@ class Telemetry:
         self._utilization = utilization
 
     def before_step(self, p: Progress) -> None:
-        """A step begins at p."""
+        """Called when a step begins at p."""
         if self.profiler:
             self.profiler.before_step(p.step)
         if self.first_step:
@@ -310,8 +310,8 @@ _STATUS = Path("/proc/self/status")
 
 
 def peak_memory_bytes() -> int:
-    """Peak host memory of this process. Linux's ru_maxrss may include the process that started this
-    one, because it survives exec; VmHWM does not."""
+    """Returns the peak host memory of this process. Linux's ru_maxrss may include the process that
+    started this one, because it survives exec; VmHWM does not."""
     try:
         (kb,) = re.findall(r"^VmHWM:\s*(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
     except (OSError, ValueError):

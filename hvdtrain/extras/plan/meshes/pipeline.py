@@ -112,7 +112,7 @@ def _cuts(config: Config, units: Sequence[UnitCost], stages: int) -> list[Pipeli
 def _bubbles(
     config: Config, units: Sequence[UnitCost], schedule: Schedule, micro: int
 ) -> list[Bubble]:
-    """None if the model has fewer units than stages."""
+    """Returns the bubbles; no bubble if the model has fewer units than stages."""
     ranks = config.parallel.pipeline
     virtual = (config.parallel.virtual or 2) if schedule == "interleaved" else 1
     if ranks * virtual > len(units):

@@ -170,7 +170,7 @@ class GPT:
     def _after(
         self, params: Params, name: str, x: jax.Array, mixed: jax.Array, key: jax.Array | None
     ) -> jax.Array:
-        """The rest of a block, after attention."""
+        """Computes the rest of a block, after attention."""
         x = x + dropout(
             key_for(key, 1), dense(params, f"{name}.attention.output", mixed), self.residual_dropout
         )

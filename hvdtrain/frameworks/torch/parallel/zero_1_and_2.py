@@ -333,7 +333,7 @@ def total_over(shard: Communicator, x: torch.Tensor) -> torch.Tensor:
 
 
 def shard_summary(mesh: Mesh) -> str:
-    """ "4 ranks", or "4 ranks of each of 2 hosts" """
+    """Returns "4 ranks", or "4 ranks of each of 2 hosts"."""
     return (
         f"{mesh.shard.size} rank{'s' if mesh.shard.size > 1 else ''}"
         + f" of each of {len(mesh.table)} hosts" * (len(mesh.table) > 1)

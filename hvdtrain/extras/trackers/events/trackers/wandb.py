@@ -53,8 +53,8 @@ def build(config: Config, run: Path) -> Wandb:
 
 
 def mode(environment: Mapping[str, str]) -> str:
-    """online, offline or disabled. Raises UserError if wandb would ask for a key at the
-    terminal."""
+    """Returns the mode: online, offline or disabled. Raises UserError if wandb would ask for a key
+    at the terminal."""
     requested = environment.get("WANDB_MODE")
     logged_in = _logged_in(environment)
     if requested == "online" and not logged_in:

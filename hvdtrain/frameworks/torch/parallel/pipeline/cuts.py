@@ -163,8 +163,8 @@ def _changed_buffer(model: nn.Module, x: torch.Tensor) -> str:
 def operations_of(
     units: Sequence[Unit], model: nn.Module, x: torch.Tensor, where: str
 ) -> list[float]:
-    """Floating-point operations of the matrix products and convolutions of each unit's forward
-    pass.
+    """Returns the floating-point operations of matrix products and convolutions in each unit's
+    forward pass.
 
     Raises UserError if the units in order do not compute the same as the model, or if a unit does
     not return a tensor (n, ...).

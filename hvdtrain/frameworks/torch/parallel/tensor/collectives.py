@@ -173,7 +173,7 @@ class _Whole(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, link: TensorParallelLink, rows: VocabularyRange
     ) -> torch.Tensor:
-        """x (..., v) -> (..., vocabulary)"""
+        """Gathers x (..., v) to (..., vocabulary)."""
         ctx.first = rows.first
         ctx.length = x.shape[-1]
         # FSDP2 warns about views
