@@ -13,7 +13,7 @@ REQUEUE = 75  # EX_TEMPFAIL of <sysexits.h>
 STALLED = 81  # no progress within guard.stall_s, or no start within guard.start_s
 DIVERGED = 82
 MEMORY = 83
-LOST = 84  # where the launcher ends the job first, its code is seen instead: 128 + signal
+LOST = 84  # if the launcher ends the job first, its code is seen instead: 128 + signal
 
 MEANINGS = {  # as in --help and in docs/keys.md
     DONE: "done: last epoch or step, stop.time or target reached",

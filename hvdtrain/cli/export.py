@@ -95,7 +95,7 @@ def _run_config(run: Path) -> dict[str, Any]:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Raises UserError if the command line does not match USAGE."""
+    """Parses the command line. Raises UserError if it does not match USAGE."""
     parser = CommandParser("export", _SYNTAX)
     parser.add_argument("run", nargs="?")
     parser.add_argument("--to")

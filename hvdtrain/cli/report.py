@@ -78,7 +78,7 @@ class ProgressPrinter:
 
 
 def _parse(arguments: Sequence[str]) -> _Options:
-    """Raises UserError if the command line does not match USAGE."""
+    """Parses the command line. Raises UserError if it does not match USAGE."""
     parser = CommandParser("report", _SYNTAX)
     parser.add_argument("runs", nargs="*")
     parser.add_argument("--to")

@@ -52,8 +52,8 @@ _BUILD_COMMAND = "python -m hvdtrain.cli.horovod"
 # default without NCCL: 100 MB in host memory take a sixth of the time with Horovod's default of 128
 # MiB
 CPU_FUSION_MB = 4.0
-# default where the ranks of one host reduce in host memory: with Horovod's default of 1 ms, which
-# each reduction waits for, a small network's step takes up to 2.5 times as long as with plain MPI
+# default if the ranks of one host reduce in host memory. Each reduction waits for a cycle: with
+# Horovod's default of 1 ms, a small network's step takes up to 2.5 times as long as with plain MPI
 # (benchmarks/engines.py). Between hosts a cycle exchanges messages, and Horovod's default is kept
 HOST_CYCLE_MS = 0.1
 # elements of one collective, which Horovod and MPI count with C's int; more are split
@@ -65,8 +65,8 @@ _OTHER_LIBRARY = f"{_BUILD_COMMAND}, with the mpicc of the launcher's MPI first 
 def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
     """Starts Horovod. Without a launcher this process is rank 0 of 1.
 
-    Raises UserError if Horovod is missing, LauncherMismatch where its MPI does not see the
-    launcher's processes.
+    Raises UserError if Horovod is missing, LauncherMismatch if its MPI does not see the launcher's
+    processes.
     """
     torch, hvd = load()
     linked = EngineLibrary("horovod", f"Horovod uses {library()}", _FIX, _OTHER_LIBRARY)

@@ -264,7 +264,7 @@ def digests_of_pieces(pieces: Iterable[tuple[str, Piece]]) -> dict[str, int]:
         if piece.hash_in_place is None:
             found[name] = digests([(name, piece.read())])[name]
         else:
-            found[name] = 0  # filled below, where the host waits once for all of them
+            found[name] = 0  # filled below, so that the host waits once for all of them
             in_place[name] = (piece, piece.hash_in_place())
     for name, (piece, number) in in_place.items():
         shape = piece.shape if piece.is_whole else (piece.stop - piece.start,)

@@ -220,7 +220,7 @@ class Folder:
                 break
 
     def is_at(self, path: Path) -> bool:
-        """Whether the path now leads here."""
+        """Whether the path now leads to this folder."""
         return os.path.samestat(os.stat(path), os.fstat(self._handle))
 
     def path_now(self) -> Path | None:

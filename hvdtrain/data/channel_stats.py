@@ -20,7 +20,7 @@ class ChannelStats(NamedTuple):
     """Mean and deviation of x / 255, float64 (C,) each."""
 
     mean: np.ndarray
-    std: np.ndarray  # 1 where a channel is constant
+    std: np.ndarray  # 1 if a channel is constant
 
 
 def channel_stats(x: np.ndarray) -> ChannelStats:

@@ -314,8 +314,8 @@ def _growths(tree: Any) -> list[int]:
 
 
 def _called(work: Callable[[], T], what: str, path: Path) -> T:
-    """Raises UserError if the library fails; it raises plain Exception, or, for its own bugs,
-    something that is not an Exception."""
+    """Returns the result of work(). Raises UserError if the library fails: it raises plain
+    Exception, or, for its own bugs, something that is not an Exception."""
     try:
         return work()
     except BaseException as error:

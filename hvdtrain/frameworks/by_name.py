@@ -169,8 +169,8 @@ def check_patterns(
 
 
 def _lines_of_ties(key: str, patterns: Sequence[str], ties: Ties, where: str) -> list[str]:
-    """Raises UserError if a pattern matches a name of a tied parameter whose first name belongs to
-    another entry or to no entry."""
+    """Returns header lines about tied parameters. Raises UserError if a pattern matches a name of a
+    tied parameter whose first name belongs to another entry or to no entry."""
     lines = []
     for own, *others in ties.groups():
         entry = number_of_group(own, patterns)

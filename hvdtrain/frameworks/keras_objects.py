@@ -120,7 +120,7 @@ class GivenKerasModel:
         }
 
     def __call__(self) -> Any:
-        """Raises UserError if the model cannot be copied."""
+        """Returns a copy of the model. Raises UserError if the model cannot be copied."""
         try:
             model = importlib.import_module("keras").models.clone_model(self.model)
             model.set_weights(self.model.get_weights())

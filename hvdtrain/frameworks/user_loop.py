@@ -35,7 +35,7 @@ class Samples:
     ends_epoch: bool = False  # with its last sample an epoch is over
 
     def __getitem__(self, name: str) -> Any:
-        """Raises UserError for a field that the data do not have."""
+        """Returns a field. Raises UserError for a field that the data do not have."""
         if name not in self.fields:
             raise UserError(
                 f"the samples have no {name!r}",

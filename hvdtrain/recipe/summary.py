@@ -19,8 +19,8 @@ MOST_EPOCHS = 64  # epochs whose steps averages_lines() counts
 
 
 def lr_summary(config: Config, dataset: int, context: int | None = None) -> str:
-    """Describes the rate: Returns for example "lr 0.1 x 8192/256 = 3.2 after 5 warm-up epochs
-    (linear scaling, from 0.1)"., then x 0.1 at epochs 30, 60, 80."""
+    """Describes the rate: lr 0.1 x 8192/256 = 3.2 after 5 warm-up epochs (linear scaling, from
+    0.1), then x 0.1 at epochs 30, 60, 80."""
     multiplier = epoch_multiplier(config)
     line = _peak_and_warmup(config, multiplier)
     for piece in schedule_pieces(config.recipe):

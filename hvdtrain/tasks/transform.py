@@ -28,7 +28,7 @@ class ColumnStats(NamedTuple):
     numbers."""
 
     mean: np.ndarray
-    std: np.ndarray  # 1 where a column is constant
+    std: np.ndarray  # 1 if a column is constant
 
 
 class WithStats(AroundSource):
@@ -289,7 +289,7 @@ class Transforms:
         return Transforms({name: change(transform) for name, transform in self.each.items()})
 
     def __call__(self, fields: Any) -> dict[str, Any]:
-        """Raises UserError if a field is missing or has another shape."""
+        """Transforms the fields. Raises UserError if a field is missing or has another shape."""
         missing = [
             name for name in self.each if not isinstance(fields, Mapping) or name not in fields
         ]

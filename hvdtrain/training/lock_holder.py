@@ -116,7 +116,7 @@ def _process_start(pid: int) -> int | None:
     return -1 if state in "ZX" else int(rest[18])
 
 
-# of a folder, or of a file that is made where it is absent
+# of a folder, or of a file that is created if it is absent
 GONE = (
     errno.ENOENT,
     errno.ENOTDIR,

@@ -315,8 +315,8 @@ class Neighbours:
 
 
 def distance(hosts: Sequence[int]) -> int:
-    """Returns the distance between a rank and the one that keeps its copy: the smallest that puts
-    the most copies on another host."""
+    """Returns the distance from a rank to the rank that keeps its copy: the smallest distance that
+    puts the most copies on another host."""
     of_ranks = np.array(hosts)
 
     def apart(away: int) -> int:  # NumPy, because 8,192 ranks have 67 million pairs

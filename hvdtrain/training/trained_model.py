@@ -137,8 +137,8 @@ def task_of(
 
 
 def check_tokenizer(checkpoint: Checkpoint, digest: str | None, where: str) -> None:
-    """Raises UserError if the tokenizer differs from the one the model was trained with: tokens
-    would mean other words. digest: of the tokenizer; None for bytes."""
+    """Raises UserError if the model was trained with another tokenizer: tokens would mean other
+    words. digest: of the tokenizer; None for bytes."""
     trained = checkpoint.identity["data"].get("tokenizer")
     if trained is not None and trained != digest:
         what = "the tokenizer has different tokens than the one that the model was trained with"

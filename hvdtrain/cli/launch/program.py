@@ -81,8 +81,8 @@ class Program(NamedTuple):
 
 
 def read_program(words: Sequence[str], own_options: Sequence[str]) -> Program:
-    """Raises UserError for an option of launch among the words of a job, and for a command of
-    hvdtrain that does not run on ranks."""
+    """Returns the program that the words name. Raises UserError for an option of launch among the
+    words of a job, and for a command of hvdtrain that does not run on ranks."""
     first = words[0] if words else ""
     if (
         first in _PYTHONS and len(words) > 1 and (_is_script(words[1]) or words[1] == "-m")

@@ -220,8 +220,8 @@ def _own_part(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-# A launcher sends them to this process alone: the child is in a session of its own, so that it gets
-# none of them twice.
+# A launcher sends them only to this process: the child has its own session, so it receives none of
+# them twice.
 FORWARDED = (
     signal.SIGTERM,
     signal.SIGINT,
@@ -273,13 +273,13 @@ class Watched:
         self._tag = b""
         self._asked_s: float | None = None  # time.monotonic() of the first request to stop
         self._child = 0
-        self._status = 0  # of the child, where it has ended
+        self._status = 0  # the child's exit status, once it has ended
 
     def run(self, tag: bytes, log: io.FileIO | None) -> int:
-        """Runs the child to its end; returns its exit code, 128 + signal where one ended it.
+        """Runs the child to its end; returns its exit code, or 128 + signal if a signal ended it.
 
-        tag: before each line; log: for the bytes as they are. Call it before there are other
-        threads.
+        tag: printed before each line; log: gets the unchanged bytes. Call it before other threads
+        are started.
         """
         self._tag = tag
         output = os.pipe()

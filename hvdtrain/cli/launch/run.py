@@ -77,7 +77,7 @@ class LauncherRun:
                     handler is not signal.SIG_IGN
                 ):  # set by the parent process, as nohup does for SIGHUP
                     signal.signal(number, self._stop)
-            # In a session of its own no signal of the terminal reaches the launcher, which would
+            # In its own session the launcher gets no signal of the terminal, after which it would
             # kill the ranks within half a second.
             self._child = start_child(self._command, os.environ, signal.SIGTERM, new_session=True)
             if self._stopped_s is not None:  # the signal came before the child started

@@ -1,2 +1,2 @@
-"""Columns of text, dates, truth values and missing cells: their kinds, what is learned of the
-training rows, and the numbers that they become."""
+"""Columns of text, dates, booleans and missing cells: their kinds, what is learned from the
+training rows, and their encoding as numbers."""

@@ -1,4 +1,4 @@
-"""A table whose columns of x are encoded: at first it waits for what is learned of its training
+"""A table whose columns of x are encoded, after the encoding has been learned from its training
 rows."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class EncodedTable(AroundSource):
 
     source: Source
     table: RawTable
-    rows: np.ndarray  # int64 (n,): those without a missing cell, where data.missing=drop
+    rows: np.ndarray  # int64 (n,): with data.missing=drop, the rows without a missing cell
     options: ColumnOptions
     where: str
     dtype: str = "float64"

@@ -63,7 +63,7 @@ class LearnedColumn:
     kind: Kind
     fill: float | None = None  # what replaces a missing cell; None: that is an error
     missing: int = 0  # training rows without a value
-    categories: tuple[str, ...] = ()  # sorted; an empty one, the last, is that of missing cells
+    categories: tuple[str, ...] = ()  # sorted; an empty last category is for missing cells
     rare: tuple[str, ...] = ()  # categories that share one number
     is_distinct: bool = False  # a different whole number in each row, as an identifier has
 
@@ -76,8 +76,8 @@ class LearnedColumn:
         return (self.name, *([f"{self.name} is missing"] if self.missing else []))
 
     def encode(self, column: RawColumn, rows: np.ndarray, problems: Problems) -> Encoded:
-        """Encodes the texts that these rows, int64 (n,), have; numbers of other texts are 0. Adds
-        what is wrong to the problems."""
+        """Encodes the texts in these rows, int64 (n,); numbers of other texts are 0. Adds errors to
+        the problems."""
         used = column.counts(rows) > 0
         found = np.zeros((len(column.texts), len(self.features)))
         unknown = np.zeros(len(column.texts), bool)

@@ -14,7 +14,7 @@ from hvdtrain.data.columns.options import KINDS, ColumnOptions, Kind
 from hvdtrain.data.columns.problems import Problems
 from hvdtrain.data.columns.raw_table import RawColumn, RawTable
 
-_MOST_DETECTED = 256  # categories of a column whose kind nobody named
+_MOST_DETECTED = 256  # maximum number of categories in a column whose kind is not set
 _MOST_CATEGORIES = 4096
 _FEW = 20  # different texts that never look like an identifier
 _TRIED = 10_000  # different texts from which a kind is detected

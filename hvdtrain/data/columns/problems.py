@@ -15,7 +15,7 @@ _MOST_SHOWN = 24
 
 
 class Problems:
-    """Collects what is wrong with columns; each has a way to correct it."""
+    """Collects problems with columns, each with a fix."""
 
     def __init__(self, table: RawTable, kinds: Mapping[str, str] | None) -> None:
         """kinds: data.columns as set; None if a trained model reads the table, so that its kinds

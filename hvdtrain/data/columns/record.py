@@ -25,7 +25,7 @@ def to_json(encoding: Encoding) -> bytes:
 
 
 def from_json(content: bytes, where: str) -> Encoding:
-    """Raises UserError if the content is damaged."""
+    """Reads an encoding from to_json()'s content. Raises UserError if the content is damaged."""
     try:
         columns = json.loads(content)["columns"]
         return Encoding(tuple(_column_of(column) for column in columns))
@@ -38,7 +38,7 @@ def from_json(content: bytes, where: str) -> Encoding:
 
 
 def _column_of(entry: Mapping[str, Any]) -> LearnedColumn:
-    """Raises ValueError, LookupError or TypeError if a value is impossible."""
+    """Reads a column. Raises ValueError, LookupError or TypeError if a value is impossible."""
     found = LearnedColumn(
         entry["name"],
         entry["kind"],

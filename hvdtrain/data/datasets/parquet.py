@@ -172,7 +172,7 @@ class ParquetFile(StoredFile):
         )
 
     def texts(self, names: Sequence[str]) -> Texts:
-        """Raises UserError for columns of lists."""
+        """Returns the columns' texts. Raises UserError for columns of lists."""
         columns: list[list[str]] = [[] for _ in names]
         for group in range(len(self.edges) - 1):
             for name, column, values in zip(names, columns, self.read(group, names), strict=True):

@@ -1,4 +1,4 @@
-"""The cells of the columns of x, where these are encoded."""
+"""The cells of the columns of x, if these are encoded."""
 
 from __future__ import annotations
 

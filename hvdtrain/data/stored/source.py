@@ -33,7 +33,7 @@ _DIGEST_PLACES = 8
 _DIGEST_ROWS = 16
 _DIGEST_VALUES = 2**22
 _KEPT = 0.875  # share of the memory for samples that are read later; the rest is for blocks
-_DRAWN = 0x73746F72  # a stream of counters apart from those of the sampler
+_DRAWN = 0x73746F72  # a separate stream of counters from the sampler's
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,7 +29,8 @@ class FrameToEncode(NamedTuple):
 
 
 def frame_to_encode(given: Any, train: Any, options: ColumnOptions, where: str) -> FrameToEncode:
-    """Raises UserError if the data are not DataFrames with a target."""
+    """Returns the DataFrame to encode. Raises UserError if the data are not DataFrames with a
+    target."""
     for frame in (given, train):
         if not _is_frame(frame) or target_of(frame) is None:
             raise UserError(
@@ -42,8 +43,8 @@ def frame_to_encode(given: Any, train: Any, options: ColumnOptions, where: str) 
 
 
 def source_of_frame(given: FrameToEncode, name: str, where: str) -> Source:
-    """Returns the samples of a DataFrame, which wait for what is learned of the training rows.
-    Raises UserError for a kind of a column that the frame lacks."""
+    """Returns the samples of a DataFrame; they wait until the encoding has been learned from the
+    training rows. Raises UserError if a kind is set for a column that the frame lacks."""
     frame = given.frame
     kinds = given.options.kinds
     target = target_of(frame)

@@ -141,7 +141,8 @@ def _count(value: str | None, option: str) -> int | None:
 
 
 def _offer(options: Namespace, slots_here: int) -> Offer:
-    """Raises UserError if more than one option names hosts."""
+    """Returns the source of hosts that an option names. Raises UserError if more than one option
+    names hosts."""
     named = [
         name for name in ("hosts", "hostfile", "hosts_from") if getattr(options, name) is not None
     ]

@@ -187,7 +187,7 @@ def to_json(codebook: Codebook) -> bytes:
 
 
 def read_codebook(run: Path) -> Codebook:
-    """Raises UserError if the file is absent or damaged."""
+    """Reads a run's codebook. Raises UserError if the file is absent or damaged."""
     try:
         with Folder.open(run) as folder:
             content = folder.read(FILE, MOST_FILE_BYTES)
@@ -200,7 +200,7 @@ def read_codebook(run: Path) -> Codebook:
 
 
 def from_json(content: bytes, where: str) -> Codebook:
-    """Raises UserError if the file is damaged."""
+    """Reads a codebook from a file's content. Raises UserError if the file is damaged."""
     try:
         colours = np.array(json.loads(content)["colours"])
         if (

@@ -232,8 +232,8 @@ def _count(text: str, option: str, most: int, least: int = 1) -> int:
 
 
 def _check_shared(options: SweepOptions) -> Config:
-    """Raises UserError if the arguments shared by all trials contain a key that the sweep sets or
-    varies."""
+    """Returns the configuration shared by all trials. Raises UserError if it contains a key that
+    the sweep sets or varies."""
     swept = options.space.keys
     _refuse_swept(options.space)
     given = {

@@ -268,7 +268,7 @@ def check_overlaps(model: nn.Module, where: str) -> None:
 
 
 class _ArrayInterface:
-    """NumPy's array interface for a tensor: where its elements are in its storage."""
+    """NumPy's array interface for a tensor: the places of its elements in its storage."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         size = tensor.element_size()

@@ -264,7 +264,8 @@ class StagingBuffer:
 
 @functools.cache
 def numpy_type(dtype: torch.dtype) -> np.dtype[Any]:
-    """Raises TypeError for a number type that numpy does not have, as bfloat16."""
+    """Returns NumPy's dtype. Raises TypeError for a dtype that NumPy does not have, such as
+    bfloat16."""
     kind: np.dtype[Any] = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
     return kind
 

@@ -36,8 +36,8 @@ class BadCall(UserError, ValueError):
 
 
 class NoSuchReduction(BadCall, HorovodInternalError):
-    """Raised for an op that a collective does not support. Also a HorovodInternalError, as in
-    Horovod, where a round raises it."""
+    """Raised for an op that a collective does not support. Also a HorovodInternalError, because in
+    Horovod a round raises it."""
 
 
 class Mismatch(UserError, HorovodInternalError):

@@ -98,6 +98,6 @@ def _tensor(value: Any) -> Any:
     is_array = isinstance(value, (np.ndarray, np.generic))
     if hasattr(value, "shape") and not (
         is_array and is_in_graph()
-    ):  # where the call would run once, when the graph is built
+    ):  # in a graph the call would run only once, when the graph is built
         return value
     return keras.ops.convert_to_tensor(value)

@@ -18,8 +18,8 @@ class KerasState(VariablesState):
     def __init__(
         self, model: Any, optimizer: Any = None, backend: None = None, **values: Any
     ) -> None:
-        """optimizer: if it is not the one of model.compile(). Raises BadCall for a model that is
-        not built."""
+        """optimizer: if it differs from the optimizer of model.compile(). Raises BadCall for a
+        model that is not built."""
         if not model.built:
             raise BadCall(
                 "Model must be built first",

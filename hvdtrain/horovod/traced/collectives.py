@@ -52,7 +52,7 @@ def allreduce(
 
     def of_inputs(grads: list[Any], given: Sequence[Any], results: Sequence[Any]) -> list[Any]:
         shares = None
-        if op == Product:  # a call of its own: the second derivative goes through its result
+        if op == Product:  # a separate call: the second derivative goes through its result
             results = allreduce(
                 given,
                 op,

@@ -13,7 +13,7 @@ import numpy as np
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.libraries import is_of_tensorflow, is_traced_by_jax, tensorflow
 
-# behind the call, in the name of the node, which TensorFlow's errors have
+# appended to the call in the node's name, which TensorFlow's errors contain
 IN_GRAPH = "runs_on_the_host_without_XLA"
 FAILURES: list[
     BaseException

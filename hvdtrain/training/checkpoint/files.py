@@ -269,7 +269,8 @@ def parse_checksums(text: bytes) -> dict[str, str]:
 
 
 def check_progress(files: Folder, checksums: Mapping[str, str]) -> None:
-    """Raises ValueError if progress.json is not what was written, OSError if it cannot be read."""
+    """Raises ValueError if progress.json has changed since it was written, OSError if it cannot be
+    read."""
     if checksums.get(PROGRESS) != hashlib.sha256(files.read(PROGRESS, _PROGRESS_BYTES)).hexdigest():
         raise ValueError(_WRONG)
 
@@ -277,8 +278,8 @@ def check_progress(files: Folder, checksums: Mapping[str, str]) -> None:
 def read_chunk_sums(
     files: Folder, file: BufferedReader, name: str, checksums: Mapping[str, str]
 ) -> str:
-    """Reads the text file `name`, with a line for each chunk of a file. Raises ValueError if it is
-    not what was written."""
+    """Reads the text file `name`, with a line for each chunk of a file. Raises ValueError if the
+    file has changed since it was written."""
     data = files.read(name, LINE_BYTES * count_chunks(os.fstat(file.fileno()).st_size))
     if checksums[name] != hashlib.sha256(data).hexdigest():
         raise ValueError(f"the checksum of {name} is not the one in SHA256SUMS")

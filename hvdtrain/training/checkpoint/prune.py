@@ -1,5 +1,5 @@
-"""Selects the checkpoints of a run to keep: the newest, the best, and the ones that a script asked
-to keep."""
+"""Selects the checkpoints of a run to keep: the newest, the best, and those requested by a
+script."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from hvdtrain.training.progress.train_state import TrainState
 def prune(
     run: Path, keep_last: int, keep_best: int, written: Path, open_run: OpenFolder = Folder.open
 ) -> None:
-    """Removes all checkpoints except the newest, the best, the ones that a script asked to keep and
-    the one just written. Also removes what interrupted writes left."""
+    """Removes all checkpoints except the newest, the best, those requested by a script, and the one
+    just written. Also removes what interrupted writes left behind."""
     folders = finished(run)
     # newer ones are damaged: the job resumed from one before them
     older = folders[: folders.index(written) + 1]

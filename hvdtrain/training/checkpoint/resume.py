@@ -51,7 +51,7 @@ class ResumePoint(NamedTuple):
     resumed: Path | None  # the run folder; None for a new job
     train_state: TrainState
     notes: list[str]  # lines for the user
-    changes: list[Change] | None  # in the configuration of that run; None where that cannot be read
+    changes: list[Change] | None  # changes of that run's configuration; None if it cannot be read
 
 
 class Reading(NamedTuple):
@@ -66,7 +66,7 @@ class Reading(NamedTuple):
     damaged: Mapping[str, str] = {}
 
     def read(self, folder: Path) -> Arrays | CheckpointInParts:
-        """Raises Damaged."""
+        """Reads the checkpoint's arrays. Raises Damaged."""
         if folder.name in self.damaged:
             raise Damaged(self.damaged[folder.name], str(folder))
         found = find_parts(folder, self.limit_bytes) if self.in_parts else None

@@ -431,7 +431,7 @@ class WrittenByAll:
         return total
 
     def _join(self, folder: Folder, rank: int) -> None:
-        """Writes the bytes that a rank left for rank 0: those in blocks that it shares with other
+        """Writes the bytes that a rank left to rank 0, in blocks that the rank shares with other
         ranks."""
         with contextlib.ExitStack() as stack:
             files = [

@@ -1,5 +1,5 @@
-"""The report of a stall: what each rank is doing, and which ranks are behind, do not answer, or
-wait, on one screen."""
+"""The report of a stall, on one screen: what each rank is doing, and which ranks are behind, do not
+answer, or wait."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StallReport:
     step: int
     idle_s: float
     since: str  # the same as a wall-clock time on that host
-    waiting: bool  # waits for other ranks, which are behind, in a collective or for the device
+    waiting: bool  # waits in a collective or for the device; other ranks are behind
     # stack of its main thread, innermost last: "file:line in function: source"
     stack: tuple[str, ...]
     place: str = ""  # in the mesh: "stage 1, data 0"

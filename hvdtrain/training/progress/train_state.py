@@ -37,7 +37,7 @@ def _no_sums() -> dict[str, Any]:
 
 
 def _check_progress(progress: Progress) -> Progress:
-    """Raises ValueError for an impossible count."""
+    """Returns the progress. Raises ValueError for an impossible count."""
     counts = asdict(progress)
     if (
         not all(0 <= count < 2**53 for count in counts.values())

@@ -39,8 +39,8 @@ def broadcast_state(
     """Loads rank 0's state (what it restored, or its initial one) into every rank's learner;
     returns the common digest.
 
-    restored: None for the initial state; only that of rank 0 counts. only_weights: `restored` has
-    no optimizer state; each rank keeps its own. on_array: called after each array is sent.
+    restored: None for the initial state; only rank 0's is used. only_weights: `restored` has no
+    optimizer state; each rank keeps its own. on_array: called after each array is sent.
 
     Weights, buffers and optimizer state are sent as data: creating optimizer state with a step
     would change the weights. They are sent one by one, and a rank keeps its shards. For an initial

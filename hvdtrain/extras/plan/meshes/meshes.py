@@ -231,7 +231,8 @@ def _row(
     features: frozenset[Feature],
     ranks: int,
 ) -> MeshCandidate:
-    """Raises UserError if the job cannot be divided so."""
+    """Returns the prediction for a mesh. Raises UserError if the job cannot be divided in this
+    way."""
     one = forecast(config, data.samples, ranks, tokens_of_sample(data.task))
     if isinstance(one, Infeasible):
         raise one.error
@@ -262,7 +263,7 @@ def _works(
 
 
 def framework_of(config: Config) -> Any:
-    """Raises UserError for one that has no meshes."""
+    """Returns the job's framework module. Raises UserError if the framework has no meshes."""
     framework: Any = plugins.load("frameworks", config.framework, config.where("framework"))
     if not hasattr(framework, "planned_work"):
         raise UserError(

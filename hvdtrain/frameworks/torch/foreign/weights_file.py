@@ -216,7 +216,8 @@ def _refuse_compressed(path: Path) -> None:
 
 
 def _as_array(name: str, tensor: torch.Tensor, path: Path, where: str) -> np.ndarray:
-    """Raises UserError for numbers or an arrangement of them that numpy does not have."""
+    """Returns a tensor as an array. Raises UserError for a dtype or layout that NumPy does not
+    have."""
     kinds = {
         "has no numbers, as on the device meta": tensor.is_meta,
         "is a nested tensor": tensor.is_nested,
