@@ -27,7 +27,7 @@ class PciGpu(NamedTuple):
 
 
 class DriverFiles(NamedTuple):
-    """Where the drivers of GPUs have their files."""
+    """The files of the GPU drivers: folders below which they are read."""
 
     dev: Path = Path("/dev")
     sys: Path = Path("/sys")

@@ -170,7 +170,7 @@ def _not_arrived(missing: Sequence[str], where: str, timeout: timedelta) -> User
 
 
 class Arrival(NamedTuple):
-    """What a process publishes when it arrives."""
+    """The message that a process publishes when it arrives."""
 
     rank: int
     size: int

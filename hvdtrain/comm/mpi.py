@@ -179,7 +179,7 @@ Collective = Callable[[MpiCalls, Buffer], Buffer]
 
 
 class Device(NamedTuple):
-    """How collectives take tensors on GPUs."""
+    """The rank's GPUs, and the way in which collectives take their tensors."""
 
     gpus: Accelerator | None  # None: this rank computes on a CPU
     way: Way

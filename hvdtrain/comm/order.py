@@ -112,7 +112,7 @@ class SameOrder:
 
 
 class History:
-    """What a rank has done since ranks last compared it."""
+    """The activities of a rank since ranks last compared them."""
 
     def __init__(self) -> None:
         self.done: list[str] = []

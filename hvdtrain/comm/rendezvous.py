@@ -26,7 +26,7 @@ _FIX_ADDRESS = "comm.address=HOST:PORT, with a host of rank 0 that the other hos
 
 
 class Rendezvous(NamedTuple):
-    """Where rank 0 listens, unless the launcher hosts the store."""
+    """The address at which rank 0 listens, unless the launcher hosts the store."""
 
     host: str  # rank 0's host, by the name that other hosts use
     port: int

@@ -20,7 +20,7 @@ _LOOK_S = 0.1  # between two checks whether another thread has failed
 
 
 class ThreadRanks:
-    """What the threads share."""
+    """The state that the threads, each a rank, share."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -134,7 +134,7 @@ def is_for_extremes(tensor: torch.Tensor, ranks: int) -> bool:
 
 
 class Ranks(Protocol):
-    """What extremes() needs of a group of ranks."""
+    """The methods of a group of ranks that extremes() needs."""
 
     @property
     def size(self) -> int:

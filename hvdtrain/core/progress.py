@@ -102,7 +102,7 @@ class Outstanding(NamedTuple):
 
 
 class GoOn(NamedTuple):
-    """How surviving ranks continue between two sync points, the same on all of them."""
+    """How the surviving ranks continue between two sync points; the same on all of them."""
 
     version: int  # updates done
     ranks: dict[int, int]  # old rank -> new rank

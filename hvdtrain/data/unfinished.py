@@ -12,8 +12,8 @@ from hvdtrain.data.source import Source
 
 
 class Unfinished(ABC):
-    """What build() returns if the samples depend on an array computed from the training samples,
-    such as a codebook.
+    """The result of build() if the samples depend on an array that is computed from the training
+    samples, such as a codebook.
 
     Rank 0 computes the array once (training/common_array.py), and Source.run_files keeps it.
     """

@@ -79,7 +79,7 @@ def sampling_numbers(seed: int, sequences: np.ndarray, positions: np.ndarray) ->
 
 
 class Waited(NamedTuple):
-    """What a rank of a pipeline did in the passes of some steps."""
+    """The time that a pipeline's rank spent in the passes of some steps, and how long it waited."""
 
     seconds: float
     waiting: float  # part of this time spent waiting for other ranks

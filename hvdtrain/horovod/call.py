@@ -24,7 +24,7 @@ _NAMES: tuple[ReduceOp, ...] = ("average", "sum", "adasum", "min", "max", "produ
 
 
 class CollectiveCall:
-    """One call of one or several tensors."""
+    """One call of a collective, with one or several tensors."""
 
     def __init__(
         self,

@@ -24,7 +24,8 @@ FRAMEWORKS = ("torch", "jax", "numpy")
 
 
 class Task(ABC):
-    """What a model is trained for. It is the same on all ranks, knows no rank, and does not change.
+    """The task for which a model is trained: its data fields, loss and metrics. It is the same on
+    all ranks, knows no rank, and does not change.
 
     Every task implements the abstract members. The other members default to the simplest case; a
     task overrides them by class attributes or properties. The methods torch(), jax() and numpy()

@@ -182,7 +182,7 @@ _TAIL_BYTES = 2**18  # bytes of events.jsonl, enough for the events of the last 
 
 
 class Successor:
-    """What a rank needs to take over as rank 0; kept on every rank."""
+    """Everything that a rank needs to take over as rank 0; kept on every rank."""
 
     def __init__(
         self,

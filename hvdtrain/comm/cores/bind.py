@@ -24,7 +24,7 @@ NO_GPU = "its GPU, or the place of it, is not known"
 
 
 class Seat(NamedTuple):
-    """What one rank got, as all ranks know it."""
+    """The cores that one rank got, known to all ranks."""
 
     host: str
     cores: str  # "0-3,8-11"

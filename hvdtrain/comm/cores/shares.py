@@ -14,7 +14,7 @@ KEPT = "the launcher bound each rank to cores of its own, and they keep these"
 
 
 class Usable(NamedTuple):
-    """What one rank may use."""
+    """The cores that one rank may use."""
 
     cores: tuple[int, ...]  # from the affinity mask set by its launcher or a cgroup
     # cores next to its GPU; empty without a GPU, and with comm.bind=numa

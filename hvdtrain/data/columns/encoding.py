@@ -48,7 +48,7 @@ _NAMES = {"number": "a number", "bool": "true or false", "date": "a date"}
 
 
 class Encoded(NamedTuple):
-    """One column as numbers, for each of its different texts."""
+    """The numbers of a column, for each of its different texts."""
 
     numbers: np.ndarray  # float64 (texts, features)
     # bool (texts,): a category that no training row has, or a missing cell that nothing marks
@@ -57,7 +57,7 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class LearnedColumn:
-    """What a column becomes, as learned of the training rows."""
+    """The encoding of a column, learned from the training rows."""
 
     name: str
     kind: Kind
@@ -110,7 +110,7 @@ class LearnedColumn:
 
 @dataclass(frozen=True)
 class Encoding:
-    """What the columns of x become, in their order."""
+    """The encodings of the columns of x, in their order."""
 
     columns: tuple[LearnedColumn, ...]
 

@@ -44,7 +44,7 @@ class RawColumn:
 
 
 class RowsOfFile(NamedTuple):
-    """Where the rows of one file are, for messages."""
+    """The rows of one file, for messages."""
 
     name: str
     rows: int

@@ -47,7 +47,7 @@ _LEAST = 10  # points that a proposal needs
 
 
 class Point(NamedTuple):
-    """One step."""
+    """The learning rate and the loss of one step."""
 
     rate: float  # instead of optim.base_lr
     loss: float  # mean over the samples of the step on all ranks

@@ -194,7 +194,7 @@ class Follower:
 
 
 class TicketWindow(NamedTuple):
-    """Tickets first ... behind - 1, between two sync points, and their progress."""
+    """The progress of tickets first ... behind - 1, which lie between two sync points."""
 
     first: int
     behind: int

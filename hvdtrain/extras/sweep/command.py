@@ -313,7 +313,7 @@ def _say(line: str) -> None:
 
 
 class Proposals(Protocol):
-    """Called by the sweep between its processes."""
+    """Proposes the trials of a sweep, which calls these methods while its processes run."""
 
     def following(self) -> Trial | None:
         """Returns the next trial to start, including interrupted ones; None if there is none

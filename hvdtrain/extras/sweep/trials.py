@@ -46,7 +46,7 @@ class Trial(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What is known of a trial by now."""
+    """The state of a trial, and its results so far."""
 
     state: State
     metric: RunMetric  # the objective

@@ -55,7 +55,7 @@ _WAIT = threading.Condition.wait.__code__  # used by a queue's get(), an event, 
 
 
 class ExchangeWait(NamedTuple):
-    """What a rank waits for, in an exchange."""
+    """A rank's wait in an exchange: the exchange, its ranks, and its purpose."""
 
     exchange: OrderedExchange
     settings: Settings

@@ -107,7 +107,7 @@ def from_bfloat16(numbers: np.ndarray) -> np.ndarray:
 
 
 class ArrayPlace(NamedTuple):
-    """Where a safetensors file has the numbers of an array."""
+    """The place of an array's numbers in a safetensors file."""
 
     code: str  # name of their dtype: "F32"
     shape: tuple[int, ...]

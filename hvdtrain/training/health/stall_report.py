@@ -28,7 +28,7 @@ SILENCE = "still busy, stopped, swapping, its host is down, or a C extension hol
 
 @dataclass(frozen=True)
 class StallReport:
-    """What one rank is doing, and where."""
+    """A rank's report in a stall: what it is doing, and where."""
 
     rank: int
     host: str

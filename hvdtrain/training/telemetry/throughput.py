@@ -23,7 +23,7 @@ _DIGITS = 4  # digits of each number in the events
 
 @dataclass(frozen=True)
 class Throughput:
-    """What turns samples a second of all ranks into figures of one device."""
+    """Converts samples per second of all ranks into figures for one device."""
 
     devices: int = 1
     flops: float | None = None  # operations of the forward and backward pass of one sample

@@ -25,7 +25,7 @@ _BAR = 30  # characters of the slowest stage's
 
 
 class PipelineSplit(NamedTuple):
-    """Where the model is cut, and by which criterion."""
+    """The units at which the model is cut, and the criterion."""
 
     by: str  # as in parallel.balance
     first: list[int]  # the first unit of each stage

@@ -17,8 +17,7 @@ STD = 0.02
 
 @dataclass(eq=False)
 class KVCache:
-    """What one block remembers of the positions that were read: the part of two buffers that is
-    filled.
+    """The keys and values of the positions that a block has read: the filled part of two buffers.
 
     Keys lie by columns, as the queries of one position multiply them.
     """

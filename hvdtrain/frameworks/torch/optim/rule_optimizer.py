@@ -395,7 +395,7 @@ def group_of(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> dict[st
 
 
 class Place(NamedTuple):
-    """Where a parameter is in an optimizer."""
+    """The position of a parameter in an optimizer."""
 
     group: int
     position: int  # in it

@@ -32,7 +32,7 @@ class _NotSmall(BaseException):
 
 
 class ModuleBefore(NamedTuple):
-    """What a module had before its parameters were given memory."""
+    """A module and its parameters before these were given memory."""
 
     module: nn.Module
     parameters: dict[str, nn.Parameter | None]

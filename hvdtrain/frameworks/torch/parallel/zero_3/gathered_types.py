@@ -121,7 +121,7 @@ def _cast_alone(
 
 
 class _Reads(TorchDispatchMode):
-    """Which gathered parameters operations cast to the type of autocast, and which they read in
+    """Records which gathered parameters operations cast to autocast's dtype, and which they read in
     another way."""
 
     def __init__(self, groups: Sequence[Any], dtype: torch.dtype) -> None:
