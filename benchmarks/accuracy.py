@@ -49,7 +49,7 @@ def textbook_seconds(options: argparse.Namespace, device: torch.device) -> dict[
 
 
 def hvdtrain_seconds(options: argparse.Namespace) -> dict[str, Any]:
-    """The same for a job of hvdtrain, by the job's own clock."""
+    """Returns the same for a job of hvdtrain, measured by the job's own clock."""
     job = [
         "data.name=fashion_mnist",
         f"data.root={options.root}",

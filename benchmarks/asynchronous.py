@@ -267,7 +267,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> list[dict[str, 
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Of the parts accuracy and fashion, as in benchmarks/asynchronous.md."""
+    """Returns the table of the parts accuracy and fashion, as in benchmarks/asynchronous.md."""
     lines = ["| | gradients | updates | seconds |", "|---|---|---|---|"]
     for part, name in itertools.product(("accuracy", "fashion"), WAYS):
         of_job = [row for row in rows if row["part"] == part and row["job"] == name]

@@ -57,7 +57,8 @@ def images(count: int, size: int) -> np.ndarray:
 
 
 def of_hvdtrain(config: AugmentConfig, x: np.ndarray) -> Callable[[int], float]:
-    """Seconds of so many batches. The partner of a mixture is augmented, too."""
+    """Returns a function that measures the seconds of a number of batches. The partner of a mixture
+    is also augmented."""
     n = len(x)
     shape = x.shape[1:]
 

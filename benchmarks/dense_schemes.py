@@ -148,7 +148,7 @@ def check(gradients: dict[str, torch.Tensor], communicator: Communicator) -> Non
 def row(
     way: str, seconds: list[float], sent: Counter[str], communicator: Communicator
 ) -> dict[str, Any]:
-    """Of the slowest and the busiest rank."""
+    """Returns a row: the times of the slowest rank, and the bytes of the busiest rank."""
     ms = 1e3 * torch.tensor(seconds, dtype=torch.float64)
     times = sorted(communicator.allreduce(ms, "ms", "max").tolist())
     turns = [count for name, count in sent.items() if ROWS_OF_TURN.fullmatch(name)]

@@ -119,7 +119,7 @@ def build_uncached(
 
 
 def vision_transforms(vision: Any, size: int | None, crop: float | None) -> list[Any]:
-    """The same of PIL's images, and of tensors by transforms.v2."""
+    """Returns the same transforms for PIL images, and for tensors with transforms.v2."""
     import_module("torchvision.transforms.v2")
     pil = vision.transforms
     tensors = vision.transforms.v2

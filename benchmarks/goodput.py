@@ -197,8 +197,8 @@ def judge(
 
 
 def predict(row: dict[str, Any], others: list[dict[str, Any]], mtbf_s: float) -> dict[str, Any]:
-    """Of the job of this row by the times of other jobs: the long-run value, and what 90 % of jobs
-    of so many faults have."""
+    """Predicts the goodput of this row's job from the times of other jobs: the long-run value, and
+    the range of 90 % of jobs with as many faults."""
     mean = {
         key: statistics.mean(other[key] for other in others)
         for key in ("step_s", "checkpoint_s", "detect_s", "down_s", "restart_s")

@@ -147,7 +147,7 @@ def check_same_loss(trainer: Trainer, hand: ByHand) -> None:
 
 
 def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
-    """Of the processor, or with a GPU of the clock."""
+    """Returns the call's CPU seconds, or with a GPU its seconds of wall time."""
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     began_s = clock()
     call()

@@ -1,5 +1,5 @@
-"""hvdtrain.horovod beside Horovod: its synthetic benchmark, and each call, alternating. Rows go to
-horovod_api.jsonl.
+"""Compares hvdtrain.horovod with Horovod: its synthetic benchmark, and each call, alternating. Rows
+go to horovod_api.jsonl.
 
 python benchmarks/horovod_api.py [--rounds 5] [--ranks 2] [--steps 6] [--former DIR]
 """

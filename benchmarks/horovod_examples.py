@@ -72,7 +72,7 @@ EXAMPLES = {
     "mnist predivide": Example("pytorch_mnist.py", (f"{MNIST} --gradient-predivide-factor 2",)),
     "synthetic": Example("pytorch_synthetic_benchmark.py", (SYNTHETIC,)),
     "synthetic adasum": Example("pytorch_synthetic_benchmark.py", (f"{SYNTHETIC} --use-adasum",)),
-    # The second run goes on from the checkpoint of the first one. Without weight decay: see
+    # The second run resumes from the first run's checkpoint. Without weight decay: see
     # docs/horovod-api.md, broadcast_optimizer_state.
     "imagenet": Example(
         "pytorch_imagenet_resnet50.py",

@@ -36,7 +36,7 @@ def model(widths: tuple[int, ...], *, reduces: bool) -> Any:
 
 
 def step_ms(net: Any, x: np.ndarray) -> float:
-    """Of an epoch, on the slowest rank."""
+    """Returns the milliseconds of a step in an epoch, on the slowest rank."""
     hvd.allreduce(np.zeros(1))  # ranks begin together
     start = time.perf_counter()
     net.fit(x, x[:, :1], batch_size=BATCH, epochs=1, shuffle=False, verbose=0)

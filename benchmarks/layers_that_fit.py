@@ -146,8 +146,8 @@ def _end(run: Path) -> dict[str, Any]:
 
 
 def largest(fits: Callable[[int], bool], fitting: int, most: int) -> int:
-    """Of fitting ... most, where fits(fitting) is known to be true, and what fits is less than what
-    does not."""
+    """Returns the largest number of fitting ... most that fits. fits(fitting) is known to be true,
+    and every number that fits is smaller than those that do not."""
     while fitting < most:
         middle = (fitting + most + 1) // 2
         if fits(middle):

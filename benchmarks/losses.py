@@ -80,7 +80,7 @@ TOLERANCE = {
 
 
 def losses(job: str, device: str, precision: str, steps: int) -> list[float]:
-    """Of each step."""
+    """Returns the loss of each step."""
     words = [*COMMON, *JOBS[job], f"speed.device={device}", f"speed.precision={precision}"]
     found = []
     with Signals(0) as signals:

@@ -184,7 +184,7 @@ def write(
     load: float,
     rows: Sequence[dict[str, Any]],
 ) -> None:
-    """A line for each loss, where --out names a file."""
+    """Writes a line for each loss if --out names a file."""
     machine = platform.processor() or platform.machine()
     head = {
         "engine": chosen.engine,

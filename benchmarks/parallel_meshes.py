@@ -228,7 +228,7 @@ def on_ranks(folder: Path, words: list[str], rounds: int, steps: int) -> None:
 
 
 def measure_step(config: Any, task: Any, communicator: Any, folder: Path) -> None:
-    """As bench step: of ranks that work at the same time, each alone with its share of the
+    """Measures like bench step: ranks work at the same time, each alone with its share of the
     batch."""
     import torch
 
@@ -302,8 +302,8 @@ def measure_links(communicator: Any, folder: Path) -> None:
 
 
 def seconds_of(run: Any, product: int, communicator: Any) -> float:
-    """Of one of some collectives, each after a matrix product on every rank; of the slowest
-    rank."""
+    """Returns the slowest rank's seconds of one collective; each collective follows a matrix
+    product on every rank."""
     import torch
 
     a = torch.ones(product, product)

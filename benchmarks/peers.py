@@ -74,7 +74,8 @@ DEFAULTS = {  # as the Makefile sets them for ranks on one machine; the environm
 
 
 def environment() -> dict[str, str]:
-    """Of one run: one thread a rank, and a free port for torch.distributed."""
+    """Returns the environment of one run: one thread per rank, and a free port for
+    torch.distributed."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])  # free a moment ago
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])

@@ -125,7 +125,7 @@ class Workload:
         self._sizes = {"layers": options.layers, "heads": 4, "width": options.width}
 
     def stages(self, virtual: int) -> list[Stage]:
-        """Of all ranks."""
+        """Returns the stages of all ranks."""
         count = self._ranks.size * virtual
         if not self._is_gpt:
             return stages_of(
@@ -150,7 +150,7 @@ class Workload:
         return self._tokens if self._is_gpt and stage == 0 else self._activations
 
     def step(self, case: Case) -> list[Spent]:
-        """Of each rank, that all begin together."""
+        """Returns the times of each rank in a step that all ranks begin together."""
         self._ranks.allgather_object(0)
         case.pipeline.train(
             [len(self._tokens)] * case.micro,
@@ -196,7 +196,7 @@ def median(found: Sequence[Seconds]) -> Seconds:
 
 
 def medians(found: Sequence[Speeds]) -> Speeds:
-    """Of each stage."""
+    """Returns the medians for each stage."""
     return Speeds(
         *(
             [median(stage) for stage in zip(*of_rounds, strict=True)]

@@ -164,8 +164,8 @@ def check_same_gradients(sizes: dict[str, int], which: list[str]) -> None:
 
 
 def seconds(sizes: dict[str, int], which: list[str], rounds: int) -> dict[str, Any]:
-    """Of the processor: the median and quartiles of each, and relative to the first of them in the
-    same round."""
+    """Returns CPU seconds: the median and quartiles of each, and of the ratios to the first one in
+    the same round."""
     steps = {each: Step(sizes, each) for each in which}
     times: dict[str, list[float]] = {each: [] for each in which}
     for number in range(rounds + 1):  # the first round warms up

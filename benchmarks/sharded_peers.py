@@ -74,7 +74,7 @@ class Peer:
         self.losses: list[float] = []
 
     def block(self, steps: int) -> float:
-        """As Timed.block() of shards.py."""
+        """Like Timed.block() of shards.py."""
         total = torch.zeros(())
         self._communicator.allreduce(total, "begin")
         began_s = time.perf_counter()
@@ -164,7 +164,7 @@ def lightning(feed: Feed) -> Peer:
 def by_hand(
     feed: Feed, model: Any, optimizer: Any, backward: Callable[[torch.Tensor], Any]
 ) -> Peer:
-    """Of a model that FSDP2 shards."""
+    """Returns a peer with a hand-written loop, for a model that FSDP2 shards."""
     assert all(isinstance(p, DTensor) for p in model.parameters()), "replicated"
 
     def one_step(batch: DeviceBatch) -> torch.Tensor:

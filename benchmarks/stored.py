@@ -68,7 +68,7 @@ def write(path: Path, samples: int) -> None:
 
 
 class H5Dataset(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """As the pages of h5py and torch have it: each worker opens the file."""
+    """Follows the documentation of h5py and torch: each worker opens the file."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path = path

@@ -121,7 +121,7 @@ def theirs(
 
 
 def plan(layers: int, sequence: bool, is_parallel_loss: bool) -> dict[str, ParallelStyle]:
-    """As the tutorial of torch.distributed.tensor.parallel has it."""
+    """Returns the plan of the tutorial of torch.distributed.tensor.parallel."""
     between = Shard(1) if sequence else Replicate()
     columns = ColwiseParallel(input_layouts=between)
     rows = RowwiseParallel(output_layouts=between)

@@ -127,8 +127,8 @@ def ranks(part: Part) -> str:
 
 
 def resume(part: Part) -> str:
-    """With speed.deterministic a job that is stopped and goes on ends with the bits of one that is
-    not; what a checkpoint takes."""
+    """Checks that with speed.deterministic a job that is stopped and resumed ends with the same
+    bits as an uninterrupted job. Measures a checkpoint."""
     small = ["model.widths=[4,4,8,8]", "batch.size=16", "evaluate.samples=40"]
     resnet = (
         small
@@ -223,7 +223,7 @@ def _difference(job: Job, expected: Job, name: str) -> float:
 
 
 def _digests(job: Job) -> dict[str, str]:
-    """Of the arrays in the newest checkpoint."""
+    """Returns the digests of the arrays in the newest checkpoint."""
     newest = sorted((job.folder / "checkpoints").iterdir())[-1]
     return {
         file.name: hashlib.sha256(file.read_bytes()).hexdigest()

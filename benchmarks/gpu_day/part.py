@@ -68,7 +68,8 @@ class Part:
             out.write(json.dumps({"part": self.name, "device": self.device.name} | facts) + "\n")
 
     def copy_rows(self, path: Path, **facts: Any) -> list[dict[str, Any]]:
-        """Rows that a script has written to a file, as `measured` beside facts of this part."""
+        """Copies rows that a script has written to a file, as `measured`, and adds facts of this
+        part."""
         rows: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
         for each in rows:
             self.row(**facts, measured=each)
@@ -155,7 +156,7 @@ class Job:
 
     @property
     def losses(self) -> list[float]:
-        """Of each sync point."""
+        """Returns the losses at each sync point."""
         return [event["loss"] for event in self.events("step")]
 
     @property

@@ -80,8 +80,8 @@ def accuracy(part: Part) -> str:
 
 
 def gpt(part: Part, layers: int) -> str:
-    """An image GPT: tokens/s beside a loop by hand, share of a matrix product's rate, and memory
-    beside the prediction."""
+    """Measures an image GPT: tokens/s compared with a hand-written loop, share of a matrix
+    product's rate, and memory compared with the prediction."""
     images = (
         {"samples": 16, "val_samples": 2, "shape": [4, 4, 3]}
         if part.quick

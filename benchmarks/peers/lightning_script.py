@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hvdtrain.core.import_torchvision import import_torchvision
 
-# Lightning imports it: torchvision from PyPI does not import beside a CPU build of torch without
-# this
+# Lightning imports it: without this, torchvision from PyPI cannot be imported with a CPU build of
+# torch
 import_torchvision()
 
 import lightning  # noqa: E402

@@ -114,7 +114,7 @@ def settings() -> dict[str, str]:
 
 
 def need_podman() -> None:
-    """Skips, with the reason, where images cannot be built."""
+    """Skips the test, with the reason, if images cannot be built."""
     if os.geteuid():
         pytest.skip(
             "needs root: a base image is made by mmdebstrap, and apptainer runs from a root "
@@ -161,8 +161,8 @@ def image(target: str) -> str:
 
 @functools.cache
 def _base_image() -> None:
-    """debian:bookworm-slim, nearly: what debootstrap makes of Debian's own archive. Before that,
-    too many images are thrown away."""
+    """Creates an image like debian:bookworm-slim from Debian's archive, unless it exists. First
+    removes all images if there are too many."""
     with FileLock(CACHE / "images.lock"):
         if len(must(["buildah", "images", "--all", "--quiet"]).split()) > LAYERS:
             must(["buildah", "rmi", "--all", "--force"])
@@ -213,8 +213,8 @@ def _pip_mounts() -> list[str]:
 
 
 def _folder(word: str) -> str | None:
-    """The folder on this machine that a place of packages means; an index by its parent, because
-    its pages point beside it."""
+    """Returns the folder on this machine that a location of packages names; for an index its
+    parent, because the index's pages link to files beside it."""
     path = unquote(urlsplit(word).path) if word.startswith("file:") else word
     if not path.startswith("/") or not Path(path).exists():
         return None
@@ -277,7 +277,7 @@ def _sid(root: Path) -> None:
     fresh.rename(root)
 
 
-# Within a mount namespace of its own; what is bound is gone when the command ends.
+# In a separate mount namespace: bind mounts disappear when the command ends.
 _DEBIAN_13 = """
 set -eu
 for folder in /proc /sys /dev; do mount --rbind "$folder" "ROOT$folder"; done

@@ -20,7 +20,7 @@ from ranks import HANG_S, Job, Result, mpirun_path
 
 from hvdtrain.training.replicas.software import variables
 
-# each set of hosts has a bridge in a namespace of its own, so two sets may have the same addresses
+# each set of hosts has a bridge in a separate namespace, so two sets may have the same addresses
 NET = "10.77.0"
 GONE_S = 300.0  # for processes that were killed to be gone
 BACK_S = 300.0  # for a host to get answers once it is connected again
@@ -40,8 +40,7 @@ for address in sys.argv[1:-1]:
             sys.exit(f"{address} does not answer")
         time.sleep(0.05)
 """
-# Called as ssh is: [options] HOST COMMAND..., and like ssh it hands nothing of its own environment
-# on.
+# Called like ssh: [options] HOST COMMAND...; like ssh it does not pass on its environment.
 _AGENT = """#!/bin/sh
 while [ $# -gt 0 ]; do case "$1" in -[Filop]) shift 2 ;; -*) shift ;; *) break ;; esac; done
 host=$1
@@ -140,7 +139,7 @@ class Hosts:
         timeout_s: float = HANG_S,
         env: Mapping[str, str] | None = None,
     ) -> Job:
-        """`mpirun -H WHERE python ARGV`, started on n1, with a rank for each place of WHERE:
+        """Runs `mpirun -H WHERE python ARGV` on n1, with a rank for each slot of WHERE:
         "n1:4,n2:4"."""
         size = sum(int(part.partition(":")[2]) for part in where.split(","))
         # a variable that changes results must be equal on all ranks

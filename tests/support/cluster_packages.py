@@ -17,8 +17,8 @@ _POLICY = Path("/usr/sbin/policy-rc.d")  # what packages ask before they start a
 
 
 def need(*packages: str) -> None:
-    """Has these packages installed; skips the test, with the reason, without root or apt-get, or
-    where apt-get fails."""
+    """Installs these packages if needed; skips the test, with the reason, without root or apt-get,
+    or if apt-get fails."""
     if not (missing := [package for package in packages if not _installed(package)]):
         return
     if os.geteuid() or not shutil.which("apt-get"):

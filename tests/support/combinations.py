@@ -134,7 +134,7 @@ SMALLER = {  # what replaces a word of an example; None: the word of the model
         for name in ("regression", "language", "multilabel", "segmentation")
     },
 }
-STILL_TRAINED = {  # what a group may have beside an example that freezes biases
+STILL_TRAINED = {  # what a group may set besides an example that freezes biases
     "model.freeze": "*.weight",
     "model.lora": "*.lora_B",
 }
@@ -329,8 +329,8 @@ def engine_of(pair: Pair) -> str:
 
 
 def ranks_of(words: str) -> int:
-    """Two; three for a server and two workers that wait for each other; four where parts of a model
-    are also divided, or given twice."""
+    """Returns the number of ranks: two; three for a server and two workers that wait for each
+    other; four if parts of a model are divided again or replicated."""
     found = assigned(words)
     if "servers.count" in found:
         return 2 if "servers.bound" in found else 3
@@ -602,7 +602,8 @@ def _frameworks(rows: dict[str, str]) -> Iterator[str]:
 
 
 def framework_row(pairs: int, results: dict[str, Found]) -> str:
-    """Of `pairs` and what those came to that have run or cannot."""
+    """Returns the row of a framework with this number of pairs, from the results of pairs that ran
+    or cannot run."""
     counts = Counter(found.kind for found in results.values())
     without = counts["refused"] + counts["no model"]
     resumed = sum(found.kind == "equal" and bool(found.resumed) for found in results.values())

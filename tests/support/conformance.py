@@ -344,7 +344,7 @@ def _gather_into(found: list[Any], communicator: Communicator, message: str, wai
 
 
 def many_steps(communicator: Communicator, name: str) -> Claims:
-    """The same names, step after step, with values that change; an allreduce, an allgather and a
+    """Uses the same names step after step with changing values; an allreduce, an allgather and a
     broadcast share one name."""
     rank = communicator.rank
     size = communicator.size
@@ -530,8 +530,8 @@ def groups(communicator: Communicator, name: str) -> Claims:
 
 
 def messages(communicator: Communicator, name: str) -> Claims:
-    """Of every number type, empty and of 5 MB, from each rank to each other one, in a group too:
-    received in another order than sent.
+    """Sends messages of every number type, empty and of 5 MB, from each rank to every other, also
+    in a group, and receives them in another order.
 
     Without the feature "p2p": a UserError.
     """

@@ -50,7 +50,7 @@ JOBS = {  # by name, with the scheme that has it among few; "": none
     "alexnet": ("a", f"{ALEXNET} {SGD} optim.clip_norm=0.5"),
     "one layer": ("b", f"{CONVNET} model.dense=[] {SGD}"),
 }
-UPDATES = {  # of the variable batch: a process by itself has these with parallel.dense, too
+UPDATES = {  # updates with the variable batch; a single process makes these with parallel.dense too
     "sgd, c, 3 updates": f"{CONVNET} {SGD} parallel.dense=c parallel.dense_updates=3 "
     "recipe.sample_noise=0.5 shard.stage=2",
     "adam, c, 2 updates": f"{CONVNET} optim.name=adam optim.base_lr=0.02 {IN_PART} "

@@ -93,8 +93,8 @@ def one_process(name: str, size: int) -> Iterator[Step]:
 def on_ranks(
     name: str, scheme: Scheme, communicator: Communicator, faulty: Communicator | None = None
 ) -> Iterator[Step]:
-    """As training does it: forward of a rank's own samples, backward of their losses / global
-    batch, gradients of the rest summed."""
+    """Computes like training: forward of a rank's own samples, backward of their losses / global
+    batch, other gradients summed."""
     model = model_of(name)
     wholes = [p.clone() for p in model.parameters()]
     hybrid = HybridModel(model, faulty or communicator, scheme)
@@ -117,7 +117,7 @@ def on_ranks(
 
 
 def in_buckets(name: str, scheme: Scheme, communicator: Communicator) -> Iterator[Step]:
-    """As on_ranks(), in two micro-batches, and with the strategy that sums the other gradients in
+    """Like on_ranks(), in two micro-batches, and with the strategy that sums the other gradients in
     overlapped buckets."""
     model = model_of(name)
     hybrid = HybridModel(model, communicator, scheme)
@@ -162,7 +162,7 @@ def over_ranks(number: float, communicator: Communicator) -> float:
 
 
 def sum_others(hybrid: HybridModel, communicator: Communicator) -> None:
-    """Of all parameters but the dense ones."""
+    """Sums the gradients of all parameters except the dense ones."""
     dense = {id(p) for p in hybrid.dense_parameters()}
     for name, p in hybrid.model.named_parameters():
         if id(p) not in dense:
@@ -184,7 +184,7 @@ def whole(
 
 
 def largest_difference(found: Iterator[Step], expected: Iterator[Step]) -> float:
-    """Relative; NaN where something is not finite."""
+    """Returns the largest relative difference; NaN if a number is not finite."""
     gaps = []
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.gradients.keys() == theirs.gradients.keys(), (
@@ -250,7 +250,7 @@ def dense_step(optimizer: torch.optim.Optimizer, samples: int, batch: int) -> No
 
 
 def on_ranks_in_turns(name: str, scheme: Scheme, communicator: Communicator) -> Iterator[Step]:
-    """As one_process_in_turns()."""
+    """Yields the same as one_process_in_turns(), computed on the ranks."""
     model = model_of(name)
     hybrid = HybridModel(model, communicator, scheme)
     dense = hybrid.dense_parameters()

@@ -12,9 +12,10 @@ from hvdtrain.data.source import NamedArrays, Split
 def windows(
     split: Split, levels: int = 16, side: int = 8, samples: int = 0, val_samples: int = 0
 ) -> NamedArrays:
-    """{"tokens": (n, side^2 + 1)}, each a level or the start token, whose number is `levels`.
+    """Returns {"tokens": (n, side^2 + 1)}; each token is a level or the start token, whose number
+    is `levels`.
 
-    Of the digits; where samples is not 0 of synthetic images.
+    The images are the digits, or synthetic if `samples` is not 0.
     """
     images = (
         synthetic.build(

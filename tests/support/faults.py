@@ -315,7 +315,8 @@ class Trial(NamedTuple):
 
 
 def kills(seed: int, size: int, count: int) -> list[Kill]:
-    """Of rank 0, of mpirun and of another rank in turn; of nine turns three are in the start."""
+    """Yields kills of rank 0, of mpirun and of another rank in turn; three of nine turns are during
+    the start."""
     random = Random(seed)
     plan = list[Kill]()
     for turn in range(count):

@@ -50,7 +50,7 @@ ALL = RECIPES | PENALIZED | PASSED_ON
 
 
 def first_weights(recipe: str) -> list[np.ndarray]:
-    """Of layers in order: (outputs, inputs, ...), (outputs,)."""
+    """Returns the initial weights of the layers in order: (outputs, inputs, ...), (outputs,)."""
     draw = np.random.default_rng(3).normal
     if recipe == "linear":
         return [np.zeros((10, 64)), np.zeros(10)]
@@ -248,7 +248,7 @@ def main(framework: str, out: str, folder: str, *jobs: str) -> None:
 
 
 def weights_of(run: hvdtrain.Run, recipe: str) -> Sequence[np.ndarray]:
-    """As first_weights() has them."""
+    """Returns a run's weights in the form of first_weights()."""
     arrays = list(run.weights.values())
     by_shape = {
         array.shape: array

@@ -185,7 +185,7 @@ def harmed(rng: Generator, tree: object) -> object:
 
 
 def other_header(rng: Generator, data: bytes) -> bytes:
-    """Of safetensors: 8 bytes of length, JSON, numbers."""
+    """Changes the header of a safetensors file: 8 bytes of length, JSON, numbers."""
     (length,) = struct.unpack("<Q", data[:8])
     header = json.dumps(harmed(rng, json.loads(data[8 : 8 + length]))).encode()
     length_field = (

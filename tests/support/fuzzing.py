@@ -240,7 +240,7 @@ def child(order: Mapping[str, Any], readers: Mapping[str, Reader]) -> None:
 
 
 def limit_memory(more: int) -> None:
-    """Of this process: `more` bytes of address space than it has, files of 4 GiB, and no core
+    """Limits this process to `more` bytes of additional address space, files of 4 GiB, and no core
     file."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     for what, limit in (
@@ -261,7 +261,7 @@ def fuzz(
     least: int = 0,
 ) -> Report:
     """Gives each reader of `script` its equal share of the seconds, and `least` inputs on a machine
-    however slow; a child that dies is a finding, and another one goes on, up to `most`.
+    however slow; a child that dies is a finding, and another one continues, up to `most`.
     """
     report = Report({name: Tally() for name in names})
     environment = {

@@ -272,7 +272,7 @@ def ways() -> dict[str, tuple[Any, Callable[[Call, np.ndarray, np.ndarray], np.n
 
 
 def result_rows(name: str, case: Case, rank: int) -> int:
-    """Of what the call returns on this rank."""
+    """Returns the number of rows that the call returns on this rank."""
     everybody = range(hvd.size())
     if "allgather" in name:
         return sum(case.rows(other) for other in everybody)

@@ -144,8 +144,8 @@ def _apart(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 def _weights(words: str, communicator: Communicator, steps: int) -> tuple[dict[str, Any], str]:
-    """Of steps of two passes, with an evaluation after each; the second pass of rank 1 has
-    zeros."""
+    """Returns the weights after steps of two passes, with an evaluation after each step. The second
+    pass of rank 1 has zeros."""
     task: Any = LANGUAGE if "language" in words else IMAGES
     learner: Any = build_learner(
         configure(None, f"optim.name=sgd speed.precision=bf16 {words}".split()), task, communicator

@@ -167,7 +167,7 @@ def many(hvd: Any) -> Claims:
 
 
 def large(hvd: Any) -> Claims:
-    """Beyond every fusion buffer, and small ones beside it."""
+    """Tests tensors larger than any fusion buffer, together with small ones."""
     rank = hvd.rank()
     ranks = list(range(hvd.size()))
     shape = (3_000_001,)
@@ -356,8 +356,8 @@ def gradients_of_extremes(hvd: Any) -> Claims:
 
 
 def process_sets(hvd: Any) -> Claims:
-    """Sets of some ranks, beside each other and beside all ranks; waited for in another order on
-    each rank."""
+    """Tests sets of some ranks at the same time as each other and as all ranks; each rank waits in
+    another order."""
     rank = hvd.rank()
     size = hvd.size()
     if size == 1:  # every set of ranks is the set of all ranks
@@ -476,7 +476,7 @@ def join_under_way(hvd: Any) -> Claims:
 
 
 def join_unnamed(hvd: Any) -> Claims:
-    """Calls without a name go on, though ranks have made different numbers of them."""
+    """Unnamed calls continue to work although ranks have made different numbers of them."""
     rank = hvd.rank()
     size = hvd.size()
     for batch in range(rank + 1):

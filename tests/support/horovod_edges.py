@@ -60,7 +60,8 @@ def bits_are_the_programs() -> None:
 
 
 def sums_of(mine: dict[int, torch.Tensor], late: int) -> str:
-    """A digest of sums alone, in groups and beside others, one rank being late."""
+    """Returns a digest of sums alone, in groups and together with others, while one rank is
+    late."""
     handles = [hvd.allreduce_async(mine[n], op=hvd.Sum) for n in reversed(SIZES)]
     if hvd.rank() == late:
         time.sleep(0.01)
@@ -218,8 +219,8 @@ def results_may_be_changed_in_place() -> None:
 
 
 def second_derivatives_go_through_collectives() -> None:
-    """Of the sum over ranks of L, the sum of y^2 of each: y = x^2 summed over ranks r with x = 1 +
-    r there, or gathered."""
+    """Differentiates the sum over ranks of L twice; L is a rank's sum of y^2, and y = x^2 is summed
+    over ranks, or gathered, with x = 1 + r on rank r."""
     size = hvd.size()
     mine = 1.0 + hvd.rank()
     total = sum((1.0 + rank) ** 2 for rank in range(size))
@@ -426,8 +427,8 @@ def a_state_is_synchronized_as_it_is() -> None:
 
 
 def a_default_device_of_the_script_is_the_scripts_alone() -> None:
-    """As after torch.set_default_device("cuda"); here a device without numbers, so that a tensor of
-    hvdtrain's own on it would show."""
+    """Like after torch.set_default_device("cuda"). The device here has no numbers, so a tensor that
+    hvdtrain creates on it would be noticed."""
     size = hvd.size()
     ranks = torch.arange(hvd.size())
     x = torch.arange(6.0) + hvd.rank()

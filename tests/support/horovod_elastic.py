@@ -1,4 +1,4 @@
-"""Three ranks train with hvd.elastic, one is killed, two go on: python
+"""Three ranks train with hvd.elastic, one is killed, two continue: python
 tests/support/horovod_elastic.py OUT.json [WHO]
 
 OUT: what rank 0 has in the end, and what one process computes that is told when the rank was lost.
@@ -43,7 +43,7 @@ def train(state: Any) -> None:
 
 
 def alone(sizes: list[int]) -> torch.Tensor:
-    """The weight where batch i was computed by sizes[i] ranks."""
+    """Returns the weight if sizes[i] ranks computed batch i."""
     weight = torch.ones(1, 2, dtype=torch.float64)
     velocity = torch.zeros(1, 2, dtype=torch.float64)
     for batch, size in enumerate(sizes):

@@ -75,8 +75,8 @@ def again() -> Any:
 
 
 def digest(seed: int, delays: random.Random) -> str:
-    """Of the results of 80 reductions, begun and waited for in orders of each rank's own, with
-    delays."""
+    """Returns a digest of the results of 80 reductions, which each rank starts and waits for in its
+    own order, with delays."""
     dice = random.Random(seed * 100 + hvd.rank())
     made = torch.Generator().manual_seed(seed * 100 + hvd.rank())
     tensors = [torch.randn(1 + i * i % 3000, generator=made) * 10 ** (i % 5) for i in range(80)]

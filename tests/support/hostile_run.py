@@ -429,8 +429,8 @@ def several(top: Path, name: str, first: int) -> str:
 
 
 def shorten_config(run: Path) -> None:
-    """The same configuration without the keys that have their defaults: it is read in a tenth of
-    the time."""
+    """Removes the keys with default values from the configuration, so it is read in a tenth of the
+    time."""
     with (run / "config.yaml").open("w") as file:
         file.writelines(
             f"{key}: {value}\n"
@@ -439,7 +439,7 @@ def shorten_config(run: Path) -> None:
 
 
 def make_sums_fit(checkpoint: Path) -> None:
-    """As whoever alters a checkpoint on purpose does."""
+    """Makes the checksums fit, like an attacker who alters a checkpoint."""
     names = [Path(path).name for path in CHECKPOINT[:-1]]
     sums = [
         f"{hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()}  {name}\n"

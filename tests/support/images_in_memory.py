@@ -13,7 +13,7 @@ from PIL import Image
 
 
 def pixels_of(value: int) -> np.ndarray:
-    """uint8 (6, 5, 3), unlike those of other values below 256."""
+    """Returns pixels, uint8 (6, 5, 3), different for each value below 256."""
     rows, columns, channels = np.ogrid[:6, :5, :3]
     return ((value + 20 * rows + 3 * columns + 50 * channels) % 256).astype(np.uint8)
 

@@ -1,4 +1,5 @@
-"""Jobs of JAX whose ranks have two devices each, beside the same jobs with one, on the ranks."""
+"""JAX jobs whose ranks have two devices each, compared with the same jobs with one device, on the
+ranks."""
 
 from __future__ import annotations
 

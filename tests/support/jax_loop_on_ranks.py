@@ -162,6 +162,7 @@ def trained(optimizer: str, size: str, steps: str, *words: str) -> dict[str, Any
 
 
 def loss_of_fields(params: Any, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """loss_of() of the fields by themselves, and once more beside it."""
+    """Returns loss_of() of the separate fields, and the same value again as the additional
+    result."""
     loss = loss_of(params, (x, y))
     return loss, loss

@@ -1,4 +1,4 @@
-"""Batch norms of JAX over ranks, beside torch's in one process: largest differences, on the
+"""Compares JAX's batch norms over ranks with torch's in one process: largest differences, on the
 ranks."""
 
 from __future__ import annotations

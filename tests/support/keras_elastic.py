@@ -1,4 +1,4 @@
-"""Three ranks call fit() with hvd.elastic, one is killed, two go on: KERAS_BACKEND=... python
+"""Three ranks call fit() with hvd.elastic, one is killed, two continue: KERAS_BACKEND=... python
 tests/support/keras_elastic.py OUT.json
 
 OUT: rank 0's final weight, and the weight that is expected if the remaining ranks repeat the epoch
@@ -74,7 +74,7 @@ def train(state: Any, first_rank: int) -> None:
 
 
 def alone(sizes: list[int]) -> float:
-    """The weight where epoch i was computed by sizes[i] ranks."""
+    """Returns the weight if sizes[i] ranks computed epoch i."""
     weight = 1.0
     for size in sizes:
         for batch in range(BATCHES):

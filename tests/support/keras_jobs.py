@@ -345,7 +345,7 @@ def check_objects_are_trained(folder: Path) -> None:
 
 
 def check_what_is_refused(folder: Path) -> None:
-    """What, where and fix of what cannot be."""
+    """Checks what, where and fix of the errors for unsupported jobs."""
     for words, what, fix in [
         (
             ["model.name=mlp"],

@@ -175,7 +175,7 @@ def by_numpy(
 
 
 def gradients(weights: list[np.ndarray], x: np.ndarray, y: np.ndarray) -> list[np.ndarray]:
-    """Of the mean squared error of a layer with tanh and a linear one."""
+    """Returns the gradients of the mean squared error of a tanh layer and a linear layer."""
     kernel, bias, out, shift = weights
     hidden = np.tanh(x @ kernel + bias)
     error = 2 * (hidden @ out + shift - y) / len(x)

@@ -195,7 +195,7 @@ def fit_eagerly() -> str:
 
 
 def a_loss_scale_leaves_out_a_step_on_all_ranks() -> str:
-    """Of two batches one is not finite, on the last rank."""
+    """One of two batches is not finite, on the last rank."""
     x, y = (each[:2, hvd.rank()].copy() for each in batches())
     if hvd.rank() == hvd.size() - 1:
         x[0, 0, 0] = np.nan
@@ -336,7 +336,7 @@ def schedules_have_the_rates_of_horovod() -> str:
 
 
 def an_optimizer_is_made_from_its_config() -> str:
-    """The copy reduces, too."""
+    """The copy also reduces gradients."""
     for optimizer in (
         hvd.DistributedOptimizer(keras.optimizers.Adam(0.02, clipnorm=0.5)),
         hvd.DistributedOptimizer(SGD(0.05), backward_passes_per_step=2),
@@ -588,8 +588,8 @@ def refused(text: str, call: Callable[[], Any]) -> None:
 
 
 def ranks_with_another_number_of_batches_are_named() -> str:
-    """Rank 0 has one batch more, while the others ask for something else. The last check: JAX goes
-    on with nothing afterwards."""
+    """Rank 0 has one more batch, while the other ranks call another collective. This is the last
+    check, because JAX cannot continue after it."""
     x, y = (each[: BATCHES - (hvd.rank() > 0), hvd.rank()] for each in batches())
     net = model()
     net.compile(optimizer=hvd.DistributedOptimizer(SGD(0.05, name="sgd_here")), loss="mse")

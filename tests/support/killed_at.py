@@ -125,7 +125,7 @@ class Torn(io.FileIO):
 
 
 def _path(path: Any) -> Path:
-    """Of a path, or of an open file."""
+    """Returns the path of a path or of an open file."""
     return Path(os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else path)
 
 
@@ -158,8 +158,8 @@ def run_job(run: Path, write: int = 0, at: int = 0, *, stop: bool = False) -> in
 
 
 def tries(begin: Path, write: int, first: int = 1, last: int = 1000) -> None:
-    """One trial for each call, `first` to `last`, of checkpoint `write` of a job that goes on from
-    the run `begin`, if that is there."""
+    """One trial for each call, `first` to `last`, of checkpoint `write` of a job that continues the
+    run `begin`, if that exists."""
     top = Path(sys.argv[1])
     folder = top / f"trial-{begin.name}"
     at = first
@@ -204,8 +204,8 @@ def good(run: Path) -> int:
 
 def all_tries(folder: Path) -> None:
     """The checkpoint of step 8 of a new job, the first one of a job that was stopped in the
-    evaluation after it, and the removal of one that is torn. The last job goes on from a whole one,
-    and is not killed: what it went on from is left alone until the next one is there.
+    evaluation after it, and the removal of one that is torn. The last job resumes from a complete
+    checkpoint and is not killed: this checkpoint must stay until the next one exists.
     """
     with contextlib.redirect_stdout(None):
         assert main(command(folder / "straight")) == DONE

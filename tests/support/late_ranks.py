@@ -1,5 +1,5 @@
-"""A rank that comes once the other one has given up waiting for it; the script catches the error,
-and goes on after shutdown()."""
+"""A rank that arrives after the other rank has given up waiting for it. The script catches the
+error, and continues after shutdown()."""
 
 from __future__ import annotations
 

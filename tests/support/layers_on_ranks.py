@@ -326,7 +326,7 @@ def outcome(
 
 
 def seeded(learner: Any) -> None:
-    """Of each rank another one."""
+    """Seeds each rank differently."""
     if hasattr(learner.model, "generator"):
         learner.model.generator.seed(learner.mesh.world.rank)
 
@@ -350,8 +350,8 @@ class _Reducing(_ReduceScatter):
 
 
 def lagging(learner: Any) -> None:
-    """As on NCCL: the host comes to the end of the step though ranks make other collectives, which
-    no engine here does. Numbers are anything."""
+    """Behaves like NCCL: the host reaches the end of the step although ranks make different
+    collectives, which no engine here allows. The numbers are arbitrary."""
     not_waiting(learner)
     for module in learner.model.modules():
         if isinstance(module, FSDPModule) and (group := group_of(module)):

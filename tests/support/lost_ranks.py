@@ -76,7 +76,7 @@ def start(
 
 
 def finish(engine: str, size: int, argv: Sequence[str], *, ulfm: bool = True) -> list[Result]:
-    """Of mpirun, or of each rank."""
+    """Returns the outcome of mpirun, or of each rank."""
     with contextlib.ExitStack() as stack:
         return [job.wait() for job in start(engine, size, argv, stack, ulfm=ulfm)]
 
@@ -97,7 +97,7 @@ def outcome(run: Path) -> Outcome:
 
 
 def undisturbed(framework: str, run: Path, words: str = "") -> Outcome:
-    """Of one process."""
+    """Returns the outcome of one process."""
     result = python(arguments(framework, run, words), env=ENV)
     assert result.returncode == 0, result.stderr
     return outcome(run)

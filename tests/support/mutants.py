@@ -47,7 +47,7 @@ class Mutant(NamedTuple):
     file: str
     before: str  # which the file has once
     after: str
-    tests: tuple[str, ...]  # files or node ids beside the code, one of whose tests has to fail
+    tests: tuple[str, ...]  # files or node ids next to the code; one of their tests has to fail
 
     def apply(self, root: Path) -> None:
         path = root / self.file
@@ -325,8 +325,8 @@ def troubles(mutants: Iterable[Mutant] = MUTANTS, root: Path = ROOT) -> list[str
 
 
 def copy_tree(folder: Path) -> None:
-    """What the tests of the table need. Compiled modules too: they are taken where time and size of
-    the source are the same."""
+    """Copies what the tests of the table need, including compiled modules: Python uses them if time
+    and size of the source are unchanged."""
     for name in COPIED:
         if (ROOT / name).is_dir():
             # another Python writes one
@@ -342,7 +342,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def check_import(folder: Path) -> None:
-    """Raises SystemExit where Python would test the tree itself."""
+    """Raises SystemExit if Python would test the tree itself."""
     code = "import hvdtrain; print(hvdtrain.__file__)"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -417,7 +417,8 @@ def check_unchanged(mutants: Sequence[Mutant]) -> None:
 
 
 def try_out(mutant: Mutant) -> bool:
-    """Prints which test finds it; whether one does. Raises SystemExit where pytest cannot begin."""
+    """Prints the test that finds the mutant; returns whether there is one. Raises SystemExit if
+    pytest cannot start."""
     run = run_tests(mutant.tests, mutant)
     if run.status not in (PASSED, FAILED, None):
         raise SystemExit(

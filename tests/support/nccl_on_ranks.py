@@ -1,4 +1,4 @@
-"""A job on torchdist in which one rank has NCCL, as where hosts with and without a GPU train
+"""A job on torchdist in which one rank has NCCL, as if hosts with and without a GPU train
 together."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Norms over ranks beside one process: {case: largest difference}, on the ranks.
+"""Compares norms over ranks with one process: {case: largest difference}, on the ranks.
 
 Every case computes on all ranks before results are compared, so that a wrong number on one rank
 lets no other rank wait.

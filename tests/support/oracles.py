@@ -17,7 +17,7 @@ from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.core.progress import Hyper
 from hvdtrain.optim.rule import is_excluded
 
-import_torchvision()  # timm imports it, and would stop beside a CPU build of torch
+import_torchvision()  # timm imports it, and would fail with a CPU build of torch
 
 SHAPES = [(4, 3, 3, 2), (5, 4), (7,), (1, 6), (3,)]
 STEPS = 20

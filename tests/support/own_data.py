@@ -65,7 +65,8 @@ def shapes(split: str) -> dict[str, np.ndarray]:
 
 
 def partly_labelled(split: str) -> dict[str, np.ndarray]:
-    """The same; two of five samples, and all of the first twenty, have no class."""
+    """Returns the same samples, but two of five samples, and all of the first twenty, have no
+    class."""
     found = classes(split)
     number = np.arange(SAMPLES[split])
     return {

@@ -24,7 +24,7 @@ PACK = f"data.pack={ROW}"
 
 
 def gpt() -> GPT:
-    """The same weights each time."""
+    """Returns a GPT with the same weights each time."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         found = build("gpt", ROW - 1, VOCABULARY, layers=2, heads=2, width=8)

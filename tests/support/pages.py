@@ -31,7 +31,7 @@ from pathlib import Path
 from ranks import HANG_S, python
 
 RESULTS = "pages.json"
-TOLERANCE = 0.03  # of a loss or an accuracy on another machine, where sums round otherwise
+TOLERANCE = 0.03  # of a loss or an accuracy on another machine, whose sums round differently
 _FENCE = re.compile(r"^```(\w*) ?(\S*)$")
 # differs from run to run
 _TIMING = re.compile(r"\d+\.\d+(?= s\b)|[\d,]+(?= (?:images|samples|tokens)/s)")

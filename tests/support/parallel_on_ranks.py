@@ -156,8 +156,8 @@ def refusal(model: str, communicator: object) -> str:
 
 
 def masks(mesh: str, communicator: object) -> dict[str, list]:
-    """Of each rank a digest of what the first block's dropout dropped in the first step, and the
-    share; the scale of what it kept."""
+    """Returns for each rank a digest of what the first block's dropout dropped in the first step,
+    the dropped share, and the scale of the rest."""
     found: dict[str, list] = {"digests": [], "shares": [], "scales": []}
 
     def see(module: torch.nn.Module, inputs: tuple[torch.Tensor], outputs: torch.Tensor) -> None:

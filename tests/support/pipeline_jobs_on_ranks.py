@@ -156,6 +156,6 @@ def curves(
 
 
 def half(communicator: Communicator) -> dict[str, Any]:
-    """Jobs in 16 bits, beside one in 32 bits of one process, and a step in which a gradient of the
-    last stage overflows."""
+    """Compares jobs in 16 bits with one process in 32 bits, and makes a step in which a gradient of
+    the last stage overflows."""
     return {"overflow": overflow(communicator), **in_16_bits(communicator)}

@@ -1,9 +1,9 @@
-"""Pipelines of every schedule beside the whole model: {case: the largest relative difference}, on
-the ranks.
+"""Compares pipelines of every schedule with the whole model: {case: the largest relative
+difference}, on the ranks.
 
 Three steps of SGD in float64: losses, every gradient, and what the last model gives in evaluation
-mode. Each rank trains the whole model beside. The names that begin with "faulty" are pipelines with
-a fault, which the test must notice.
+mode. Each rank also trains the whole model. The names that begin with "faulty" are pipelines with a
+fault, which the test must notice.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def bubbles(
 
 
 def bubble_of_a_job(pipe: Communicator, schedule: Schedule, virtual: int, micro: int) -> float:
-    """The same on all ranks."""
+    """Returns the bubble of a job, the same on all ranks."""
     model = nn.Sequential(*(SlowLayer(4, 4) for _ in range(pipe.size * virtual)))
     stages = stages_of(model, range(pipe.size * virtual), "test")
     pipeline = Pipeline(

@@ -97,7 +97,7 @@ class Part(NamedTuple):
     job: DrawnJob
     place: Place
     run: Path
-    from_run: Path | None = None  # whose checkpoint after job.steps it goes on from
+    from_run: Path | None = None  # the run from whose checkpoint after job.steps it resumes
 
     @property
     def words(self) -> list[str]:
@@ -120,7 +120,7 @@ class Part(NamedTuple):
         return f"mkdir -p {to}; cp -r {self.from_run.name}/checkpoints/{name} {to}; {command}"
 
     def prepare(self) -> None:
-        """An empty run folder, or one with the checkpoint that the job goes on from."""
+        """Creates an empty run folder, or one with the checkpoint from which the job resumes."""
         shutil.rmtree(self.run, ignore_errors=True)
         if self.from_run is not None:
             name = files.name_of(self.job.steps)
@@ -297,7 +297,7 @@ def run_jobs(
 
 
 def compared(parts: list[Part]) -> Verdict:
-    """Of the part that is furthest from one process."""
+    """Returns the verdict of the part that is furthest from one process."""
     one = left_of(parts[0].run)
     rounding = _rounding_of(parts[0].job)
     verdicts = [

@@ -42,7 +42,7 @@ _LAUNCHED = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "HOROVOD_", "SLURM_
 
 
 def mpirun_path() -> str | None:
-    """The mpirun beside this Python, or on the path."""
+    """Returns the mpirun next to this Python, or on the path."""
     return shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
 
 

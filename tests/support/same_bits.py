@@ -73,7 +73,7 @@ class Job(NamedTuple):
     ranks: int = 2
     stop: int = 0  # if not 0, the job is stopped after so many steps and resumed
     resume_ranks: int = 0
-    kill: str = ""  # a plan of killed_ranks.py: the others go on
+    kill: str = ""  # a plan of killed_ranks.py; the other ranks continue
     is_own_loop: bool = False  # own_loop_on_ranks.py, instead of hvdtrain's loop
 
 

@@ -87,7 +87,7 @@ def loss_of_rows(outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> to
 
 
 def made(kind: type[nn.Module]) -> nn.Module:
-    """The same weights each time."""
+    """Returns a model with the same weights each time."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         return kind().double()
@@ -203,8 +203,8 @@ def by_hand(
     samples: int = SAMPLES,
     batch: int = BATCH,
 ) -> dict[str, np.ndarray]:
-    """The weights after STEPS steps of the mean over each batch, where loss(model, sample) is a sum
-    and the weight of it."""
+    """Returns the weights after STEPS steps with the mean over each batch; loss(model, sample) is a
+    pair of a sum and its weight."""
     model = copy.deepcopy(model)
     for step in range(STEPS):
         drawn = positions_of_rank(step * batch, batch, 0, 1, samples, 5).samples

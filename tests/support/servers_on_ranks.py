@@ -78,8 +78,8 @@ class Slow(torch.nn.Module):
 
 
 def staleness(words: str, communicator: Communicator) -> dict[str, Any]:
-    """Of the updates of a job: how many of each age, and of each worker; and the samples that it
-    was trained on."""
+    """Returns the number of a job's updates by age and by worker, and the samples that it was
+    trained on."""
     config = configure(None, f"{invariance.COMMON} {words}".split())
     datasets = open_datasets(config, communicator)
     learner = build_learner(config, datasets.task, communicator)

@@ -139,7 +139,8 @@ class StandIn(PlannedCommunicator):
 
 
 def phases_of(size: int, run: Path, words: Sequence[str] = WORDS) -> dict[str, Counts]:
-    """Of a job that connects, trains and writes its last checkpoint, as rank 0 of `size`."""
+    """Returns the counts by phase of a job that connects, trains and writes its last checkpoint, as
+    rank 0 of `size`."""
     heartbeat = Phases()
     communicator = StandIn(size, heartbeat)
     config = resolve_batch_size(configure(None, [*words, f"run={run}"]), size)
@@ -194,7 +195,7 @@ def _of_rank(rank: int, thing: Any) -> Any:
 
 
 def check_of(size: int, run: Path) -> tuple[Counts, CheckReport]:
-    """Of `hvdtrain check`, as rank 0 of `size`."""
+    """Returns the counts by phase of `hvdtrain check`, as rank 0 of `size`."""
     phases = Phases()
     communicator = StandInOfCheck(size, phases)
     place = Placement(0, size, 0, min(size, RANKS_OF_HOST), "a stand-in")
@@ -246,8 +247,8 @@ class OtherWriters(threading.Thread):
 
 
 def checkpoint_of(size: int, run: Path) -> Counts:
-    """Of a checkpoint that `size` ranks write together; collectives: looks at the folder and
-    reports that are read."""
+    """Returns the counts by phase of a checkpoint that `size` ranks write together. Collectives
+    include checks of the folder and reports that are read."""
     run.mkdir()
     name = files.unfinished_name(3, "0123456789abcdef")
     state = {"p.w": np.arange(1000.0), "s.w.0": np.arange(1000.0)}

@@ -1,5 +1,5 @@
-"""Scientific data for tests: the same samples in each format, and a job on them on one or more
-ranks beside the job on arrays."""
+"""Scientific data for tests: the same samples in each format, and a job on them, on one or more
+ranks, to compare with the job on arrays."""
 
 from __future__ import annotations
 

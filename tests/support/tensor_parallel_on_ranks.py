@@ -1,4 +1,5 @@
-"""Layers cut over ranks beside the whole model: {case: {what: largest difference}}, on the ranks.
+"""Compares layers cut over ranks with the whole model: {case: {what: largest difference}}, on the
+ranks.
 
 Every rank has the whole model too, and the same samples. Each case computes on all ranks before
 results are compared.
@@ -260,7 +261,7 @@ def kept(communicator: Communicator) -> Found:
 
 
 def without(ending: str, communicator: Communicator, sequence: bool = False) -> Found:
-    """The same comparison, with a fault that it has to notice."""
+    """Makes the same comparison with a fault, which it has to notice."""
     return language({}, Forgetful(communicator, ending), sequence=sequence)
 
 

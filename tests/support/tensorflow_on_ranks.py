@@ -258,7 +258,8 @@ def casts_stay_in_the_library() -> str:
 
 
 def slices_are_grouped_with_tensors() -> str:
-    """Of ranks with other numbers of slices; rank r has a row in place r, and all have place 3."""
+    """Ranks have different numbers of slices: rank r has a row at place r, and all have one at
+    place 3."""
     rank = hvd.rank()
     size = hvd.size()
     rows = np.zeros((4, 1))

@@ -26,8 +26,8 @@ class Trouble(nn.Module):
     """Buffers, optimizer state, dropout. Rank `rank` does `fault` in training pass `at` of its
     process, unless the file `once` exists.
 
-    `once` gets the time of the fault, so the same command goes on without it. fault=build: while it
-    is made; evaluate: slow evaluations.
+    `once` gets the time of the fault, so the same command continues without it. fault=build: while
+    it is made; evaluate: slow evaluations.
     """
 
     def __init__(

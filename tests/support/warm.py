@@ -55,7 +55,7 @@ AT_START = (
     "TZ",
 )
 PATH = "PYTHONPATH"  # of these, the fork can set it
-# What each job imports beside torch and hvdtrain: 0.2 of its 0.6 s of a core.
+# What each job imports besides torch and hvdtrain: 0.2 of its 0.6 s of a core.
 LIBRARIES = (
     "numpy.ma",
     "pydantic.json_schema",
@@ -67,7 +67,8 @@ LIBRARIES = (
     "yaml",
     "zoneinfo",
 )
-# a folder beside the socket: a link for each fork that runs, from its client's number to its own
+# a folder next to the socket: a link for each running fork, from its client's process number to the
+# fork's
 FORKS = "forks"
 
 _servers: list[

@@ -17,7 +17,7 @@ HERE = str(PurePath(__file__).parent)
 
 
 class Wait(NamedTuple):
-    """What the host waited for, and where."""
+    """A wait of the host: for what, and where."""
 
     thread: str
     what: str
