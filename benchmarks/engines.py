@@ -153,7 +153,7 @@ def work(words: list[str]) -> None:
 
 
 def communicator_keys(words: list[str]) -> list[str]:
-    """Those that an engine reads when it starts."""
+    """Returns the keys that an engine reads when it starts."""
     return [word for word in words if word.startswith("comm.") and "engine" not in word]
 
 

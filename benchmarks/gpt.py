@@ -114,7 +114,7 @@ class ByHand:
 
 
 class WithAccelerate(ByHand):
-    """The same loop as the documentation of Accelerate shows it."""
+    """The same loop, written as in Accelerate's documentation."""
 
     def __init__(self, trainer: Trainer) -> None:
         from accelerate import Accelerator

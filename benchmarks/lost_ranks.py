@@ -58,8 +58,8 @@ REFORM = (
 
 
 class Kill(NamedTuple):
-    """Of one rank or two, from outside at a random moment, or at a call of a function of the rank
-    itself."""
+    """A kill of one or two ranks: from outside at a random moment, or by the rank itself in a call
+    of a function."""
 
     kind: str
     outside: tuple[int, ...] = ()

@@ -56,7 +56,7 @@ FIRST_SYNC_POINTS = 3
 
 
 class Ends(NamedTuple):
-    """Of the pipes to the ranks of a job."""
+    """The ends of the pipes to the ranks of a job."""
 
     to: list[IO[str]]
     answers: IO[str]  # of rank 0

@@ -35,8 +35,8 @@ Tree = dict[str, Any]
 
 
 class Command(NamedTuple):
-    """The same command at every start. 60 steps are an epoch; no job ends by itself before its
-    fault, on a slow machine neither."""
+    """The command of a job, the same at every start. An epoch is 60 steps; no job ends by itself
+    before its fault, on a slow machine neither."""
 
     engine: str
     size: int
@@ -112,7 +112,7 @@ def record(row: Row) -> None:
 
 
 def events(run: Path) -> list[Tree]:
-    """Of the job."""
+    """Returns the events of the job."""
     return json_lines(run / "events.jsonl")
 
 

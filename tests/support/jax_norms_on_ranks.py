@@ -51,7 +51,7 @@ def apart(found: Arrays, expected: Arrays) -> float:
 
 
 def buffers_of(one: Learner) -> Arrays:
-    """Those of this rank, without a collective."""
+    """Returns this rank's buffers, without a collective."""
     return {
         piece.name: piece.read().copy() for piece in one.pieces() if piece.name.startswith("b.")
     }

@@ -107,7 +107,7 @@ class InsideExperts(Experts):
 
 
 class HiddenExperts(InsideExperts):
-    """As its stages compute it."""
+    """The model with hidden experts as its pipeline stages compute it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.outputs(self._experts(torch.tanh(self.inputs(x.flatten(1)))))

@@ -291,7 +291,7 @@ MUTANTS = (
 
 
 def of_this_copy(mutants: Iterable[Mutant] = MUTANTS, root: Path = ROOT) -> list[Mutant]:
-    """Those of a table whose extra is here, or that change no extra."""
+    """Returns the mutants of a table that change no extra, or an extra that this copy has."""
     return [
         mutant
         for mutant in mutants

@@ -1,4 +1,4 @@
-"""The same numbers as own_datasets.Noisy, as a torch Dataset that draws from torch's generator."""
+"""A torch Dataset with the numbers of own_datasets.Noisy, which draws from torch's generator."""
 
 from __future__ import annotations
 

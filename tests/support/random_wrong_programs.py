@@ -25,7 +25,7 @@ FAULTS = ("a missing call", "another shape", "another name", "another order")
 
 
 class End(NamedTuple):
-    """Of a program on one rank."""
+    """The end of a program on one rank."""
 
     message: str
     seconds: float

@@ -69,7 +69,7 @@ def flat(split: str = "train") -> Any:
 
 
 class Net(nn.Module):
-    """Of both inputs by name; of `outputs` numbers."""
+    """A model that gets both inputs by name and returns `outputs` numbers."""
 
     def __init__(self, outputs: int = 1) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Net(nn.Module):
 
 
 class OfDict(Net):
-    """Of both inputs in one dict."""
+    """A model that gets both inputs in one dict."""
 
     def forward(self, x: dict[str, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
         return super().forward(x["image"], x["table"])
