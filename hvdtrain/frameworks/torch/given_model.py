@@ -1,4 +1,4 @@
-"""GivenModel: a script's model, of which a job trains a copy."""
+"""GivenModel: a script's model; a job trains a copy of it."""
 
 from __future__ import annotations
 
