@@ -97,8 +97,8 @@ def test_the_help_of_a_job_names_its_options(capsys: pytest.CaptureFixture[str])
         ("log.trackers", "takes a list, each a text"),
         (
             "optim.mode",
-            "optim.name=larc: LARC: LARS whose trust ratio may lower the learning rate of a "
-            "layer, never raise it.\n  optim.mode=clip",
+            "optim.name=larc: LARC: LARS whose trust ratio can lower the learning rate of a "
+            "layer but not raise it.\n  optim.mode=clip",
         ),
         ("model.widths", "model.name=mlp with framework=jax: "),
     ],

@@ -90,8 +90,8 @@ def build(
     columns: kinds of columns of x, {visit: date, town: category, id: drop}: number, bool, date,
         category or drop; the kinds of other columns are detected (auto: of all columns); default:
         all columns of x are numbers
-    missing: mean, median or 0 replaces missing cells of x and adds a number that marks them; drop
-        leaves their rows out
+    missing: error rejects missing cells of x; mean, median or 0 replaces them and adds a number
+        that marks them; drop leaves their rows out
     rare: categories that fewer training rows have are joined
 
     Raises UserError if a line is damaged, with its number, and for columns without numbers.
