@@ -66,6 +66,10 @@ class Accelerator:
         options = {"blocking": True} if self.kind == "cuda" else {}
         return stream.record_event(self._torch.Event(**options))
 
+    def timed_mark(self, stream: Stream) -> Event:
+        """Records an event that knows its time behind the stream's present work."""
+        return stream.record_event(self._torch.Event(enable_timing=True))
+
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Keeps the tensor's memory from being reused before the stream has finished its present
         work."""

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -96,6 +96,47 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.numel()
         else tensor.new_empty(0, dtype=torch.uint8)
     )
+
+
+class DeviceMessages:
+    """Messages from GPU to GPU, by NCCL.
+
+    NCCL has no tags: a rank receives from another one in the order in which that one sends. What
+    two ranks send to each other would be one queue on each, and they would wait for each other:
+    messages to higher ranks have a process group, and those to lower ranks another one.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, backend: str, device: torch.device) -> None:
+        """ranks: numbers in the job, which all call it; rank: this one's place among them; device:
+        this rank's."""
+        self._rank = rank
+        self._groups = [
+            dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+            for _ in ("to lower ranks", "to higher ranks")
+        ]
+        # NCCL connects two ranks in their first message, where the host of one waits for the other:
+        # here all begin with the same pairs
+        size = len(ranks)
+        for one in range(size if size > 2 else size - 1):
+            other = (one + 1) % size
+            for source, to in ((one, other), (other, one)):
+                self._begin_with(source, to, torch.zeros(1, dtype=torch.uint8, device=device))
+
+    def _begin_with(self, source: int, to: int, x: torch.Tensor) -> None:
+        if self._rank == source:
+            self.start_send(x, to).wait()
+        elif self._rank == to:
+            self.start_recv(x, source).wait()
+
+    def start_send(self, x: torch.Tensor, to: int) -> Any:
+        """Behind the present work of the current stream; x is contiguous."""
+        group = self._groups[to > self._rank]
+        return dist.isend(as_bytes(x), group=group, group_dst=to) if x.numel() else None
+
+    def start_recv(self, x: torch.Tensor, source: int) -> Any:
+        """Into x, for streams that wait for it."""
+        group = self._groups[source < self._rank]
+        return dist.irecv(as_bytes(x), group=group, group_src=source) if x.numel() else None
 
 
 TAG_OF_EXTREMES = 2**16  # callers of start_send() have smaller ones

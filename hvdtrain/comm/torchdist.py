@@ -41,6 +41,7 @@ from hvdtrain.comm.rendezvous import Rendezvous, find_rendezvous, secret_of
 from hvdtrain.comm.side_channel import StoreSideChannel
 from hvdtrain.comm.signed import Forged, SignedStore, pack, unpack
 from hvdtrain.comm.torch_groups import (
+    DeviceMessages,
     EvenParts,
     GlooConnections,
     GroupExchange,
@@ -364,6 +365,14 @@ class TorchDistCommunicator(StartedCollectives):
         x, tensor = self._on_host(x, "recv", name)
         sender = dist.recv(as_bytes(tensor), group=self._group, tag=tag)
         return sender if self._group is None else dist.get_group_rank(self._group, sender)
+
+    def device_messages(self, device: torch.device) -> DeviceMessages:
+        """Returns messages between the GPUs of these ranks; needs the feature "nccl". A
+        collective."""
+        ranks = list(range(self.size))
+        if self._group is not None:
+            ranks = dist.get_process_group_ranks(self._group)
+        return DeviceMessages(ranks, self.rank, "xccl" if has_oneccl() else "nccl", device)
 
     def side_channel_gather(self, message: str, wait_s: float) -> list[str | None] | None:
         if self._mpi is not None:

@@ -34,6 +34,7 @@ from hvdtrain.frameworks.torch.parallel.pipeline.schedule import (
     Seconds,
     formula,
     of_stages,
+    takes_in_order,
     timeline,
 )
 from hvdtrain.frameworks.torch.parallel.pipeline.stages import (
@@ -51,6 +52,20 @@ SCHEDULES: list[tuple[Schedule, int]] = [
     ("interleaved", 2),
     ("interleaved", 3),
 ]
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), SCHEDULES)
+def test_ranks_take_messages_as_they_are_sent(schedule: Schedule, virtual: int) -> None:
+    """As NCCL needs it. With an odd number of micro-batches two ranks with several stages do not,
+    so that host memory is sent."""
+    for ranks, micro in itertools.product((2, 3, 4), range(9)):
+        is_odd = virtual > 1 and ranks == 2 and micro > 1 and micro % 2 == 1
+        found = timeline(schedule, ranks, micro, virtual)
+        assert takes_in_order(found) == (not is_odd), (ranks, micro)
+        assert takes_in_order(timeline(schedule, ranks, micro, virtual, backward=False))
+    late = timeline("gpipe", 2, 2)
+    swapped = [late.ranks[0], [late.ranks[1][i] for i in (1, 0, 2, 3)]]
+    assert not takes_in_order(late._replace(ranks=swapped))
 
 
 def slowest(costs: Sequence[float], cuts: Sequence[int]) -> float:

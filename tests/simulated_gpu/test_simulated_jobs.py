@@ -60,6 +60,26 @@ def test_a_job_of_two_ranks(
 @needs_mpirun
 @pytest.mark.parametrize(
     ("name", "engine"),
+    [("pipeline", "torchdist"), ("a loop of tokens, pipeline", "torchdist")],
+)
+def test_what_one_gpu_sends_the_other_one_receives(
+    on_two: dict[str, Any], name: str, engine: str
+) -> None:
+    """In the same order, by NCCL."""
+    ranks = [found["messages"] for found in on_two[engine][name]]
+    for rank, own in enumerate(ranks):
+        sent = [rest for kind, *rest in own if kind == "send"]
+        taken = [rest for kind, *rest in ranks[1 - rank] if kind == "recv"]
+        assert sent and {peer for _, peer, *_ in sent} == {1 - rank}
+        assert {peer for _, peer, *_ in taken} == {rank}
+        assert [(group, *rest) for group, _, *rest in sent] == [
+            (group, *rest) for group, _, *rest in taken
+        ]
+
+
+@needs_mpirun
+@pytest.mark.parametrize(
+    ("name", "engine"),
     [
         (name, engine)
         for name, engine in EACH

@@ -98,6 +98,7 @@ class Run:
         gpu = self._gpu
         gpu.recorder.clear()
         nccl.calls.clear()
+        nccl.messages.clear()
         gpu.new_epoch()
         gc.collect()
         gpu.reset_peak(self._device)
@@ -128,6 +129,7 @@ class Run:
             "peak_bytes": watched.peak_bytes - before,
             "predicted": predicted,
             "calls": [list(call) for call in nccl.calls],
+            "messages": [list(message) for message in nccl.messages],
         }
 
     def _losses(

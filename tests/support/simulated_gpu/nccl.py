@@ -2,15 +2,17 @@
 
 A collective reads its tensors when it is called, and writes its results when something waits for
 it, as late as NCCL may. Ranks compare what they call before each collective: another order,
-operation, type or count is an error that names both. `calls` lists them.
+operation, type or count is an error that names both. `calls` lists them. A message is compared
+with the one that its partner takes it for, and `messages` lists them.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,9 @@ from simulated_gpu.load import Gpu
 Tensors = list[torch.Tensor]
 LIMIT = timedelta(seconds=60)  # for a rank that never calls the same collective
 calls: list[Call] = []  # of this process, in order
+messages: list[Message] = []
+TAG = 2**20  # of messages between GPUs, above those of the host
+TEXT_BYTES = 64
 
 
 class Call(NamedTuple):
@@ -32,6 +37,17 @@ class Call(NamedTuple):
     dtype: str
     count: int
     stream: str  # the current stream, "default" or "side"
+
+
+class Message(NamedTuple):
+    """A message that this rank has sent or received."""
+
+    kind: Literal["send", "recv"]
+    group: str
+    peer: int  # in the group
+    number: int  # of this kind and peer
+    dtype: str
+    count: int
 
 
 def install(gpu: Gpu) -> None:
@@ -60,6 +76,8 @@ class RecordingNccl(_ProcessGroup):
         self._name = str(options.group_name)
         self._count = 0
         self._stream: Any = None
+        self._links: dict[int, Any] = {}  # the stream of messages from and to each rank
+        self._numbers: Counter[tuple[str, int]] = Counter()
 
     @property
     def group_name(self) -> str:
@@ -186,12 +204,64 @@ class RecordingNccl(_ProcessGroup):
         return self._call("alltoall", [tensor], [output], start)
 
     def send(self, tensors: Tensors, to: int, tag: int) -> Any:
-        assert not tensors[0].is_cuda, "the simulated NCCL has no messages"
-        return self._by_host("send").send(tensors, to, tag)
+        if not tensors[0].is_cuda:
+            return self._by_host("send").send(tensors, to, tag)
+        (tensor,) = tensors
+        message, here = self._message("send", tensor, to)
+        self.gpu.finish_stream(tensor.device.index, here.stream_id)
+        host = _host(tensor).contiguous().clone()
+        tag = TAG + 2 * message.number
+        works = [self._gloo.send([_text(message)], to, tag), self._gloo.send([host], to, tag + 1)]
+
+        def finish() -> None:
+            for work in works:
+                work.wait()
+
+        return Work(self.gpu, self._links[to], finish, tensors)
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
-        assert not tensors[0].is_cuda, "the simulated NCCL has no messages"
-        return self._by_host("recv").recv(tensors, source, tag)
+        if not tensors[0].is_cuda:
+            return self._by_host("recv").recv(tensors, source, tag)
+        (tensor,) = tensors
+        message, _ = self._message("recv", tensor, source)
+        tag = TAG + 2 * message.number
+        theirs = torch.empty(TEXT_BYTES, dtype=torch.uint8, device="cpu")
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        announced = self._gloo.recv([theirs], source, tag)
+        received = self._gloo.recv([host], source, tag + 1)
+
+        def finish() -> None:
+            announced.wait()
+            sent, own = (bytes(each.tolist()).decode().strip() for each in (theirs, _text(message)))
+            assert sent == own, f"rank {source} sends {sent}, rank {self.rank()} receives {own}"
+            received.wait()
+            _host(tensor).copy_(host)
+
+        return Work(self.gpu, self._links[source], finish, tensors)
+
+    def _message(
+        self, kind: Literal["send", "recv"], tensor: torch.Tensor, peer: int
+    ) -> tuple[Message, Any]:
+        """Notes it, behind the present work of the current stream, which it returns."""
+        device = tensor.device
+        here = torch.cuda.current_stream(device)
+        link = self._links.setdefault(peer, torch.cuda.Stream(device))
+        number = self._numbers[kind, peer]
+        self._numbers[kind, peer] += 1
+        message = Message(kind, self._name, peer, number, str(tensor.dtype), tensor.numel())
+        messages.append(message)
+        # NCCL has one queue for what two ranks send to each other
+        kinds = {other for other, rank in self._numbers if rank == peer}
+        assert len(kinds) == 1, f"rank {self.rank()} sends to rank {peer} and receives from it"
+        if kind == "send":
+            torch.ops.simulated_gpu.use(tensor, False, "NCCL send")
+        link.wait_stream(here)
+        if kind == "recv":
+            with torch.cuda.device(device):
+                self.gpu.set_stream(device.index, link.stream_id)
+                torch.ops.simulated_gpu.use(tensor, True, "NCCL recv")
+                self.gpu.set_stream(device.index, here.stream_id)
+        return message, here
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
         return self._by_host("recv").recv_anysource(tensors, tag)
@@ -359,6 +429,11 @@ def _host(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's memory as a tensor of the CPU."""
     view: torch.Tensor = torch.ops.simulated_gpu.host_view(tensor.detach())
     return view
+
+
+def _text(message: Message) -> torch.Tensor:
+    text = f"{message.number}: {message.count} {message.dtype}"
+    return torch.frombuffer(bytearray(text.encode().ljust(TEXT_BYTES)), dtype=torch.uint8)
 
 
 def _name(op: Any) -> str:

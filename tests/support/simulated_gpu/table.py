@@ -123,7 +123,7 @@ ON_TWO = {
     "stage 3": on_two("classification", "shard.stage=3", mpi=1, exchanges=1),
     "stage 3 of blocks": on_two("language", "shard.stage=3", mpi=1, exchanges=1),
     "tensor": on_two("language", "parallel.tensor=2", mpi=26, exchanges=1),
-    "pipeline": on_two("language", "parallel.pipeline=2", mpi=5, torchdist=4, exchanges=9),
+    "pipeline": on_two("language", "parallel.pipeline=2", mpi=5, exchanges=1),
     "segmentation": on_two("segmentation", exchanges=1),
     "padding": on_two("padding", exchanges=1),
     "packing": on_two("packing", exchanges=1),
@@ -144,8 +144,7 @@ ON_TWO = {
     "memory, pipeline": on_two(
         "memory, gpt",
         "parallel.pipeline=2 batch.micro=2",
-        torchdist=2,
-        exchanges=5,
+        exchanges=1,
         start=1.5,
     ),
 }

@@ -10,7 +10,6 @@ that predicts their time.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,9 +24,26 @@ from torch.distributed.pipelining._backward import (
 from hvdtrain.comm.communicator import Communicator, Handle, PointToPoint, point_to_point
 from hvdtrain.comm.staging import Accelerator
 from hvdtrain.frameworks.learner import CurrentPass, TimedPass
-from hvdtrain.frameworks.torch.parallel.pipeline.messages import Messages, on_host
-from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Action, Schedule, timeline
+from hvdtrain.frameworks.torch.parallel.pipeline.messages import (
+    AnyMessages,
+    Messages,
+    direct_messages,
+    on_host,
+)
+from hvdtrain.frameworks.torch.parallel.pipeline.schedule import (
+    Action,
+    Schedule,
+    takes_in_order,
+    timeline,
+)
 from hvdtrain.frameworks.torch.parallel.pipeline.stages import Autocast, Stage, Tied, units_of
+from hvdtrain.frameworks.torch.parallel.pipeline.times import (
+    Between,
+    MarkedPass,
+    MarkedRun,
+    Spent,
+    Times,
+)
 
 AHEAD = 2  # passes for which a rank has started receives while it makes another pass
 DTYPES = (
@@ -46,13 +62,6 @@ MOST_AXES = 8
 InputsOf = Callable[[int], torch.Tensor]
 # takes the model's outputs of a micro-batch; called on the last stage's rank
 OutputsTo = Callable[[int, Any], Any]
-
-
-class Spent(NamedTuple):
-    """The time of one rank in one step."""
-
-    seconds: float  # in all
-    waiting: float  # part of this time spent waiting for other ranks
 
 
 def measured_bubble(spent: Sequence[Spent]) -> float:
@@ -84,12 +93,23 @@ class Pipeline:
         """
         self._ranks = point_to_point(communicator, where)
         self._messages = Messages(self._ranks, device, gpus)
+        self._direct = direct_messages(self._ranks, device)
         self._stages = stages
         self._schedule = schedule
-        self._orders: dict[tuple[int, bool], list[Action]] = {}
+        self._orders: dict[tuple[int, bool], _Order] = {}
         self._running: _Run | None = None
-        self.spent = Spent(0.0, 0.0)  # in the last call of train() or evaluate()
-        self.passes: list[TimedPass] = []  # passes of the last call of train()
+        self.last: MarkedRun | None = None  # of train() or evaluate()
+        self._trained: MarkedRun | None = None
+
+    @property
+    def spent(self) -> Spent:
+        """The time of the last call of train() or evaluate()."""
+        return self.last.spent() if self.last else Spent(0.0, 0.0)
+
+    @property
+    def passes(self) -> list[TimedPass]:
+        """The passes of the last call of train()."""
+        return self._trained.timed_passes() if self._trained else []
 
     def under_way(self) -> CurrentPass | None:
         """Returns the current pass; callable from any thread. waits_for is a rank of the
@@ -111,7 +131,7 @@ class Pipeline:
         generator in the order of the passes. enter: a stopwatch's, for forward, backward, and
         communication while waiting for other ranks.
         """
-        self.passes = self._run(samples, inputs, loss, enter, backward=True)
+        self._trained = self._run(samples, inputs, loss, enter, backward=True)
 
     @torch.no_grad()
     def evaluate(self, samples: Sequence[int], inputs: InputsOf, outputs: OutputsTo) -> None:
@@ -179,54 +199,57 @@ class Pipeline:
         finish: OutputsTo,
         enter: Callable[[str], None],
         backward: bool,
-    ) -> list[TimedPass]:
+    ) -> MarkedRun:
         numbers = [number for number, n in enumerate(samples) if n]
-        made = list[TimedPass]()
-        start = time.perf_counter()
+        made = list[MarkedPass]()
+        order = self._order(len(numbers), backward)
+        messages: AnyMessages = self._messages
+        if self._direct is not None and order.is_taken_in_order:
+            messages = self._direct
+        times = messages.times()
+        start = times.mark()
         self._running = run = _Run(
             self._ranks,
-            self._messages,
+            messages,
             self._stages,
             [samples[number] for number in numbers],
             enter,
+            times,
         )
-        order = self._order(len(numbers), backward)
-        for at, action in enumerate(order):
-            for following in order[at : at + AHEAD + 1]:
-                run.prepare(following)
+        for at, action in enumerate(order.actions):
+            run.prepare(order.actions[at : at + AHEAD + 1])
             number = numbers[action.micro]
-            began = time.perf_counter()
-            waited = run.waiting
+            began = times.mark()
+            waited = len(run.waits)
             run.begin(action, number)
             if action.kind == "forward":
                 run.forward(action, partial(inputs, number), partial(finish, number), backward)
             else:
                 run.backward(action)
-            made.append(
-                TimedPass(
-                    action.kind,
-                    action.stage,
-                    number,
-                    began,
-                    time.perf_counter(),
-                    run.waiting - waited,
-                )
-            )
+            span = Between(began, times.mark())
+            made.append(MarkedPass(action, number, span, run.waits[waited:]))
         run.finish()
         enter("communication")
-        self.spent = Spent(time.perf_counter() - start, run.waiting)
+        self.last = MarkedRun(times, Between(start, times.mark()), run.waits, made)
         self._running = None
-        return made
+        return self.last
 
-    def _order(self, micro: int, backward: bool) -> list[Action]:
+    def _order(self, micro: int, backward: bool) -> _Order:
         """Returns the order of this rank's actions."""
         key = (micro, backward)
         if key not in self._orders:
-            found = timeline(
-                self._schedule, self._ranks.size, micro, len(self._stages), backward=backward
-            )
-            self._orders[key] = found.order(self._ranks.rank)
+            ranks = self._ranks.size
+            virtual = len(self._stages)
+            found = timeline(self._schedule, ranks, micro, virtual, backward=backward)
+            self._orders[key] = _Order(found.order(self._ranks.rank), takes_in_order(found))
         return self._orders[key]
+
+
+class _Order(NamedTuple):
+    """The actions of a rank in a step."""
+
+    actions: list[Action]
+    is_taken_in_order: bool  # on all ranks, messages are taken as they are sent
 
 
 class _Run:
@@ -236,10 +259,11 @@ class _Run:
     def __init__(
         self,
         ranks: PointToPoint,
-        messages: Messages,
+        messages: AnyMessages,
         stages: Mapping[int, Stage],
         samples: Sequence[int],
         enter: Callable[[str], None],
+        times: Times,
     ) -> None:
         self._ranks = ranks
         self._messages = messages
@@ -252,7 +276,8 @@ class _Run:
         self._coming: dict[Action, Handle] = {}
         self._outputs: dict[tuple[int, int], Handle] = {}  # on their way to the next stage
         self._gradients: list[tuple[Handle, int]] = []  # on their way to another stage
-        self.waiting = 0.0  # seconds
+        self._times = times
+        self.waits: list[Between] = []  # for other ranks
         self.under_way: CurrentPass | None = None
         self._phase = "forward"
 
@@ -265,27 +290,45 @@ class _Run:
         self._phase = "forward" if action.kind == "forward" else "backward"
         self._enter(self._phase)
 
-    def prepare(self, action: Action) -> None:
-        """Starts to receive the inputs of the pass, if their shape is already known."""
+    def prepare(self, actions: Sequence[Action]) -> None:
+        """Starts to receive the inputs of the passes, up to the first one of each rank whose shape
+        is not known yet: from one rank they are received in the order in which it sends them."""
+        unknown = set[int]()  # ranks
+        for action in actions:
+            source = self._source_of(action)
+            if source is None or action in self._coming:
+                continue
+            rank = self._rank_of(source)
+            if rank not in unknown and not self._receive(action, rank):
+                unknown.add(rank)
+
+    def _source_of(self, action: Action) -> int | None:
+        """Returns the stage that sends the inputs of a pass; None if no stage does."""
+        kind, stage, _ = action
+        if kind == "forward":
+            return stage - 1 if stage else None
+        return stage + 1 if kind != "weight gradient" and stage < self._last else None
+
+    def _receive(self, action: Action, rank: int) -> bool:
+        """Starts to receive; returns False if the shape is not known yet."""
         kind, stage, micro = action
-        if action in self._coming or kind == "weight gradient":
-            return
-        if kind == "forward" and stage in self._forms:
+        if kind == "forward":
+            if stage not in self._forms:
+                return False
             form = self._forms[stage]
-            self._coming[action] = self._messages.start_recv(
-                (self._samples[micro], *form.shape),
-                form.dtype,
-                self._rank_of(stage - 1),
-                f"pipeline.{stage}",
-                _tag(stage, backward=False),
-            )
-        elif kind != "forward" and stage < self._last and (stage, micro) in self._passes:
-            like = self._passes[stage, micro].outputs
-            tag = _tag(stage + 1, backward=True)
-            name = f"pipeline.{stage + 1}.gradient"
-            self._coming[action] = self._messages.start_recv(
-                tuple(like.shape), like.dtype, self._rank_of(stage + 1), name, tag
-            )
+            shape = (self._samples[micro], *form.shape)
+            name = f"pipeline.{stage}"
+            tag = _tag(stage, backward=False)
+            self._coming[action] = self._messages.start_recv(shape, form.dtype, rank, name, tag)
+            return True
+        if (stage, micro) not in self._passes:
+            return False
+        like = self._passes[stage, micro].outputs
+        name = f"pipeline.{stage + 1}.gradient"
+        tag = _tag(stage + 1, backward=True)
+        shape = tuple(like.shape)
+        self._coming[action] = self._messages.start_recv(shape, like.dtype, rank, name, tag)
+        return True
 
     def forward(
         self,
@@ -303,7 +346,7 @@ class _Run:
                 _tag(stage),
             )
             self._forms[stage] = _ActivationSpec.of_numbers(self._wait(found, stage - 1))
-            self.prepare(action)
+            self.prepare([action])
         x = self._wait(self._coming.pop(action), stage - 1) if stage else inputs()
         passes = MicroBatch(self._stages[stage], x, is_first=stage == 0)
         self._messages.flush()
@@ -370,7 +413,7 @@ class _Run:
         assert self.under_way is not None
         self._messages.flush()
         before = self.under_way
-        start = time.perf_counter()
+        began = self._times.mark()
         self._enter("communication")
         self.under_way = before._replace(
             text=f"{before.text}, waits for stage {stage}", waits_for=self._rank_of(stage)
@@ -378,7 +421,7 @@ class _Run:
         received = handle.wait()
         self.under_way = before
         self._enter(self._phase)
-        self.waiting += time.perf_counter() - start
+        self.waits.append(Between(began, self._times.mark()))
         return received
 
     def _rank_of(self, stage: int) -> int:

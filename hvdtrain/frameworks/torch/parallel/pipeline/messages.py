@@ -1,19 +1,21 @@
-"""Messages: tensors sent between stages of a pipeline. Engines send host memory; a GPU copies to
-and from page-locked memory while it computes the next micro-batch."""
+"""Messages: tensors sent between stages of a pipeline. NCCL sends them from GPU to GPU. Other
+engines send host memory; a GPU copies to and from page-locked memory while it computes the next
+micro-batch."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from hvdtrain.comm.communicator import Handle, PointToPoint
 from hvdtrain.comm.staging import KINDS, Accelerator
+from hvdtrain.frameworks.torch.parallel.pipeline.times import DeviceTimes, HostTimes, Times
 
 
 class Messages:
-    """The tensors that one rank sends and receives. The host waits for a GPU only in flush(), for
-    the copies of tensors that are sent."""
+    """The tensors that one rank sends and receives, in any order. The host waits for a GPU only in
+    flush(), for the copies of tensors that are sent."""
 
     def __init__(
         self, ranks: PointToPoint, device: torch.device, gpus: Accelerator | None = None
@@ -57,6 +59,64 @@ class Messages:
         self._waiting = []
         for sent in waiting:
             sent.send()
+
+    def times(self) -> Times:
+        return HostTimes()
+
+
+class DirectMessages:
+    """The tensors that one rank sends and receives from GPU to GPU. The host waits for none; the
+    current stream does, in wait(). From one rank they are received in the order in which it sends
+    them."""
+
+    def __init__(self, messages: Any, gpus: Accelerator, device: torch.device) -> None:
+        """messages: DeviceMessages of comm/torch_groups.py."""
+        self._messages = messages
+        self._gpus = gpus
+        self._device = device
+
+    def start_send(self, tensor: torch.Tensor, to: int, name: str, tag: int) -> Handle:
+        """Starts a send. The tensor must not change until the current stream has waited."""
+        x = tensor.detach().contiguous()
+        return OnDevice(self._messages.start_send(x, to), x)
+
+    def start_recv(
+        self, shape: tuple[int, ...], dtype: torch.dtype, source: int, name: str, tag: int
+    ) -> Handle:
+        """Starts a receive; its wait() returns a tensor on the device."""
+        x = torch.empty(shape, dtype=dtype, device=self._device)
+        return OnDevice(self._messages.start_recv(x, source), x)
+
+    def flush(self) -> None:
+        """Does nothing: sends have begun."""
+
+    def times(self) -> Times:
+        return DeviceTimes(self._gpus, self._device)
+
+
+AnyMessages = Messages | DirectMessages
+
+
+def direct_messages(ranks: PointToPoint, device: torch.device) -> DirectMessages | None:
+    """A collective. None if the engine does not send from GPU to GPU."""
+    if device.type not in KINDS or "nccl" not in ranks.features:
+        return None
+    found = cast(Any, ranks).device_messages(device)
+    return DirectMessages(found, Accelerator(device.type), device)
+
+
+class OnDevice:
+    """A tensor that NCCL sends or receives."""
+
+    def __init__(self, work: Any, tensor: torch.Tensor) -> None:
+        """work: of torch.distributed; None for a tensor without elements."""
+        self._work = work
+        self._tensor = tensor
+
+    def wait(self) -> Any:
+        if self._work is not None:
+            self._work.wait()
+        return self._tensor
 
 
 class Outgoing:

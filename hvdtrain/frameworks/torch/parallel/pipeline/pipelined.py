@@ -25,7 +25,10 @@ from hvdtrain.frameworks.torch.parallel.pipeline.stages import (
     tied_parameters,
     units_of,
 )
+from hvdtrain.frameworks.torch.parallel.pipeline.times import MarkedRun
 from hvdtrain.frameworks.torch.strategy import NamedParameters, Shard
+
+MOST_RUNS = 16  # whose times a GPU may not have reached yet
 
 # returns the inputs of a micro-batch, (n, ...) on the device; called on the first stage's rank
 InputsOf = Callable[[Any], torch.Tensor]
@@ -68,6 +71,7 @@ class Pipelined:
                 self._ranks.setdefault(p, set()).add(number % pipe.size)
         self._virtual = config.parallel.stages_of_rank
         self._waited = Waited(0.0, 0.0, 0.0)
+        self._runs: list[MarkedRun] = []  # whose times are not in `waited` yet
         self._schedule: Schedule = config.parallel.schedule
         self._predicted: dict[int, float] = {}  # share of waiting, by the number of micro-batches
         how = (
@@ -124,17 +128,30 @@ class Pipelined:
             lambda number, outputs: loss(micro[number], outputs),
             enter,
         )
-        (seconds, waiting), passes = self._pipeline.spent, sum(1 for batch in micro if len(batch))
+        passes = sum(1 for batch in micro if len(batch))
         if passes not in self._predicted:
             self._predicted[passes] = timeline(
                 self._schedule, self._pipe.size, passes, self._virtual
             ).bubble
-        self._waited = Waited(
-            self._waited.seconds + seconds, self._waited.waiting + waiting, self._predicted[passes]
+        self._waited = self._waited._replace(predicted=self._predicted[passes])
+        assert self._pipeline.last is not None, "train() leaves its run"
+        self._runs.append(self._pipeline.last)
+        if len(self._runs) > MOST_RUNS:
+            self._add_up(1)
+
+    def _add_up(self, count: int) -> None:
+        """Adds the times of the oldest runs."""
+        spent = [run.spent() for run in self._runs[:count]]
+        del self._runs[:count]
+        self._waited = self._waited._replace(
+            seconds=self._waited.seconds + sum(each.seconds for each in spent),
+            waiting=self._waited.waiting + sum(each.waiting for each in spent),
         )
 
     def read_waited(self) -> Waited:
-        """Returns the waiting times of training since the last call."""
+        """Returns the waiting times of training since the last call, and waits for the GPU to end
+        its passes."""
+        self._add_up(len(self._runs))
         waited = self._waited
         self._waited = self._waited._replace(seconds=0.0, waiting=0.0)
         return waited

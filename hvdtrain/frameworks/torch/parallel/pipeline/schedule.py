@@ -87,6 +87,28 @@ def formula(schedule: Schedule, ranks: int, micro: int, virtual: int = 1) -> flo
     return (ranks - 1) / (parts * micro + ranks - 1)
 
 
+def takes_in_order(found: PipelineTimeline) -> bool:
+    """Whether each rank takes the messages of another one in the order in which that one sends
+    them."""
+    ranks = len(found.ranks)
+    orders = [found.order(rank) for rank in range(ranks)]
+    last = max((action.stage for order in orders for action in order), default=0)
+    sent: dict[tuple[int, int], list[Action]] = {}
+    taken: dict[tuple[int, int], list[Action]] = {}
+    for rank, order in enumerate(orders):
+        for kind, stage, number in order:
+            if kind == "weight gradient":
+                continue
+            step = 1 if kind == "forward" else -1  # to the next stage, or back
+            message = Action("forward" if step == 1 else "backward", stage, number)
+            if 0 <= stage - step <= last:
+                taken.setdefault(((stage - step) % ranks, rank), []).append(message)
+            if 0 <= stage + step <= last:
+                link = rank, (stage + step) % ranks
+                sent.setdefault(link, []).append(message._replace(stage=stage + step))
+    return sent == taken
+
+
 def timeline(
     schedule: Schedule,
     ranks: int,
