@@ -185,6 +185,39 @@ def test_values_of_the_split_that_are_missing_or_in_neither_set(tmp_path: Path) 
         for note in source.notes
     )  # type: ignore[arg-type]
     assert len(of("day", split_val=["2020-01-02 00:00:00"])) == 5  # type: ignore[arg-type]
+    (tmp_path / "t.csv").write_text(
+        "a,y,year,day\n1,0,2001,2001-05\n2,0,2003,2003-11-30\n3,1,2004,x:y\n"
+    )
+    for column, value, expected in (
+        ("year", "2002:2003", [2]),
+        ("year", "2003:", [2, 3]),
+        ("year", ":2001", [1]),
+        ("day", "2001:2003-11", [1, 2]),
+        ("day", "2002:2003-12-31", [2]),
+        ("day", "x:y", [3]),
+    ):
+        found = csv.build(
+            "csv",
+            tmp_path / "t.csv",
+            "val",
+            fields={"x": "a", "y": "y"},
+            split_by=column,
+            split_val=[value],
+        )
+        assert found.read(np.arange(len(found)))["x"].tolist() == expected
+    for value, message in (
+        ("2005:2009", "no sample is in 2005:2009: year is 2001 to 2004"),
+        ("a:b", "has a:b, but the column has numbers"),
+    ):
+        with pytest.raises(UserError, match=message):
+            csv.build(
+                "csv",
+                tmp_path / "t.csv",
+                "val",
+                fields={"x": "a", "y": "y"},
+                split_by="year",
+                split_val=[value],
+            )
     (tmp_path / "t.csv").write_text("a,y,part\n1,0,TRUE\n2,0,FALSE\n3,1,TRUE\n")
     for value in (True, 1, "TRUE"):
         found = csv.build("csv", tmp_path / "t.csv", "val", split_by="part", split_val=[value])

@@ -83,7 +83,7 @@ def build(
     dtypes: number types that fields are converted to, {x: float32}
     split_by: a column that marks validation samples: by the words train and val, or by the values
         of split_val
-    split_val: values of split_by that mark validation samples
+    split_val: values of split_by that mark validation samples, and ranges of them, "2003:2005"
     cache_mb: most megabytes of parsed blocks that a rank keeps for each set
     delimiter: separator of columns, such as ; or tab or space (default: a comma; a tab in .tsv
         files)

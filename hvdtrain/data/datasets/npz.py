@@ -68,7 +68,7 @@ def build(
     dtypes: number types that fields are converted to, {x: float32}
     split_by: an array (n,) that marks validation samples: by the words train and val, or by the
         values of split_val
-    split_val: values of split_by that mark validation samples
+    split_val: values of split_by that mark validation samples, and ranges of them, "2003:2005"
     cache_mb: most megabytes of decoded blocks that a rank keeps for each set
 
     Raises UserError if files are damaged, lack a field, or hold pickled objects, which are never

@@ -58,7 +58,7 @@ def build(
     dtypes: number types that fields are converted to, {x: float32}
     split_by: a column that marks validation samples: by the words train and val, or by the values
         of split_val
-    split_val: values of split_by that mark validation samples
+    split_val: values of split_by that mark validation samples, and ranges of them, "2003:2005"
     cache_mb: most megabytes of decoded row groups that a rank keeps for each set
     columns: kinds of columns of x, {visit: date, town: category, id: drop}: number, bool, date,
         category or drop; the kinds of other columns are detected (auto: of all columns); default:

@@ -84,6 +84,36 @@ def in_neither(values: np.ndarray, split: Split, key: str) -> Iterator[str]:
         )
 
 
+def _is_range(value: bool | int | str, known: np.ndarray) -> bool:
+    """Whether it is FIRST:LAST, FIRST: or :LAST, and not one of the values itself."""
+    is_text = isinstance(value, str) and value not in known.tolist()
+    return is_text and known.dtype.kind != "b" and str(value).count(":") == 1
+
+
+def _inside(value: bool | int | str, values: np.ndarray) -> np.ndarray:
+    """Returns which values are in a range, with both ends, bool (n,). Texts, such as dates, are
+    compared by the letters that an end has: 2003:2004-06 ends on 30 June.
+
+    Raises OptionError for an end that is not a number, for a column of numbers.
+    """
+    ends: list[str] = str(value).split(":")
+    first, last = (end.strip() for end in ends)
+    if values.dtype.kind == "U":
+        return ((values >= first) | (not first)) & (
+            (values.astype(f"U{max(1, len(last))}") <= last) | (not last)
+        )
+    try:
+        low = float(first or "-inf")
+        high = float(last or "inf")
+    except ValueError:
+        raise OptionError(
+            f"data.split_val has {value}, but the column has numbers",
+            "split_val",
+            "as in 2003:2005",
+        ) from None
+    return (values >= low) & (values <= high)
+
+
 def samples_of_split(
     values: np.ndarray, paths: list[Path], wanted: Wanted, split: Split
 ) -> np.ndarray:
@@ -95,6 +125,15 @@ def samples_of_split(
             _TRUTH.get(str(value).lower(), value) if known.dtype.kind == "b" else value
             for value in wanted.split_val
         ]
+        of_range = np.zeros(len(values), bool)
+        ranges = [value for value in chosen_values if _is_range(value, known)]
+        for value in ranges:
+            inside = _inside(value, values)
+            if not inside.any():
+                what = f"no sample is in {value}: {wanted.split_by} is {known[0]} to {known[-1]}"
+                raise OptionError(what, "split_val", "FIRST:LAST, with values of that column")
+            of_range |= inside
+        chosen_values = [value for value in chosen_values if value not in ranges]
         absent = [value for value in chosen_values if value not in known.tolist()]
         if absent:
             what = (
@@ -106,7 +145,7 @@ def samples_of_split(
             values,
             np.array(chosen_values, values.dtype) if values.dtype.kind in "iufb" else chosen_values,
         )
-        chosen = np.flatnonzero(mask == (split == "val"))
+        chosen = np.flatnonzero((mask | of_range) == (split == "val"))
     elif values.dtype.kind == "U":
         chosen = np.flatnonzero(
             np.isin(np.char.lower(values), _TRAIN if split == "train" else _VALIDATE)

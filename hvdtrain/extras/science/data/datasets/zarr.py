@@ -78,7 +78,7 @@ def build(
     dtypes: number types that fields are converted to, {x: float32}
     split_by: an array (n,) that tells validation samples from others: train, val; or the values of
         split_val
-    split_val: values of split_by that validate
+    split_val: values of split_by that validate, and ranges of them, "2003:2005"
     cache_mb: most megabytes of decoded chunks that a rank keeps for each set
 
     Raises UserError without zarr, and if groups are damaged, lack a field or a chunk, or do not
