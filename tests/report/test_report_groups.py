@@ -16,7 +16,7 @@ from test_report_run import end, epoch, record_of, start, step
 from hvdtrain.report import page_tables
 from hvdtrain.report.compare import Spread
 from hvdtrain.report.figures import canvas, draw, ranks, speed
-from hvdtrain.report.figures.seeds import mean_curve
+from hvdtrain.report.figures.seeds import draw_mean, mean_curve
 from hvdtrain.report.groups import group_runs, run_labels
 from hvdtrain.report.run import RunRecord
 
@@ -147,6 +147,13 @@ def test_a_group_is_drawn_as_a_mean_with_a_band() -> None:
         "host memory, mean of 2 seeds, sd shaded"
     ]
     assert legend_of(draw.rates(group, ["a-1", "a-2"])) == ["2 seeds"]
+
+
+def test_a_band_of_positive_values_does_not_reach_0() -> None:
+    """Values 0.1 and 3: mean 1.55, deviation 2.05; on a logarithmic axis it had no lower end."""
+    _, (axes,) = canvas.new_figure()
+    assert draw_mean(axes, [[(1, 0.1), (2, 0.1)], [(1, 3.0), (2, 3.0)]], color="#000000") == 2
+    assert band_of(axes, 0)[2.0] == pytest.approx((0.1, 1.55 + 2.9 / math.sqrt(2)))
 
 
 def test_the_legend_counts_the_runs_that_have_a_value() -> None:

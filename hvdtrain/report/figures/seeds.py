@@ -12,7 +12,7 @@ from hvdtrain.report.figures.canvas import MOST_POINTS, Point, draw_line, sectio
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_BAND: dict[str, Any] = {"alpha": 0.22, "linewidth": 0}
+_BAND_ALPHA = 0.22  # times that of the line
 _THIN: dict[str, Any] = {"linewidth": 0.7, "alpha": 0.6, "linestyle": "-", "marker": ""}
 
 
@@ -56,7 +56,7 @@ def draw_mean(axes: Axes, curves: Sequence[Sequence[Point]], **style: Any) -> in
         draw_line(axes, *zip(*curves[0], strict=True), **style)
     elif curves:
         mean = mean_curve(curves)
-        _draw_band(axes, mean, style)
+        _draw_band(axes, mean, min(y for curve in curves for _, y in curve), style)
         draw_line(axes, mean.x, mean.mean, **style)
         for curve in curves:
             rest = [point for point in curve if not mean.x or point[0] >= mean.x[-1]]
@@ -65,8 +65,9 @@ def draw_mean(axes: Axes, curves: Sequence[Sequence[Point]], **style: Any) -> in
     return len(curves)
 
 
-def _draw_band(axes: Axes, curve: MeanCurve, style: dict[str, Any]) -> None:
-    """Draws the band, or an error bar for a single point."""
+def _draw_band(axes: Axes, curve: MeanCurve, lowest: float, style: dict[str, Any]) -> None:
+    """Draws the band, or an error bar for a single point. If all values are positive, a band that
+    would reach 0 ends at the lowest of them: a logarithmic axis would draw it down to its end."""
     colour = style["color"]
     zorder = style.get("zorder", 2)
     if len(curve.x) == 1:
@@ -75,7 +76,9 @@ def _draw_band(axes: Axes, curve: MeanCurve, style: dict[str, Any]) -> None:
         )
     elif curve.x:
         points = list(zip(curve.x, curve.mean, curve.sd, strict=True))
-        low = _shortened([(x, mean - sd) for x, mean, sd in points])
+        low = _shortened(
+            [(x, mean - sd if mean > sd or lowest <= 0 else lowest) for x, mean, sd in points]
+        )
         high = _shortened([(x, mean + sd) for x, mean, sd in points])
         axes.fill_between(
             [x for x, _ in low],
@@ -83,7 +86,8 @@ def _draw_band(axes: Axes, curve: MeanCurve, style: dict[str, Any]) -> None:
             [y for _, y in high],
             color=colour,
             zorder=zorder,
-            **_BAND,
+            alpha=_BAND_ALPHA * style.get("alpha", 1.0),
+            linewidth=0,
         )
 
 
