@@ -30,7 +30,7 @@ from hvdtrain.core.metrics import Sums
 from hvdtrain.frameworks.jax.layers import Params
 from hvdtrain.frameworks.jax.model import JaxDevice, JaxModel, key_data
 from hvdtrain.frameworks.jax.norm import NormRanks
-from hvdtrain.frameworks.jax.parts import CutUnits, ShardedUnit
+from hvdtrain.frameworks.jax.parts import CutUnits, ShardedUnit, in_one_row
 from hvdtrain.frameworks.jax.segments import CutPass, Programs, Segment, Variables, mark
 from hvdtrain.frameworks.jax.step import Formulas, Gradient, PaddedBatch, Phases, Weights
 
@@ -435,4 +435,4 @@ def _backward(
 def _row(gradients: list[Any], finite: Any) -> jax.Array:
     """Returns the gradients in one row; NaN if a loss is not finite, which the reduction passes on
     to every rank."""
-    return jnp.where(finite, jnp.concatenate([g.ravel() for g in gradients]), jnp.nan)
+    return jnp.where(finite, in_one_row(gradients), jnp.nan)

@@ -8,10 +8,30 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from hvdtrain.comm.communicator import part_of
+
+_MOST_OFFSET = 2**31  # of a slice in JAX, whose indices are int32
+
+
+def in_one_row(arrays: Sequence[Any]) -> Any:
+    """Returns the elements of all arrays in one row.
+
+    It writes them into the row one after the other. XLA's code for a concatenation on a CPU takes
+    ten times as long with two threads (jaxlib 0.10.2, 4.3 M elements: 150 ms instead of 17).
+    """
+    length = sum(array.size for array in arrays)
+    if length >= _MOST_OFFSET:
+        return jnp.concatenate([array.ravel() for array in arrays])
+    row = jnp.zeros(length, jnp.result_type(*arrays))
+    at = 0
+    for array in arrays:
+        row = jax.lax.dynamic_update_slice(row, array.ravel().astype(row.dtype), (at,))
+        at += array.size
+    return row
 
 
 class FlatShard:

@@ -17,6 +17,7 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.data.images.views import Views
 from hvdtrain.frameworks.jax.layers import Params
 from hvdtrain.frameworks.jax.model import ForwardPass, JaxModel, key_of
+from hvdtrain.frameworks.jax.parts import in_one_row
 from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.optim.clip import clip
 from hvdtrain.optim.rule import ArrayOps, Ops, Rule, is_excluded
@@ -81,7 +82,7 @@ class Formulas:
             weights, buffers, batch, divisor, key
         )
         return Gradient(
-            jnp.where(finite, jnp.concatenate([g.ravel() for g in gradients]), jnp.nan),
+            jnp.where(finite, in_one_row(gradients), jnp.nan),
             sums,
             changed,
         )
