@@ -198,10 +198,17 @@ def run(name: str, part: Part, root: Path, limit_s: float) -> tuple[Rows, str]:
             for word in shlex.split(part.command)
         ]
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        modules = [str(FOLDER.parent), os.environ.get("PYTHONPATH", "")]  # the environment of Keras
         began_s = time.perf_counter()
         done = subprocess.run(
             ["timeout", "-k", "10", str(round(limit_s)), *words],
-            env={**DEFAULTS, **os.environ, "PATH": path, **part.variables},
+            env={
+                **DEFAULTS,
+                **os.environ,
+                "PATH": path,
+                "PYTHONPATH": os.pathsep.join(filter(None, modules)),
+                **part.variables,
+            },
             cwd=FOLDER.parent,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -32,7 +32,6 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.config.read import configure
-from hvdtrain.core.arrays import digests
 from hvdtrain.core.metrics import Sums
 from hvdtrain.events.log import Event, Log
 from hvdtrain.frameworks.torch import step as torch_step
@@ -44,7 +43,7 @@ from hvdtrain.training.health.monitor import HealthMonitor
 from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.health.watchdog import Watchdog
 from hvdtrain.training.progress.train_state import TrainState
-from hvdtrain.training.replicas.compare import check_equal
+from hvdtrain.training.replicas.compare import check_equal, digest_tables
 
 MLP = ["model.name=mlp", "model.widths=[3100,3100]"]
 # of a block: short, so that other load of the machine slows down both blocks of a pair, or one pair
@@ -146,7 +145,7 @@ def calls(trainer: Trainer) -> Iterator[dict[str, Any]]:
     hyper = job.recipe.at(trainer.now.progress)
     sums = {"loss": 1.0, "right": 1.0, "count": 1, "nonfinite": 0.0}
     flags = health.flags()
-    size = f"{sum(array.nbytes for _, array in learner.views()) / 1e6:.1f} MB"
+    size = f"{sum(piece.nbytes for piece in learner.pieces()) / 1e6:.1f} MB"
     timed: list[tuple[str, float | None, dict[str, Any]]] = [
         ("one beat", 2 + sync_points, microseconds(lambda: health.heartbeat.beat("step", 3, 70))),
         (
@@ -171,7 +170,7 @@ def calls(trainer: Trainer) -> Iterator[dict[str, Any]]:
                 lambda: (torch_step.one_or_nan(loss), torch_step.any_nonfinite(parameters)), 500
             ),
         ),
-        (f"digest of {size}", None, microseconds(lambda: digests(learner.views()), 100)),
+        (f"digest of {size}", None, microseconds(lambda: digest_tables(learner.pieces()), 100)),
         (
             f"comparison of digests, {size}",
             0.01,
