@@ -137,6 +137,7 @@ OF_HVDTRAIN: tuple[JobFeature, ...] = (
     data.PACK,
     data.BUCKETS,
     data.INPUTS,
+    data.COLUMNS,
     data.VAL_SHARE,
     data.CROP,
     data.RAND_AUGMENT,

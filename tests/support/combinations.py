@@ -86,18 +86,26 @@ MODELS = {  # the first one that has what both features need
     "keras-numbers": f"{SAMPLES} task.name=regression data.name=drawn_job:numbers {OF_KERAS}",
     "fields": f"{SAMPLES} task.name=classification data.name=example_objects:fields "
     "model.name=example_objects:Both",
+    "table": f"task.name=classification data.name=csv data.val_share=0.25 model.name=mlp "
+    f"data.root={Path(__file__).parent / 'patients.csv'} data.columns=auto data.missing=mean "
+    "model.widths=[10,8,6]",
     "resnet": f"{IMAGES} model.name=wide_resnet model.widths=[4,4,4,4] model.dropout=0 "
     "norm.kind=ghost norm.ghost=3",
 }
 OF_CLASSES = ("mlp", "convnet", "resnet", "linear", "keras")
+OF_LABELS = (*OF_CLASSES, "table")
 OF_IMAGES = (*OF_CLASSES, "labels", "masks", "keras-labels")
 OF_TOKENS = ("gpt", "text", "sequences")
-CAN_BE_CUT = ("mlp", "gpt", "text", "numbers", "labels", "sequences")
-WITH_LINEAR_LAYERS = ("mlp", "linear", "gpt", "text", "numbers", "labels", "sequences", "fields")
+CAN_BE_CUT = ("mlp", "gpt", "text", "numbers", "labels", "sequences", "table")
+WITH_LINEAR_LAYERS = (
+    *("mlp", "linear", "gpt", "text", "numbers", "labels", "sequences", "fields", "table"),
+)
 NEEDS: dict[str, tuple[str, ...]] = {  # words -> models that have what they need
     "framework=numpy": ("linear",),
     "framework=keras": ("keras", "keras-labels", "keras-numbers"),
-    "framework=jax": ("mlp", "linear", "numbers", "convnet", "gpt", "text", "resnet", "labels"),
+    "framework=jax": (
+        *("mlp", "linear", "numbers", "convnet", "gpt", "text", "resnet", "labels", "table"),
+    ),
     "parallel.dense": ("convnet",),
     "parallel.sequence": OF_TOKENS,
     "parallel.tensor": CAN_BE_CUT,
@@ -111,14 +119,15 @@ NEEDS: dict[str, tuple[str, ...]] = {  # words -> models that have what they nee
     "data.pack": ("sequences",),
     "data.bucket_by": ("sequences",),
     "data.inputs": ("fields",),
-    "data.sample_weights": (*OF_CLASSES, "fields"),
+    "data.columns": ("table",),
+    "data.sample_weights": (*OF_LABELS, "fields"),
     "task.name=language": OF_TOKENS,
     "task.name=regression": ("numbers", "keras-numbers"),
     "task.name=multilabel": ("labels", "keras-labels"),
     "task.name=segmentation": ("masks",),
-    "task.name=mine:measured": OF_CLASSES,
-    "task.ignore_label": OF_CLASSES,
-    "task.metrics": OF_CLASSES,
+    "task.name=mine:measured": OF_LABELS,
+    "task.ignore_label": OF_LABELS,
+    "task.metrics": OF_LABELS,
     "augment.": OF_IMAGES,
     "evaluate.views": OF_CLASSES,
 }

@@ -584,9 +584,9 @@ def test_a_resumed_run_leaves_behind_what_the_command_turns_off(
 
 def test_every_key_belongs_to_one_feature_or_to_the_core() -> None:
     """A feature without a key of its own is a value of a key that belongs to one of them, or an
-    option of a task."""
+    option of a task or of a data set."""
     owners = Counter([*core_keys(), *(key for feature in FEATURES for key in feature.keys)])
     assert owners.keys() == known_keys().keys()
     assert [key for key, count in owners.items() if count > 1] == []
     values = {feature.key for feature in FEATURES if not feature.keys}
-    assert values - owners.keys() == {"task.ignore_label"}
+    assert values - owners.keys() == {"task.ignore_label", "data.columns"}
