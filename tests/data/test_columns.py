@@ -126,6 +126,31 @@ def test_rows_with_missing_cells_are_left_out(tmp_path: Path) -> None:
     assert labels.tolist() == (whole["label"] == "well").astype(int).tolist()
 
 
+def test_what_is_wrong_with_frames(tmp_path: Path) -> None:
+    frame = pandas.DataFrame({"a": ["p", "q"], "b": [[1], [2]], "label": ["ill", "well"]})
+
+    def of(kinds: Any, given: Any = frame, train: Any = frame, missing: Any = "error") -> Source:
+        asked = column_options(kinds, missing, 0)
+        assert asked is not None
+        return as_source(frame_to_encode(given, train, asked, "here"), "frame", "here")
+
+    with pytest.raises(UserError, match="data.columns has c, which is not a column of x"):
+        of({"c": "drop"})
+    with pytest.raises(UserError, match="data.columns drops all columns of x"):
+        of({"a": "drop", "b": "drop"})
+    with pytest.raises(UserError, match="column label of frame has 'dead'; the classes are ill, "):
+        of({"b": "drop"}, frame.assign(label=["ill", "dead"]))
+    with pytest.raises(UserError, match="frame has no samples"):
+        of({"b": "drop"}, frame.assign(a=None), missing="drop")
+    others = UnencodedTable(of({"b": "drop"}, frame.rename(columns={"a": "c"})))
+    with pytest.raises(UserError, match="x has the columns c") as caught:
+        others.finish(UnencodedTable(of({"b": "drop"})).compute())
+    assert caught.value.fix == "those of the training set: a"
+    frame.to_parquet(tmp_path / "t.parquet")
+    with pytest.raises(UserError, match="column b is list.*, expected one value for each row"):
+        parquet.build("parquet", tmp_path / "t.parquet", "train", columns="auto")
+
+
 TABLE = """\
 id,age,when,note,empty,y
 a-1,31,2024-05-31,,,0
@@ -259,9 +284,25 @@ def test_a_run_keeps_what_it_has_learned(
 
     with safe_open("model.safetensors", framework="numpy") as file:
         assert file.metadata()["columns"].encode() == columns
-    (Path("run/columns.json")).write_text('{"columns": [{"name": 1}]}')
+
+
+def test_a_run_without_what_it_has_learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    frame = stored_data.patients(40, 0)
+    frame.to_csv("patients.csv", index=False)
+    where = {"data.root": "patients.csv", "data.val_share": 0.2, "stop.steps": 1}
+    hvdtrain.train(stored_data.PATIENTS | where, "run=run")
+    frame[:0].to_csv("new.csv", index=False)
+    assert main(["predict", "run", "--data", "new.csv", "--to", "-"]) == 2
+    assert "new.csv has no rows" in capsys.readouterr().err
+    Path("run/columns.json").write_text('{"columns": [{"name": 1}]}')
     assert main(["evaluate", "run"]) == 2
     assert "the file does not say how columns are encoded" in capsys.readouterr().err
+    Path("run/columns.json").unlink()
+    assert main(["evaluate", "run"]) == 2
+    assert "the file is missing\n  where: run/columns.json" in capsys.readouterr().err
 
 
 def test_a_script_gives_a_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
