@@ -364,7 +364,8 @@ def test_images_of_every_suffix_and_of_folders_in_a_class_are_taken(tmp_path: Pa
             "ant/._a.png, ..."
         )
     config = configure(None, words(tmp_path))
-    assert notes(config, open_datasets(config)) == [line]
+    counts = "training samples by class: ant 3, bee 11"
+    assert notes(config, open_datasets(config)) == [line, counts]
     assert (
         len(build(tmp_path)) == 14 and (build(tmp_path).read(np.arange(14))["x"] == found.x).all()
     )
