@@ -111,21 +111,32 @@ IGNORED_LABEL = JobFeature(
     ),
     rules=(_loss_object,),
 )
+
+
+def _class_metrics(config: Config) -> list[str]:
+    """Returns the metrics of task.metrics, and an objective that is one of them."""
+    if not _is_classification(config):
+        return []
+    options = config.task.options
+    objective = str(options.get("objective") or "accuracy")
+    own = [] if objective in ("loss", "accuracy") or objective.startswith("top") else [objective]
+    return [*(options.get("metrics") or ()), *own]
+
+
 CLASS_METRICS = JobFeature(
     key="task.metrics",
     is_value=True,  # an option of classification
-    on=lambda config: _is_classification(config) and bool(config.task.options.get("metrics")),
+    on=lambda config: bool(_class_metrics(config)),
     chosen=lambda config: "task.metrics",
     examples=("task.metrics=[f1,auroc,calibration_error]",),
     excludes=(
         Exclusion(
             "model.loss",
             Values(lambda loss: loss == "squared_error", "squared_error"),
-            what="task.metrics=[calibration_error] compares probabilities, which "
-            "{set} does not have",
+            what="calibration_error compares probabilities, which {set} does not have",
             where="task.metrics",
             fix="leave calibration_error out, or model.loss=cross_entropy",
-            when=lambda config: "calibration_error" in config.task.options.get("metrics", ()),
+            when=lambda config: "calibration_error" in _class_metrics(config),
             why="the calibration error compares probabilities",
         ),
     ),

@@ -17,6 +17,7 @@ from hvdtrain.tasks.label_counts import Operations, edges_of_bins, softmax
 from hvdtrain.tasks.task import DeviceAndDtype, Each, Task, TaskPart
 
 BINS = 15  # of the calibration error, of equal width (Guo et al. 2017, arXiv:1706.04599, eq. 3)
+MOST_RANKED = 1000  # classes whose scores are gathered on rank 0: 8 kB of a sample
 _COUNTS = ("class_predicted", "class_actual", "class_hits")
 _BINNED = ("calibration_samples", "calibration_right", "calibration_confidence")
 _COLUMNS = {"average_precision": "ap", "balanced_accuracy": "bal_acc", "calibration_error": "ece"}
@@ -133,7 +134,7 @@ class ScoredPart:
         each = self._part.each(outputs, batch, training)
         logits = self._operations.logits(outputs)
         terms = {**each.terms, **self._terms(logits, batch["y"])}
-        if training or not self._operations.has_parts or not len(each.loss):
+        if training or not self._task.gathered or not self._operations.can_copy(logits):
             return each._replace(terms=terms)
         parts = self.parts_of(self._operations.on_host(logits), batch["y"])
         return each._replace(terms=terms, parts={**each.parts, **parts})
@@ -315,11 +316,17 @@ def with_metrics(
     """Returns the task with metrics and an objective. An objective of NAMES is added to the
     metrics.
 
-    Raises UserError if the objective is not a metric, or a metric is named twice.
+    Raises UserError if the objective is not a metric, a metric is named twice, or there are too
+    many classes to gather their scores.
     """
     own = list(names)
     if objective in NAMES and objective not in own:
         own.append(objective)
+    ranked = next((name for name in own if name in OF_SCORES), None)
+    if ranked and classes > MOST_RANKED:
+        what = f"{ranked} gathers a score of every sample for each of {classes:,} classes"
+        fix = f"at most {MOST_RANKED:,} classes; or f1, balanced_accuracy"
+        raise UserError(what, "task.metrics", fix)
     if twice := [name for name in own if own.count(name) > 1]:
         raise UserError(f"task.metrics names {twice[0]} twice", "task.metrics", "name it once")
     known = [metric.name for metric in task.metrics]

@@ -412,7 +412,11 @@ class NumpyClassification:
         self._dtype = place.dtype
         self._form = form
         self.operations = Operations(
-            np.asarray, np.asarray, lambda x: softmax(x).max(1), np.asarray, has_parts=True
+            np.asarray,
+            np.asarray,
+            lambda x: softmax(x).max(1),
+            np.asarray,
+            can_copy=lambda logits: len(logits) > 0,
         )
 
     def inputs(self, batch: Batch) -> np.ndarray:

@@ -70,7 +70,7 @@ class JaxClassification:
             jax.lax.stop_gradient,
             lambda logits: jax.nn.softmax(logits).max(1),
             np.asarray,
-            has_parts=False,
+            can_copy=lambda logits: False,
         )
 
     def inputs(self, batch: Arrays) -> jax.Array:

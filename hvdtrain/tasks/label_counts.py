@@ -69,7 +69,7 @@ class Operations(NamedTuple):
     logits: Callable[[Any], Any]  # of a model's outputs, without their gradient
     confidence: Callable[[Any], Any]  # logits (n, outputs) -> the largest probability (n,)
     on_host: Callable[[Any], np.ndarray]
-    has_parts: bool  # whether each() may return values on the host
+    can_copy: Callable[[Any], bool]  # whether each() may copy these logits to the host
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:

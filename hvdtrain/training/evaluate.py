@@ -13,6 +13,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.on_all_ranks import allreduce_sums, gather_parts
 from hvdtrain.config.schema import Config
 from hvdtrain.core.metrics import Concatenated, Sums, add_sums, zero_sums
+from hvdtrain.data.around_source import inner_source
 from hvdtrain.data.sampler import evaluation_batches
 from hvdtrain.data.source import Source
 from hvdtrain.frameworks.learner import Learner, Predictions
@@ -40,6 +41,10 @@ class ClassScores(NamedTuple):
 
     probabilities: np.ndarray  # float64 (n, classes)
     labels: np.ndarray  # int64 (n,)
+    # of the predicted class, which a model with more outputs than classes may not have; and whether
+    # it is the label
+    largest: np.ndarray  # float64 (n,)
+    is_right: np.ndarray  # bool (n,)
 
 
 class Evaluation(NamedTuple):
@@ -63,7 +68,7 @@ def evaluate(
     """Evaluates every sample of `source` once. Every rank calls it."""
     sums = zero_sums(task.sums)
     counter = scores = labels = None
-    if task.class_label is not None and (labels := source.known_labels()) is not None:
+    if task.class_label is not None and (labels := labels_as_read(source)) is not None:
         label = task.fields[task.class_label]
         counter = _ClassCounter(label.values, label.ignored)
         if label.values <= MOST_SCORED and config.model.loss == "cross_entropy":
@@ -76,7 +81,8 @@ def evaluate(
             if scores is not None:
                 known = y != counter.ignored
                 shares = softmax(predictions.outputs[known].astype(np.float64))
-                scores += Concatenated([((shares[:, : counter.classes],), (y[known],))])
+                own = shares[:, : counter.classes], shares.max(1), shares.argmax(1) == y[known]
+                scores += Concatenated([(own, (y[known],))])
     counts = counter.counts() if counter is not None else {}
     total = allreduce_sums(communicator, sums | counts, "evaluation.sums", task.sums, task.gathered)
     assert total["count"] == len(source), (total["count"], len(source))
@@ -88,6 +94,15 @@ def evaluate(
     )
 
 
+def labels_as_read(source: Source) -> np.ndarray | None:
+    """Returns the field y of every sample, if it is known without reading samples. The labels that
+    a user's Dataset lists may differ from those of its samples."""
+    innermost = source
+    while (inner := inner_source(innermost)) is not None:
+        innermost = inner
+    return None if innermost.is_users_dataset else source.known_labels()
+
+
 def _scores_of_all_ranks(communicator: Communicator, own: Concatenated) -> ClassScores | None:
     """Gathers the scores on rank 0; None on the others, and without samples. A collective."""
     found = gather_parts(communicator, own, "evaluation.scores")
@@ -96,6 +111,7 @@ def _scores_of_all_ranks(communicator: Communicator, own: Concatenated) -> Class
     return ClassScores(
         np.concatenate([part[0][0] for part in found]),
         np.concatenate([part[1][0] for part in found]),
+        *(np.concatenate([part[0][place] for part in found]) for place in (1, 2)),
     )
 
 

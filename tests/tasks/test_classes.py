@@ -32,10 +32,12 @@ from hvdtrain.data.declared import as_declared
 from hvdtrain.data.source import Source
 from hvdtrain.data.user_data.as_source import as_source
 from hvdtrain.errors import UserError
+from hvdtrain.frameworks.torch.private_api import FakeTensorMode
 from hvdtrain.tasks import class_metrics, classification
 from hvdtrain.tasks.labels import notes_on_counts
-from hvdtrain.tasks.task import Task
+from hvdtrain.tasks.task import DeviceAndDtype, Task
 from hvdtrain.training.build import build_learner
+from hvdtrain.training.evaluate import labels_as_read
 
 SHARES = {1: [0, 47], 2: [0, 30, 47], 3: [0, 5, 6, 47]}  # where the ranks' samples begin and end
 WEIGHTS = (0.5, 2.0, 3.0)
@@ -301,3 +303,36 @@ def test_the_header_counts_uneven_classes() -> None:
     ]
     even = as_source({"x": np.zeros((4, 2)), "y": np.array([0, 1, 0, 1])}, "mine", "data.name")
     assert notes_on_counts(even, 2, None, None) == []
+
+
+def test_memory_is_predicted_with_metrics_that_gather_scores() -> None:
+    """A memory prediction evaluates with tensors that have no values."""
+    task = declared(metrics=("auroc",))[1]
+    part = task.part("torch", configure(None, []).model, DeviceAndDtype(torch.float64, "cpu"))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        batch = {"x": torch.zeros(4, 6, dtype=torch.float64), "y": torch.zeros(4, dtype=torch.long)}
+        each = part.each(torch.zeros(4, 3, dtype=torch.float64), batch, training=False)
+    assert each.parts == {} and "right" in each.terms
+
+
+def test_labels_that_a_dataset_lists_are_not_counted_as_those_that_it_reads() -> None:
+    class Remapped(torch.utils.data.Dataset):  # type: ignore[type-arg]
+        targets = np.arange(6)
+
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, i: int) -> Any:
+            return np.zeros(2, np.float32), i % 2
+
+    source = as_source(Remapped(), "mine", "data.name")
+    assert labels_as_read(source) is None
+    arrays = as_source(own_data.classes("val"), "mine", "data.name")
+    assert labels_as_read(arrays) is not None
+
+
+def test_too_many_classes_for_scores_are_refused() -> None:
+    y = np.arange(1500)
+    source = as_source({"x": np.zeros((1500, 2)), "y": y}, "mine", "data.name")
+    with pytest.raises(UserError, match="auroc gathers a score of every sample for each of 1,500"):
+        classification.build("classification", source, source, "task.name", objective="auroc")

@@ -77,14 +77,12 @@ def _points(curve: Curve) -> list[list[float]]:
 def _calibration(scores: ClassScores) -> list[list[float]]:
     """[mean probability of the predicted class, share that is right, samples] of each bin that has
     samples."""
-    largest = scores.probabilities.max(1)
-    right = scores.probabilities.argmax(1) == scores.labels
-    bins = np.minimum((largest * BINS).astype(np.int64), BINS - 1)
+    bins = np.minimum((scores.largest * BINS).astype(np.int64), BINS - 1)
     samples = np.bincount(bins, minlength=BINS)
     shown = np.flatnonzero(samples)
     columns = (
-        np.bincount(bins, largest, BINS)[shown] / samples[shown],
-        np.bincount(bins, right, BINS)[shown] / samples[shown],
+        np.bincount(bins, scores.largest, BINS)[shown] / samples[shown],
+        np.bincount(bins, scores.is_right, BINS)[shown] / samples[shown],
         samples[shown],
     )
     return [[round(value, 5) for value in column.tolist()] for column in columns]

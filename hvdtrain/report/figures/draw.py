@@ -407,8 +407,9 @@ def curves(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
     roc = curves_of(last, "roc") if last else {}
     if last is None or not roc:
         return None
-    names = class_names(last, max(roc) + 1)
-    shown = [1] if list(roc) == [0, 1] else list(roc)
+    classes = len(last["roc"])
+    names = class_names(last, classes)
+    shown = [1] if classes == 2 and 1 in roc else list(roc)
     figure, (left, middle, right) = new_figure(3, height=2.4 * HEIGHT)
     areas = dict(enumerate(numbers(last, "class_auroc")))
     entries: list[LegendEntry] = []
