@@ -20,6 +20,7 @@ from hvdtrain.__main__ import main
 from hvdtrain.data.columns.encoded_table import UnencodedTable
 from hvdtrain.data.columns.learning import detected
 from hvdtrain.data.columns.options import column_options
+from hvdtrain.data.columns.raw_table import RawColumn, text_of
 from hvdtrain.data.datasets import csv, parquet
 from hvdtrain.data.source import Source
 from hvdtrain.data.user_data.as_source import as_source
@@ -336,3 +337,11 @@ def test_ranks_learn_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for name, array in run.weights.items():
         np.testing.assert_allclose(on_ranks[name], array, rtol=1e-11, atol=1e-13)
     assert Path("on-ranks/columns.json").read_bytes() == Path("run/columns.json").read_bytes()
+
+
+def test_a_whole_number_is_the_same_category_with_and_without_its_point() -> None:
+    """A frame's column of whole numbers with a missing cell is of floats, and its CSV has 1.0."""
+    of_csv = RawColumn.of(["1.0", "-2.0", "", "x.0", "1"])
+    of_frame = RawColumn.of([text_of(value) for value in (1.0, -2.0, None, "x.0", 1)])
+    assert of_csv.texts == of_frame.texts == ("", "-2", "1", "x.0")
+    assert of_csv.rows.tolist() == of_frame.rows.tolist()

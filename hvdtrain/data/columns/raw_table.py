@@ -24,7 +24,7 @@ class RawColumn:
     def of(cells: Iterable[str]) -> RawColumn:
         places: dict[str, int] = {}
         found = [
-            places.setdefault("" if is_missing(cell) else cell.strip(), len(places))
+            places.setdefault("" if is_missing(cell) else _whole(cell.strip()), len(places))
             for cell in cells
         ]
         order = sorted(places)
@@ -78,6 +78,12 @@ class RawTable:
                 return shown if len(self.files) == 1 else f"{shown} of {file.name}"
             row -= file.rows
         raise IndexError(row)
+
+
+def _whole(text: str) -> str:
+    """Returns "1" for "1.0": pandas writes whole numbers so if their column has a missing cell, and
+    they are the same category."""
+    return text[:-2] if text.endswith(".0") and text[:-2].lstrip("-").isdecimal() else text
 
 
 def text_of(value: object) -> str:
