@@ -48,7 +48,7 @@ _BLOCK_BYTES = 2**22
 _MOST_THREADS = 16  # most threads, or worker processes
 # blocks of small images that a thread requests from worker processes at a time
 _BLOCKS_FOR_WORKERS = 4
-# number of images from which processes are worth their startup time, about 1.2 s
+# number of images from which processes are worth their startup time
 _WORTH_WORKERS = 20_000
 _WORTH_WORKERS_OF_LARGE = 2_000
 
