@@ -289,6 +289,8 @@ def _inputs(data: dict[str, Any]) -> dict[str, str]:
         "inputs": transform.formula,
         **of_x,
         **(numbers if transform.is_standardized or transform.is_of_images else {}),
+        **({} if transform.channels == "last" else {"channels": transform.channels}),
+        **({} if transform.fill is None else {"missing": json.dumps(transform.fill.tolist())}),
     }
 
 

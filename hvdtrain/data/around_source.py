@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from hvdtrain.data.field import Field
+from hvdtrain.data.field import Channels, Field
 from hvdtrain.data.source import Foresight, Pictures, Source
 
 
@@ -38,8 +38,13 @@ class AroundSource(Source):
     def identity(self) -> dict[str, str]:
         return self.source.identity()
 
-    def known_stats(self, name: str, indices: np.ndarray | None = None) -> np.ndarray | None:
-        return self.source.known_stats(name, indices)
+    def known_stats(
+        self, name: str, indices: np.ndarray | None = None, channels: Channels = "last"
+    ) -> np.ndarray | None:
+        return self.source.known_stats(name, indices, channels)
+
+    def known_array(self, name: str) -> np.ndarray | None:
+        return self.source.known_array(name)
 
     def known_lengths(self, name: str) -> np.ndarray | None:
         return self.source.known_lengths(name)

@@ -77,6 +77,8 @@ def as_declared(source: Source, fields: Mapping[str, Field]) -> Source:
         return _arrays_as_declared(
             source, {name: kind for name, kind in declared.items() if found[name] != kind}
         )
+    if isinstance(source, CheckedSource):
+        declared = {**source.declared, **declared}
     is_own = not isinstance(source, CheckedSource) and not _innermost(source).is_users_dataset
     if is_own and all(found[name] == kind for name, kind in declared.items()):
         return source  # a source of hvdtrain, such as tokens, whose integers are in range
@@ -111,7 +113,7 @@ def _arrays_as_declared(source: NamedArrays, declared: Mapping[str, Field]) -> S
     }
     values = {**source.values, **{name: kind.values for name, kind in declared.items()}}
     ignored = {name: kind.ignored for name, kind in declared.items() if kind.ignored is not None}
-    return NamedArrays(arrays, values, source.where, ignored, source.nested_inputs)
+    return dataclasses.replace(source, arrays=arrays, values=values, ignored=ignored)
 
 
 def bounded_alike(*sources: Source) -> list[Source]:

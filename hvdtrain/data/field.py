@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from hvdtrain.errors import UserError
+
+# the axis of a sample along which a field has its channels; none: all numbers are of one channel
+Channels = Literal["first", "last", "none"]
 
 
 class Padding(NamedTuple):
@@ -39,6 +42,7 @@ class Field(NamedTuple):
     padding: Padding | None = (
         None  # samples have 0 to shape[0] rows: a read pads to the longest sample that it reads
     )
+    gaps: bool = False  # whether floats may be NaN, where a value is missing
 
     def __str__(self) -> str:
         below = f" below {self.values:,}" if self.values else ""
@@ -110,6 +114,8 @@ def check_numbers(
     for start in range(0, len(array), rows):
         part = array[start : start + rows]
         wrong = ~np.isfinite(part) if is_float else (part < 0) | (part >= values)
+        if is_float and field.gaps:
+            wrong = np.isinf(part)
         if not is_float and field.ignored is not None:
             wrong &= part != field.ignored
         if wrong.any():
@@ -145,6 +151,21 @@ def _fix_of_integers(name: str, values: int, wrong: int, axes: int) -> str:
         f"{fix}, leave the sample out where it has no class, or task.ignore_label={wrong} of "
         "task.name=classification, which keeps these samples out of loss and metrics"
     )
+
+
+def columns_of_channels(values: np.ndarray, channels: Channels) -> np.ndarray:
+    """Returns the numbers of samples (n, ...) as (numbers, channels)."""
+    if channels == "none" or values.ndim == 1:
+        return values.reshape(-1, 1)
+    turned = np.moveaxis(values, 1, -1) if channels == "first" else values
+    return turned.reshape(-1, turned.shape[-1])
+
+
+def channel_count(shape: tuple[int, ...], channels: Channels) -> int:
+    """Returns the number of channels of a sample of this shape."""
+    if channels == "none" or not shape:
+        return 1
+    return shape[0 if channels == "first" else -1]
 
 
 def describe(array: np.ndarray) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hvdtrain.data.around_source import AroundSource
-from hvdtrain.data.field import Field, Padding
+from hvdtrain.data.field import Channels, Field, Padding
 from hvdtrain.data.ragged import LEAST, Ragged, mask_of
 from hvdtrain.data.source import Foresight, Source, check_indices
 from hvdtrain.errors import UserError
@@ -152,7 +152,9 @@ class PackedRows(AroundSource):
     def identity(self) -> dict[str, str]:
         return {**self.source.identity(), "rows": f"{self.length} tokens"}
 
-    def known_stats(self, name: str, indices: np.ndarray | None = None) -> np.ndarray | None:
+    def known_stats(
+        self, name: str, indices: np.ndarray | None = None, channels: Channels = "last"
+    ) -> np.ndarray | None:
         return None
 
     def known_lengths(self, name: str) -> np.ndarray | None:

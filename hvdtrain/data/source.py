@@ -14,7 +14,7 @@ import numpy as np
 from hvdtrain.core.arrays import digest
 from hvdtrain.core.progress import fold
 from hvdtrain.data.channel_stats import ChannelStats, channel_stats, sampled_stats
-from hvdtrain.data.field import Field, check_numbers, describe
+from hvdtrain.data.field import Channels, Field, check_numbers, describe
 from hvdtrain.data.labels import digest_of_labels, first_outside, read_labels
 from hvdtrain.errors import UserError
 
@@ -148,9 +148,16 @@ class Source(ABC):
         known without reading samples."""
         return None
 
-    def known_stats(self, name: str, indices: np.ndarray | None = None) -> np.ndarray | None:
-        """Returns mean and deviation of a field over all or some samples, float64 (2, C) along its
-        last axis, if the source knows them."""
+    def known_stats(
+        self, name: str, indices: np.ndarray | None = None, channels: Channels = "last"
+    ) -> np.ndarray | None:
+        """Returns mean and deviation of a field over all or some samples, float64 (2, C) along the
+        axis of its channels, if the source knows them."""
+        return None
+
+    def known_array(self, name: str) -> np.ndarray | None:
+        """Returns an array of the files that is not one of samples, such as a coordinate; None if
+        there are no such files."""
         return None
 
     @property
@@ -307,6 +314,7 @@ class NamedArrays(Source):
     ignored: Mapping[str, int] = field(default_factory=dict)  # Field.ignored, if it is set
     nested_inputs: tuple[str, ...] = ()
     columns: Mapping[str, Sequence[str]] = field(default_factory=dict)  # for fields from DataFrames
+    gaps: frozenset[str] = frozenset()  # the fields with Field.gaps
     reads_from_memory = True
 
     def __post_init__(self) -> None:
@@ -330,7 +338,11 @@ class NamedArrays(Source):
     def fields(self) -> dict[str, Field]:
         return {
             name: Field(
-                str(array.dtype), array.shape[1:], self.values.get(name, 0), self.ignored.get(name)
+                str(array.dtype),
+                array.shape[1:],
+                self.values.get(name, 0),
+                self.ignored.get(name),
+                gaps=name in self.gaps,
             )
             for name, array in self.arrays.items()
         }

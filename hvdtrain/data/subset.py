@@ -13,7 +13,7 @@ from hvdtrain.core.arrays import digest
 from hvdtrain.core.progress import fold
 from hvdtrain.data.around_source import AroundSource
 from hvdtrain.data.channel_stats import ChannelStats
-from hvdtrain.data.field import Field
+from hvdtrain.data.field import Channels, Field
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import (
     ArraySource,
@@ -106,9 +106,11 @@ class Subset(AroundSource):
     def expect(self, indices: np.ndarray, anew: bool) -> None:
         self.source.expect(self.indices[indices], anew)
 
-    def known_stats(self, name: str, indices: np.ndarray | None = None) -> np.ndarray | None:
+    def known_stats(
+        self, name: str, indices: np.ndarray | None = None, channels: Channels = "last"
+    ) -> np.ndarray | None:
         return self.source.known_stats(
-            name, self.indices if indices is None else self.indices[indices]
+            name, self.indices if indices is None else self.indices[indices], channels
         )
 
     def known_labels(self) -> np.ndarray | None:

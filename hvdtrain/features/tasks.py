@@ -141,6 +141,30 @@ CLASS_METRICS = JobFeature(
         ),
     ),
 )
+GAPS = JobFeature(
+    key="data.gaps",
+    on=lambda config: bool(config.data.gaps),
+    examples=("data.gaps=[y] task.name=regression",),
+    off="data.gaps=[]",
+    excludes=(
+        Exclusion(
+            "task.name",
+            Values(lambda name: name != "regression" and not is_object(name), "classification"),
+            what="{chosen} needs task.name=regression, but this is {set}",
+            fix="task.name=regression, or data without missing values",
+            why="only regression leaves numbers out of the loss",
+        ),
+        Exclusion(
+            "log.noise_scale",
+            among(True),
+            what="log.noise_scale compares means over samples, but with data.gaps their weights "
+            "differ",
+            fix="log.noise_scale=false, or leave data.gaps out",
+            when=lambda config: "y" in config.data.gaps,
+            why="the noise scale compares means over samples, but their weights differ",
+        ),
+    ),
+)
 LOG_TARGETS = JobFeature(
     key="log.targets",
     on=lambda config: bool(config.log.targets),

@@ -44,7 +44,10 @@ def build_model(
         if missing := [size for size in needed if size not in task.sizes]:
             has = f"task.name={task.name} has {', '.join(task.sizes)}"
             what = f"model.name={name} is built from {' and '.join(missing)}, and {has}"
-            raise UserError(what, where, "another model.name, or another task.name")
+            why, fix = task.why_without(missing[0])
+            if why:
+                what = f"model.name={name} maps to maps, but {why}"
+            raise UserError(what, where, fix or "another model.name, or another task.name")
         _check_images(config, task, signature)
         return build(
             name,

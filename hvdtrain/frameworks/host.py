@@ -85,7 +85,7 @@ class HostBatch(NamedTuple):
 
     x: np.ndarray  # (n, ...), inputs of the model
     batch: Batch  # the rest: the fields, augmented, and "w" and "mixup_weight"
-    weight: int  # of Task.weight()
+    weight: float  # of Task.weight()
 
 
 class HostLearner(Learner):

@@ -311,7 +311,7 @@ class Learner(HasState, Protocol):
         raise TypeError(f"{type(self).__name__} goes back to a sync point")
 
 
-def global_weight(task: Task, own: int, batch: int, communicator: Communicator) -> int:
+def global_weight(task: Task, own: float, batch: int, communicator: Communicator) -> float:
     """Returns the sum of Task.weight() over the `batch` samples of a step; this rank's samples
     contribute `own`.
 
@@ -324,7 +324,8 @@ def global_weight(task: Task, own: int, batch: int, communicator: Communicator) 
         return batch * task.sample_weight
     # exact: float64 represents every integer up to 2**53
     total = communicator.allreduce(np.array([float(own)]), "step.weight")
-    return max(1, round(float(total[0])))
+    found = float(total[0])
+    return max(1, round(found)) if found.is_integer() else found  # of weights that are not whole
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:

@@ -228,6 +228,14 @@ SAMPLE_KINDS = (
         "images, their masks and the model's masks",
         3,
     ),
+    SampleKind(
+        "maps",
+        "Maps",
+        "Samples of the validation set: the truth, the model's map and their difference. Points "
+        "without a value are grey.",
+        "maps, the model's maps and their difference",
+        3,
+    ),
 )
 MOST_BYTES = 2**22  # of a file
 _NAME = re.compile(r"([a-z]+)-(\d{8,15})\.(png|txt)")

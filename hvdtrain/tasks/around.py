@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Concatenated, Metric
@@ -54,7 +56,7 @@ class DelegatingTask(Task):
     def sample_weight(self) -> int | None:
         return self.task.sample_weight
 
-    def weight(self, batch: Batch) -> int:
+    def weight(self, batch: Batch) -> float:
         return self.task.weight(batch)
 
     def facts(self) -> dict[str, Any]:
@@ -127,6 +129,16 @@ class AroundTask(DelegatingTask):
 
     def notes_on_data(self, train: Source, val: Source, has_given_stats: bool) -> list[str]:
         return self.task.notes_on_data(train, val, has_given_stats)
+
+    @property
+    def map_names(self) -> tuple[str, ...]:
+        return self.task.map_names
+
+    def as_maps(self, values: np.ndarray) -> np.ndarray:
+        return self.task.as_maps(values)
+
+    def why_without(self, size: str) -> tuple[str, str]:
+        return self.task.why_without(size)
 
     def rows(self, is_softmax: bool, class_names: Sequence[str] | None) -> Rows:
         return self.task.rows(is_softmax, class_names)

@@ -13,6 +13,7 @@ import numpy as np
 from hvdtrain.data.field import Field
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.label_counts import LossForm, Operations, edges_of_bins, right_terms, terms
+from hvdtrain.tasks.points import Points
 from hvdtrain.tasks.task import DeviceAndDtype, Each, TaskPart, counts_exactly, outputs_of
 from hvdtrain.tasks.transform import Transform
 from hvdtrain.tasks.user_functions import UserLoss, UserMetrics, refuse_parts, terms_of
@@ -31,9 +32,12 @@ class JaxInputs:
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x[:, None] if x.ndim == 1 else x
+        if self._transform.fill is not None:
+            fill = jnp.asarray(self._transform.along(self._transform.fill), self._dtype)
+            x = jnp.where(jnp.isnan(x), fill, x.astype(self._dtype))
         if self._transform.is_of_images or self._transform.is_standardized:
             mean, std = (
-                jnp.asarray(array, self._dtype)
+                jnp.asarray(self._transform.along(array), self._dtype)
                 for array in (self._transform.mean, self._transform.std)
             )
             x = x.astype(self._dtype)
@@ -105,35 +109,52 @@ class JaxClassification:
 
 
 class JaxRegression:
-    """Outputs (n, outputs); targets of any shape with as many numbers. Images are uint8 (n, H, W,
-    C)."""
+    """Outputs (n, outputs), or maps in the layout of y, (n, H, W, C) or (n, C, H, W); targets of
+    any shape with as many numbers. Images are uint8 (n, H, W, C)."""
 
     def __init__(
-        self, inputs: JaxInputs, target_mean: np.ndarray, loss: str, place: DeviceAndDtype
+        self,
+        inputs: JaxInputs,
+        points: Points,
+        target_mean: np.ndarray,
+        place: DeviceAndDtype,
+        *,
+        of_maps: bool,
     ) -> None:
+        """of_maps: whether the model maps (n, H, W, C) to (n, H, W, C)."""
         self._inputs = inputs
+        self._points = points
         self._target_mean = target_mean
-        self._loss = loss
+        self._of_maps = of_maps
         self._dtype = place.dtype
 
+    @property
+    def counts_exactly(self) -> bool:
+        return self._points.has_gaps
+
     def inputs(self, batch: Arrays) -> jax.Array:
-        return self._inputs(batch["x"])
+        x = self._inputs(batch["x"])
+        maps = self._points.maps
+        found: jax.Array = x if maps is None or not self._of_maps else maps.as_input(x, "last")
+        return found
+
+    def outputs_of(self, found: Any) -> Any:
+        """Converts maps to the layout of y; anything else is not changed."""
+        maps = self._points.maps
+        shape = getattr(found, "shape", ())
+        is_of_y = shape[1:] == self._points.shape and not self._of_maps
+        if maps is None or is_of_y or len(shape) != 4:
+            return found
+        last = (*maps.y.pixels, maps.y.channel_count)
+        return maps.in_layout_of_y(found, "last" if shape[1:] == last else "first")
 
     def each(self, outputs: jax.Array, batch: Arrays, training: bool) -> Each:
-        target = batch["y"].astype(self._dtype).reshape(outputs.shape)  # (n, outputs)
-        error = outputs - target
-        squares = jnp.square(error)
-        absolute = jnp.abs(error)
-        loss = (squares if self._loss == "squared_error" else absolute).mean(1)
-        centred = target - jnp.asarray(self._target_mean, self._dtype)
-        terms = {
-            "squares": squares.mean(1),
-            "absolute": absolute.mean(1),
-            "residual": squares,
-            "target": centred,
-            "target_square": jnp.square(centred),
-        }
-        return Each(loss, terms)
+        of_y = outputs.reshape(len(outputs), *self._points.shape)
+        target_mean = jnp.asarray(self._target_mean, self._dtype)
+        weights = self._points.point_weights
+        of_points = None if weights is None else jnp.asarray(weights, self._dtype)
+        target = batch["y"].astype(self._dtype)
+        return self._points.each(of_y, target, target_mean, jnp, of_points)
 
 
 class JaxMultilabel:

@@ -12,7 +12,7 @@ from hvdtrain.core.metrics import Metric, ratio
 from hvdtrain.data.field import Field
 from hvdtrain.tasks.around import DelegatingTask
 from hvdtrain.tasks.rows import Rows
-from hvdtrain.tasks.task import DeviceAndDtype, Each, TaskPart
+from hvdtrain.tasks.task import DeviceAndDtype, Each, TaskPart, outputs_of
 from hvdtrain.tasks.transform import Transform
 
 
@@ -57,6 +57,7 @@ class _WithoutLoss:
 
     def __init__(self, part: TaskPart) -> None:
         self.inputs = part.inputs
+        self.outputs_of = outputs_of(part)
 
     def each(self, outputs: Any, batch: Any, training: bool) -> Each:
         if isinstance(outputs, Mapping):

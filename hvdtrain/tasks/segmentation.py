@@ -13,14 +13,23 @@ import numpy as np
 from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, Sums, ratio
-from hvdtrain.data.field import Field
+from hvdtrain.data.field import Channels, Field
 from hvdtrain.data.source import Source, arrays_in_memory
 from hvdtrain.data.subset import Subset
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.label_counts import notes_on_gaps
 from hvdtrain.tasks.rows import Rows, rows_of_pixels
 from hvdtrain.tasks.task import DeviceAndDtype, Task, TaskPart, find_field, is_users_model
-from hvdtrain.tasks.transform import Transform, check_stats, input_stats, is_image, without_stats
+from hvdtrain.tasks.transform import (
+    Transform,
+    axis_of_facts,
+    check_stats,
+    facts_of_axis,
+    input_stats,
+    is_image,
+    stats_axis,
+    without_stats,
+)
 
 Objective = Literal["loss", "accuracy", "mean_iou"]
 _MOST = 2**26  # limit for the pixels of an image
@@ -73,6 +82,7 @@ class Segmentation(Task):
     objective: Objective = "mean_iou"
     # factors of the cross-entropy of pixels, by class
     class_weights: tuple[float, ...] | None = None
+    axis: Channels = "last"  # of x, that mean and std belong to
 
     name = "segmentation"
     metrics = (
@@ -118,13 +128,16 @@ class Segmentation(Task):
     @property
     def sizes(self) -> dict[str, Any]:
         """The sizes of models; `shape` is (H, W, C), even for floats (C, H, W). `pixel_classes`:
-        outputs of each pixel."""
+        outputs of each pixel. `map_shape` and `pixel_outputs` are the same, as other tasks of maps
+        have them."""
         channels = self.x.shape[2] if is_image(self.x) else self.x.shape[0]
-        return {"shape": (*self.pixels, channels), "pixel_classes": self.classes}
+        shape = (*self.pixels, channels)
+        of_maps = {"map_shape": shape, "pixel_outputs": self.classes}
+        return {"shape": shape, "pixel_classes": self.classes, **of_maps}
 
     @property
     def transform(self) -> Transform:
-        return Transform(self.x, self.mean, self.std)
+        return Transform(self.x, self.mean, self.std, channels=self.axis)
 
     @property
     def summary(self) -> str:
@@ -149,6 +162,7 @@ class Segmentation(Task):
             "ignore_label": self.ignored,
             "dice": self.dice,
             "objective": self.objective,
+            **facts_of_axis(self.axis),
         }
         return (
             facts
@@ -198,7 +212,7 @@ def build(
     dice: float = 0.0,
     objective: Literal["loss", "accuracy", "mean_iou"] = "mean_iou",
     class_weights: tuple[float, ...] | None = None,
-    standardize: bool | None = None,
+    standardize: bool | Literal["channel"] | None = None,
 ) -> Segmentation:
     """Builds the task for images x and masks y (H, W) of class numbers.
 
@@ -209,8 +223,8 @@ def build(
     objective: the metric of stop.target, checkpoint.keep_best and log.targets: loss, accuracy,
         mean_iou
     class_weights: factor of a pixel's cross-entropy, for each class (none: 1)
-    standardize: true: (x - mean) / std of the training set, by the last axis; false: x as it is;
-        default: docs/tasks.md
+    standardize: true: (x - mean) / std of the training set, by the last axis; channel: by channel;
+        false: x as it is; default: docs/tasks.md
 
     Raises UserError if the data are not images with masks, the number of classes is unknown, or the
     sets do not match.
@@ -240,10 +254,12 @@ def build(
             f"{_OPTION}=255 if masks have 255 on pixels without a class",
         )
     _check_weights(class_weights, count)
-    mean, std = input_stats(train, standardize, users_model)
+    channels: Channels = "last" if is_image(x) else "first"
+    mean, std = input_stats(train, standardize, users_model, channels=channels)
+    axis = stats_axis(standardize, channels)
     weights = None if class_weights is None else tuple(map(float, class_weights))
     return Segmentation(
-        x._replace(values=0), count, mean, std, ignore_label, dice, objective, weights
+        x._replace(values=0), count, mean, std, ignore_label, dice, objective, weights, axis
     )
 
 
@@ -332,7 +348,8 @@ def restore(facts: dict[str, Any]) -> Segmentation:
     if weights is not None and not (_are_weights(weights) and len(weights) == facts["classes"]):
         raise ValueError("impossible class_weights")
     mean, std = (np.array(facts[name], np.float64) for name in ("mean", "std"))
-    check_stats(x, mean, std)
+    axis = axis_of_facts(facts)
+    check_stats(x, mean, std, axis)
     return Segmentation(
         x,
         facts["classes"],
@@ -342,4 +359,5 @@ def restore(facts: dict[str, Any]) -> Segmentation:
         float(dice),
         facts["objective"],
         weights and tuple(map(float, weights)),
+        axis,
     )

@@ -13,7 +13,7 @@ import numpy as np
 from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.data.around_source import AroundSource
-from hvdtrain.data.field import Field, field_of_facts
+from hvdtrain.data.field import Channels, Field, field_of_facts
 from hvdtrain.data.source import NamedArrays, Source
 from hvdtrain.data.subset import Subset
 from hvdtrain.data.user_data.arrays import has_channels_first
@@ -247,7 +247,8 @@ def _with_x(source: Source, name: str) -> Source:
         arrays, values, ignored = (
             _renamed(of, name) for of in (source.arrays, source.values, source.ignored)
         )
-        return NamedArrays(arrays, values, source.where, ignored)
+        gaps = frozenset(_renamed(dict.fromkeys(source.gaps), name))
+        return NamedArrays(arrays, values, source.where, ignored, gaps=gaps)
     return _Renamed(source, name)
 
 
@@ -272,5 +273,7 @@ class _Renamed(AroundSource):
     def known_labels(self) -> np.ndarray | None:
         return self.source.known_labels()
 
-    def known_stats(self, name: str, indices: np.ndarray | None = None) -> np.ndarray | None:
-        return self.source.known_stats(self.name if name == "x" else name, indices)
+    def known_stats(
+        self, name: str, indices: np.ndarray | None = None, channels: Channels = "last"
+    ) -> np.ndarray | None:
+        return self.source.known_stats(self.name if name == "x" else name, indices, channels)

@@ -76,9 +76,9 @@ class Task(ABC):
         """The weight() of one sample if it is the same for all samples, else None."""
 
     @abstractmethod
-    def weight(self, batch: Batch) -> int:
-        """Returns the divisor that makes the summed loss of these samples a mean: their number, or
-        their number of tokens. The batch is on the host."""
+    def weight(self, batch: Batch) -> float:
+        """Returns the divisor that makes the summed loss of these samples a mean: their number,
+        their number of tokens, or a sum of weights. The batch is on the host."""
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
@@ -193,6 +193,21 @@ class Task(ABC):
     def details(self) -> str:
         """The data in words; it spells out the image shape that the summary abbreviates."""
         return self.summary
+
+    @property
+    def map_names(self) -> tuple[str, ...]:
+        """The names of the channels of y, if it has numbers for each pixel of x, which augmentation
+        does not move; else empty."""
+        return ()
+
+    def as_maps(self, values: np.ndarray) -> np.ndarray:
+        """Converts targets or outputs (n, ...) to maps (n, C, H, W), in the order of map_names."""
+        raise NotImplementedError(f"task.name={self.name} has no maps")
+
+    def why_without(self, size: str) -> tuple[str, str]:
+        """Returns why `sizes` lacks a size that a model is built from, and what to do; empty if
+        the task never has it."""
+        return "", ""
 
     def rows(self, is_softmax: bool, class_names: Sequence[str] | None) -> Rows:
         """Returns how outputs become rows of a prediction table.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,7 +12,8 @@ from torch.nn import functional
 from hvdtrain.data.packed import SEGMENTS, TOKENS
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.label_counts import LossForm, Operations, edges_of_bins, right_terms, terms
-from hvdtrain.tasks.task import DeviceAndDtype, Each, TaskPart
+from hvdtrain.tasks.points import Points
+from hvdtrain.tasks.task import DeviceAndDtype, Each, TaskPart, outputs_of
 from hvdtrain.tasks.transform import Transform
 
 Tensors = Mapping[str, torch.Tensor]
@@ -23,18 +24,27 @@ class TorchInputs:
     numbers (n, 1)."""
 
     def __init__(self, transform: Transform, place: DeviceAndDtype, users_model: bool) -> None:
-        by_channel = (1, -1, 1, 1) if transform.is_of_images else (-1,)
         self._dtype = place.dtype
+        self.is_of_images = transform.is_of_images  # (n, C, H, W)
         self._largest = 255.0 if transform.is_of_images else 1.0
         self._is_changed = transform.is_of_images or transform.is_standardized
+        self._fill = (
+            None
+            if transform.fill is None
+            else torch.tensor(
+                transform.along(transform.fill), dtype=place.dtype, device=place.device
+            )
+        )
         self._keeps_integers = users_model
         self._mean, self._std = (
-            torch.tensor(array, dtype=place.dtype, device=place.device).view(by_channel)
-            for array in (transform.mean, transform.std)
+            torch.tensor(array, dtype=place.dtype, device=place.device)
+            for array in map(_along(transform), (transform.mean, transform.std))
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = x[:, None] if x.ndim == 1 else x
+        if self._fill is not None:
+            x = torch.where(x.isnan(), self._fill, x.to(self._dtype))
         if self._is_changed:
             return (x.to(self._dtype) / self._largest - self._mean) / self._std
         return as_given(x, self._dtype) if self._keeps_integers else x.to(self._dtype)
@@ -42,6 +52,13 @@ class TorchInputs:
     def named(self, batch: Tensors) -> dict[str, torch.Tensor]:
         """Returns the model's input as a dict, by the name of x."""
         return {"x": self(batch["x"])}
+
+
+def _along(transform: Transform) -> Callable[[np.ndarray], np.ndarray]:
+    """Returns the function that shapes mean and std for x in torch, images (n, C, H, W)."""
+    if transform.is_of_images:
+        return lambda stats: stats.reshape(1, -1, 1, 1)
+    return transform.along
 
 
 class TorchFields:
@@ -63,6 +80,7 @@ class TorchOfFields:
 
     def __init__(self, part: TaskPart, fields: TorchFields) -> None:
         self.inputs = fields.named
+        self.outputs_of = outputs_of(part)
         self.each = part.each
 
 
@@ -176,35 +194,50 @@ def _scored_operations(place: DeviceAndDtype) -> Operations:
 
 
 class TorchRegression:
-    """Outputs (n, outputs); targets of any shape with as many numbers. Images are uint8 (n, C, H,
-    W)."""
+    """Outputs (n, outputs), or maps in the layout of y or (n, C, H, W); targets of any shape with
+    as many numbers. Images are uint8 (n, C, H, W)."""
 
     def __init__(
-        self, inputs: TorchInputs, target_mean: np.ndarray, loss: str, place: DeviceAndDtype
+        self,
+        inputs: TorchInputs,
+        points: Points,
+        target_mean: np.ndarray,
+        place: DeviceAndDtype,
+        *,
+        of_maps: bool,
     ) -> None:
+        """of_maps: whether the model maps (n, C, H, W) to (n, C, H, W)."""
         self._inputs = inputs
-        self._loss = loss
+        self._points = points
         self._target_mean = torch.tensor(target_mean, dtype=place.dtype, device=place.device)
+        self._of_maps = of_maps
+        weights = points.point_weights
+        self._weights = (
+            None
+            if weights is None
+            else torch.tensor(weights, dtype=place.dtype, device=place.device)
+        )
 
     def inputs(self, batch: Tensors) -> torch.Tensor:
-        return self._inputs(batch["x"])
+        x = self._inputs(batch["x"])
+        maps = self._points.maps
+        if maps is None or not self._of_maps or self._inputs.is_of_images:
+            return x
+        return maps.as_input(x, "first")
 
     def each(self, outputs: torch.Tensor, batch: Tensors, training: bool) -> Each:
-        outputs = main_output(outputs)
-        target = batch["y"].to(self._target_mean.dtype).reshape(outputs.shape)  # (n, outputs)
-        error = outputs - target
-        squares = error.square()
-        absolute = error.abs()
-        loss = (squares if self._loss == "squared_error" else absolute).mean(1)
-        centred = (target - self._target_mean).double()
-        terms = {
-            "squares": squares.double().mean(1),
-            "absolute": absolute.double().mean(1),
-            "residual": squares.double(),
-            "target": centred,
-            "target_square": centred.square(),
-        }
-        return Each(loss, terms)
+        of_y = self.outputs_of(main_output(outputs))
+        of_y = of_y.reshape(len(of_y), *self._points.shape)
+        target = batch["y"].to(self._target_mean.dtype)
+        return self._points.each(of_y, target, self._target_mean, torch, self._weights)
+
+    def outputs_of(self, found: Any) -> Any:
+        """Converts maps to the layout of y; anything else is not changed."""
+        maps = self._points.maps
+        is_of_y = tuple(found.shape[1:]) == self._points.shape and not self._of_maps
+        if maps is None or is_of_y or found.ndim != 4:
+            return found
+        return maps.in_layout_of_y(found, "first")
 
 
 class TorchMultilabel:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.task import DeviceAndDtype, Each, TaskPart
+from hvdtrain.tasks.task import DeviceAndDtype, Each, TaskPart, outputs_of
 from hvdtrain.tasks.torch import Tensors, TorchFields, TorchInputs, as_given
 from hvdtrain.tasks.user_functions import (
     UserLoss,
@@ -169,6 +169,7 @@ class TorchMeasured:
         self._metrics = metrics
         self._dtype = place.dtype
         self.inputs = part.inputs
+        self.outputs_of = outputs_of(part)
 
     def each(self, outputs: Any, batch: Tensors, training: bool) -> Each:
         each = self._part.each(outputs, batch, training)

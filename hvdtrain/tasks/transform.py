@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -14,18 +14,21 @@ from hvdtrain.config.sections.data import DataConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import fold
 from hvdtrain.data.around_source import AroundSource
-from hvdtrain.data.field import Field
+from hvdtrain.data.field import Channels, Field, columns_of_channels
 from hvdtrain.data.source import LabelledImages, Source
 from hvdtrain.data.user_data.arrays import as_images, to_numpy
 from hvdtrain.errors import UserError
 
 _MOST_VALUES = 2**22  # most values to read: about 2 s of exact sums
 STANDARDIZE = "task.standardize"
+_AXIS = "standardized_axis"  # of Task.facts()
+_FILL = "missing_x"
+Standardize = bool | Literal["channel"] | None  # task.standardize
 
 
 class ColumnStats(NamedTuple):
-    """Mean and deviation over all axes but the last one, float64 (C,) each; (1,) for single
-    numbers."""
+    """Mean and deviation over all axes but that of the channels, the last one by default, float64
+    (C,) each; (1,) for single numbers."""
 
     mean: np.ndarray
     std: np.ndarray  # 1 if a column is constant
@@ -119,9 +122,10 @@ def with_stats(source: Source, config: DataConfig, standardize: Any) -> Source:
     return (ImagesWithStats if isinstance(source, LabelledImages) else WithStats)(source, stats)
 
 
-def column_stats(source: Source, name: str) -> ColumnStats:
+def column_stats(source: Source, name: str, channels: Channels = "last") -> ColumnStats:
     """Returns the statistics of a field: exact for up to 2**22 numbers. For more, they come from
-    the files, or from 2**22 numbers drawn by counters."""
+    the files, or from 2**22 numbers drawn by counters. channels: the axis of the field that they
+    belong to."""
     if name == "x" and isinstance(source, WithStats):
         return source.given
     if name == "x" and isinstance(source, LabelledImages):
@@ -131,23 +135,20 @@ def column_stats(source: Source, name: str) -> ColumnStats:
     most = max(1, _MOST_VALUES // max(1, math.prod(field.shape)))
     chosen = np.arange(samples)
     if samples > most:
-        known = None if is_image(field) else source.known_stats(name)
+        known = None if is_image(field) else source.known_stats(name, channels=channels)
         if known is not None:
             return ColumnStats(*known)
         chosen = np.unique(fold(np.arange(most, dtype=np.uint64)) % np.uint64(samples)).astype(
             np.int64
         )
     # (values, C)
-    values = (
-        source.read(chosen)[name]
-        .astype(np.float64)
-        .reshape(-1, field.shape[-1] if field.shape else 1)
-    )
+    values = columns_of_channels(source.read(chosen)[name].astype(np.float64), channels)
     values = values / (255.0 if is_image(field) else 1.0)
-    means = [math.fsum(column.tolist()) / len(column) for column in values.T]
+    columns = [column[~np.isnan(column)] if field.gaps else column for column in values.T]
+    means = [math.fsum(column.tolist()) / max(1, len(column)) for column in columns]
     squares = [
-        math.fsum(((column - mean) ** 2).tolist()) / len(column)
-        for column, mean in zip(values.T, means, strict=True)
+        math.fsum(((column - mean) ** 2).tolist()) / max(1, len(column))
+        for column, mean in zip(columns, means, strict=True)
     ]
     return ColumnStats(
         np.array(means), np.array([math.sqrt(square) if square else 1.0 for square in squares])
@@ -167,11 +168,13 @@ class Transform:
     """
 
     x: Field
-    mean: np.ndarray  # float64 (C,) or (1,), along the last axis; zeros if nothing is subtracted
+    mean: np.ndarray  # float64 (C,) or (1,), of each channel; zeros if nothing is subtracted
     std: np.ndarray  # float64 of the same shape, never 0; ones if nothing is divided
     dtype: str = "float32"  # dtype of the model's numbers
     keeps_integers: bool = False  # x unchanged, even if it has integers, for a user's model
     channels_last: bool = False  # images are (H, W, C), as in JAX
+    channels: Channels = "last"  # the axis of x that mean, std and fill belong to
+    fill: np.ndarray | None = None  # what replaces NaN, of each channel; None: x has none
 
     @property
     def is_of_images(self) -> bool:
@@ -181,9 +184,15 @@ class Transform:
     def is_standardized(self) -> bool:
         return bool((self.mean != 0).any() or (self.std != 1).any())
 
+    def along(self, stats: np.ndarray) -> np.ndarray:
+        """Returns mean or std in a shape that broadcasts to x (n, ...)."""
+        if self.channels != "first":
+            return stats
+        return stats.reshape(-1, *[1] * (len(self.x.shape) - 1))
+
     @property
     def formula(self) -> str:
-        """The formula, with mean and std along the last axis of x."""
+        """The formula, with mean and std along the axis of the channels."""
         x = "pixels / 255" if self.is_of_images else "x"
         if not self.is_standardized:
             return x
@@ -201,10 +210,14 @@ class Transform:
             return self.formula + numbers
         if self.is_standardized:
             by = "column" if len(self.x.shape) < 2 else "its last axis"
+            by = by if self.channels == "last" else "channel"
+            missing = "" if self.fill is None else ", 0 where x is NaN"
             return (
-                f"{self.formula} by {by}, of the training set: run.transform(x); "
+                f"{self.formula} by {by}{missing}, of the training set: run.transform(x); "
                 f"{STANDARDIZE}=false leaves x as it is"
             )
+        if self.fill is not None:
+            return "x as the data have it, with the mean of its channel where x is NaN"
         is_changed = np.dtype(self.x.dtype).kind in "iu" and not self.keeps_integers
         as_floats = (
             f" as {self.dtype}"
@@ -246,11 +259,11 @@ class Transform:
     def _of(self, array: np.ndarray) -> np.ndarray:
         """Transforms one array like TorchInputs, in the same dtype, with the same bits."""
         array = array[:, None] if array.ndim == 1 else array
-        if not (self.is_of_images or self.is_standardized):
+        if not (self.is_of_images or self.is_standardized or self.fill is not None):
             return self._as_given(array)
-        numbers = array.astype(self.dtype)
-        mean = self.mean.astype(self.dtype)
-        std = self.std.astype(self.dtype)
+        numbers = self._filled(array.astype(self.dtype))
+        mean = self.along(self.mean).astype(self.dtype)
+        std = self.along(self.std).astype(self.dtype)
         found: np.ndarray = (
             (numbers / np.asarray(255, self.dtype) if self.is_of_images else numbers) - mean
         ) / std
@@ -260,6 +273,11 @@ class Transform:
             else found
         )
 
+    def _filled(self, numbers: np.ndarray) -> np.ndarray:
+        if self.fill is None:
+            return numbers
+        return np.where(np.isnan(numbers), self.along(self.fill).astype(numbers.dtype), numbers)
+
     def _as_given(self, array: np.ndarray) -> np.ndarray:
         if array.dtype.kind == "f" or not self.keeps_integers:
             return array.astype(self.dtype)
@@ -268,8 +286,8 @@ class Transform:
     def flat(self, x: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
         """Returns rows (n, numbers) for framework=numpy, computed in float64; images are flattened
         as (C, H, W). n may be 0."""
-        x = x.astype(np.float64) / (255.0 if self.is_of_images else 1.0)
-        x = ((x[:, None] if x.ndim == 1 else x) - self.mean) / self.std
+        x = self._filled(x.astype(np.float64) / (255.0 if self.is_of_images else 1.0))
+        x = ((x[:, None] if x.ndim == 1 else x) - self.along(self.mean)) / self.along(self.std)
         x = x.transpose(0, 3, 1, 2) if self.is_of_images else x
         return x.reshape(len(x), math.prod(x.shape[1:])).astype(dtype)
 
@@ -312,21 +330,28 @@ def _some(numbers: np.ndarray) -> str:
 
 
 def input_stats(
-    source: Source, standardize: bool | None, users_model: bool, name: str = "x"
+    source: Source,
+    standardize: Standardize,
+    users_model: bool,
+    name: str = "x",
+    channels: Channels | None = None,
 ) -> ColumnStats:
     """Returns the statistics of a field for a Transform: zeros and ones if the field is not
     changed.
 
     None: images are normalized by channel; columns (C,) and single numbers are standardized for
     models of hvdtrain, not for the user's models; other fields are not changed. True standardizes
-    numbers of any shape by their last axis; False nothing.
+    numbers of any shape by their last axis; "channel" by the axis `channels`; False nothing. Raises
+    UserError if x has no such axis.
     """
     x = source.fields[name]
-    wanted = (
-        is_image(x) or (len(x.shape) < 2 and not users_model)
-        if standardize is None
-        else standardize
-    )
+    if standardize == "channel" and channels is None:
+        raise UserError(
+            f"{STANDARDIZE}=channel needs maps x (C, H, W) or (H, W, C), but {name} is {x}",
+            STANDARDIZE,
+            f"{STANDARDIZE}=true, by the last axis",
+        )
+    wanted = is_scaled(x, standardize, users_model)
     if wanted and x.padding is not None:
         what = (
             f"{name} has variable-length samples, whose mean and deviation would include the "
@@ -338,15 +363,56 @@ def input_stats(
             f"{STANDARDIZE}=false, with data that are already scaled; images as floats",
         )
     if wanted:
-        return column_stats(source, name)
+        return column_stats(source, name, stats_axis(standardize, channels))
     columns = x.shape[-1] if is_image(x) else 1
     return ColumnStats(np.zeros(columns), np.ones(columns))
 
 
-def check_stats(x: Field, mean: np.ndarray, std: np.ndarray) -> None:
+def is_scaled(x: Field, standardize: Standardize, users_model: bool) -> bool:
+    """Whether a mean is subtracted from the field."""
+    if standardize is None:
+        return is_image(x) or (len(x.shape) < 2 and not users_model)
+    return standardize is not False
+
+
+def stats_axis(standardize: Standardize, channels: Channels | None) -> Channels:
+    """Returns the axis of x that its mean and deviation belong to."""
+    return channels if standardize == "channel" and channels is not None else "last"
+
+
+def facts_of_axis(channels: Channels) -> dict[str, str]:
+    """Returns the axis of the mean and deviation for Task.facts(), if it is not the last one."""
+    return {} if channels == "last" else {_AXIS: channels}
+
+
+def axis_of_facts(facts: Mapping[str, Any]) -> Channels:
+    """Returns the axis of facts_of_axis(). Raises ValueError for anything else."""
+    found: Channels = facts.get(_AXIS, "last")
+    if found not in get_args(Channels):
+        raise ValueError("impossible axis of the mean")
+    return found
+
+
+def facts_of_fill(fill: np.ndarray | None) -> dict[str, list[float]]:
+    """Returns what replaces NaN in x for Task.facts()."""
+    return {} if fill is None else {_FILL: fill.tolist()}
+
+
+def fill_of_facts(facts: Mapping[str, Any], x: Field, channels: Channels) -> np.ndarray | None:
+    """Returns what facts_of_fill() describes. Raises TypeError or ValueError if it does not fit
+    x."""
+    if _FILL not in facts:
+        return None
+    fill = np.array(facts[_FILL], np.float64)
+    check_stats(x, fill, np.ones_like(fill), channels)
+    return fill
+
+
+def check_stats(x: Field, mean: np.ndarray, std: np.ndarray, channels: Channels = "last") -> None:
     """Raises ValueError if these cannot be the mean and deviation of x, read from a
     checkpoint."""
-    if mean.shape != std.shape or mean.shape not in {x.shape[-1:] or (1,), (1,)}:
+    expected = x.shape[:1] if channels == "first" else (x.shape[-1:] or (1,))
+    if mean.shape != std.shape or mean.shape not in {expected, (1,)}:
         raise ValueError("impossible mean or deviation")
     if not np.isfinite(mean).all() or not (np.isfinite(std) & (std > 0)).all():
         raise ValueError("impossible mean or deviation")
@@ -369,6 +435,9 @@ def transform_of_facts(facts: Mapping[str, Any]) -> Transform:
         np.array(facts.get(name, default), np.float64)
         for name, default in (("mean", [0.0]), ("std", [1.0]))
     )
+    channels = axis_of_facts(facts)
     if "mean" in facts:
-        check_stats(x, mean, std)
-    return Transform(x, mean, std)
+        check_stats(x, mean, std, channels)
+    fill = fill_of_facts(facts, x, channels)
+    x = x._replace(gaps=fill is not None)
+    return Transform(x, mean, std, channels=channels, fill=fill)

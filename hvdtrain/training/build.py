@@ -118,11 +118,28 @@ def build_task(train: Source, val: Source, config: Config) -> Task:
             config.where("data.mean"),
             "leave them out, and let the task's Part.inputs() do it",
         )
+    _check_gaps(config, task)
     given = config.task.given
     if given is not None and given.name is None:  # only metrics
         task = given.make(task, train)
     check_task(config, task)
     return task
+
+
+def _check_gaps(config: Config, task: Task) -> None:
+    """Raises UserError if something else than a regression from one x would get missing values, or
+    nothing would use them."""
+    where = config.where("data.gaps")
+    if config.data.gaps and task.has_user_loss:
+        what = f"data.gaps={config.data.gaps} needs task.name=regression, but this is a custom loss"
+        raise UserError(what, where, "task.name=regression, or data without missing values")
+    for name in config.data.gaps:
+        if name not in task.fields:
+            what = f"data.gaps has {name}, but the task uses {', '.join(task.fields)}"
+            raise UserError(what, where, "leave it out")
+        if task.transforms is not None and name in task.transforms.each:
+            what = f"data.gaps has {name}, but only a model with one input x gets the mean for NaN"
+            raise UserError(what, where, f"data.gaps without {name}, and values in place of NaN")
 
 
 def _build(config: Config, train: Source, val: Source) -> Task:

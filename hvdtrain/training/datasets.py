@@ -57,6 +57,7 @@ def open_datasets(config: Config, communicator: Communicator | None = None) -> D
     check_augmentation(config, train)
     task = build_task(train, val, config)
     _check_augmented(config, task)
+    _check_moved(config, task)
     _check_lengths(config, train, task)
     build_recipe(config, len(train), tokens_of_sample(task))
     evaluated_part(config, val)
@@ -112,6 +113,19 @@ def _check_augmented(config: Config, task: Task) -> None:
             config.where("data.inputs"),
             "leave the keys of augment out, or an x among the inputs",
         )
+
+
+def _check_moved(config: Config, task: Task) -> None:
+    """Raises UserError if augmentation would move the pixels of x, but not the numbers of y."""
+    moving = ("crop", "resized_crop", "flip", "rand_augment")
+    key = next((key for key in moving if getattr(config.augment, key)), None)
+    if key is None or not task.map_names:
+        return
+    raise UserError(
+        f"augment.{key} moves the pixels of x, but not the maps y of task.name={task.name}",
+        config.where(f"augment.{key}"),
+        f"leave augment.{key} out",
+    )
 
 
 def _check_reading(config: Config, *sources: Source) -> None:

@@ -109,7 +109,7 @@ class SampleSeries:
         """Writes the default samples if log.samples is not set, as draw() does."""
         if (
             self.config.log.samples is None
-            and self.task.mask_label is not None
+            and (self.task.mask_label is not None or self.task.map_names)
             and not self.config.parallel.has_stages
         ):
             self._draw(SHOWN_MASKS, now)
@@ -119,16 +119,20 @@ class SampleSeries:
             return
         began_s = time.perf_counter()
         label = self.task.mask_label
-        samples = samples if label is None else min(samples, len(self.val))
+        stem = "masks" if label is not None else "maps" if self.task.map_names else "step"
+        if stem != "step":
+            samples = min(samples, len(self.val))
+        content: bytes | None
         with self.learner.averaged():
-            content = (
-                self._sequences(samples, now) if label is None else self._masks(label, samples, now)
-            )
+            if label is not None:
+                content = self._masks(label, samples, now)
+            elif stem == "maps":
+                content = self._maps(samples, now)
+            else:
+                content = self._sequences(samples, now)
         if content is not None and self.communicator.rank == 0:
-            self._write(
-                f"{'step' if label is None else 'masks'}-{now.progress.step:08d}.{'png' if content.startswith(_PNG) else 'txt'}",  # noqa: E501
-                content,
-            )
+            suffix = "png" if content.startswith(_PNG) else "txt"
+            self._write(f"{stem}-{now.progress.step:08d}.{suffix}", content)
             self.log.emit(
                 "samples",
                 now.progress.step,
@@ -192,6 +196,30 @@ class SampleSeries:
         return png(
             picture(Masks(numbers, shown[self.task.main_input], shown[label], whole, field.ignored))
         )
+
+    def _maps(self, samples: int, now: TrainState) -> bytes:
+        """Returns a picture of samples spread over the validation set."""
+        from hvdtrain.training.evaluate import predict
+        from hvdtrain.training.shown_maps import (
+            MOST_CHANNELS,
+            MapSamples,
+            part_of_maps,
+            picture_of_maps,
+        )
+
+        task = self.task
+        self.heartbeat.beat("maps for the report", now.progress.epoch, now.progress.step)
+        numbers = np.unique(np.linspace(0, len(self.val) - 1, samples).astype(np.int64))
+        shown = self.val.read(numbers)
+        true = part_of_maps(task.as_maps(shown["y"]))
+        said = [true[:0]]
+        for _, predictions in predict(
+            self.config, self.learner, Subset(self.val, numbers), self.learner.data, self.heartbeat
+        ):
+            said.append(part_of_maps(task.as_maps(predictions.outputs)))
+        whole = self.learner.data.allgather(np.concatenate(said), "samples.maps")
+        names = task.map_names[:MOST_CHANNELS]
+        return png(picture_of_maps(MapSamples(numbers, true, whole, names)))
 
     def _keep_up(self, now: TrainState) -> Callable[[], None]:
         """Returns a function for each position, also called on ranks without sequences: it signals

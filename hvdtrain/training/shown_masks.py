@@ -8,15 +8,15 @@ from typing import NamedTuple
 import numpy as np
 
 TILE = 192  # pixels of the longer side of an image in the picture, about
-_GAP = 6
-_LINE = 20  # pixels of a line of text
+GAP = 6
+LINE = 20  # pixels of a line of text
 _FONT = 13
 _SWATCH = 12
 _MOST_NAMED = 40  # classes in the legend
 _COLUMNS = ("image", "mask", "prediction")
-_NO_CLASS = (205, 205, 205)
+NO_CLASS = (205, 205, 205)
 _INK = (30, 30, 30)
-_PAPER = (255, 255, 255)
+PAPER = (255, 255, 255)
 
 
 def palette() -> np.ndarray:
@@ -45,7 +45,7 @@ def picture(masks: Masks) -> np.ndarray:
     """Returns uint8 (height, width, 3): for each sample a row with its image, mask and prediction,
     and the colours of the classes below."""
     tiles = [
-        _sized(tile)
+        sized(tile)
         for tile in (
             _as_rgb(masks.images),
             _coloured(masks.true, masks.ignored),
@@ -53,19 +53,19 @@ def picture(masks: Masks) -> np.ndarray:
         )
     ]
     n, height, width = tiles[0].shape[:3]
-    row_height = _LINE + height + _GAP
-    width_and_gap = width + _GAP
-    legend = _legend(masks, 3 * width_and_gap - _GAP)
-    page = np.full((_LINE + n * row_height + len(legend), legend.shape[1], 3), _PAPER, np.uint8)
+    row_height = LINE + height + GAP
+    width_and_gap = width + GAP
+    legend = _legend(masks, 3 * width_and_gap - GAP)
+    page = np.full((LINE + n * row_height + len(legend), legend.shape[1], 3), PAPER, np.uint8)
     page[len(page) - len(legend) :] = legend
     texts = [(column * width_and_gap, 2, name) for column, name in enumerate(_COLUMNS)]
     for row, title in enumerate(_titles(masks)):
-        y = _LINE + row * row_height
+        y = LINE + row * row_height
         texts.append((0, y + 2, title))
         for column, tile in enumerate(tiles):
             x = column * width_and_gap
-            page[y + _LINE : y + _LINE + height, x : x + width] = tile[row]
-    return _with_text(page, texts)
+            page[y + LINE : y + LINE + height, x : x + width] = tile[row]
+    return with_text(page, texts)
 
 
 def _titles(masks: Masks) -> list[str]:
@@ -102,11 +102,11 @@ def _coloured(classes: np.ndarray, ignored: int | None) -> np.ndarray:
     """Returns the colours of classes, uint8 (n, H, W, 3)."""
     pixels = palette()[classes.astype(np.int64) % 256]
     if ignored is not None:
-        pixels[classes == ignored] = _NO_CLASS
+        pixels[classes == ignored] = NO_CLASS
     return pixels
 
 
-def _sized(tiles: np.ndarray) -> np.ndarray:
+def sized(tiles: np.ndarray) -> np.ndarray:
     """Resizes to uint8 (n, h, w, 3), about TILE pixels wide: repeats or skips pixels."""
     longest = max(tiles.shape[1:3])
     if longest < TILE:
@@ -125,9 +125,9 @@ def _legend(masks: Masks, width: int) -> np.ndarray:
         for number in classes[:_MOST_NAMED]
     ]
     if len(classes) > _MOST_NAMED:
-        entries.append((_PAPER, f"and {len(classes) - _MOST_NAMED} more"))
+        entries.append((PAPER, f"and {len(classes) - _MOST_NAMED} more"))
     if not is_known.all():
-        entries.append((_NO_CLASS, "no class"))
+        entries.append((NO_CLASS, "no class"))
     places = []
     x = 0
     y = 2
@@ -135,13 +135,13 @@ def _legend(masks: Masks, width: int) -> np.ndarray:
         taken = _SWATCH + 6 + _text_width(name) + 14
         if x and x + taken > width:
             x = 0
-            y = y + _LINE
+            y = y + LINE
         places.append((x, y, colour, name))
         x += taken
-    page = np.full((y + _LINE, width, 3), _PAPER, np.uint8)
+    page = np.full((y + LINE, width, 3), PAPER, np.uint8)
     for x, y, colour, _ in places:
         page[y + 2 : y + 2 + _SWATCH, x : x + _SWATCH] = colour
-    return _with_text(page, [(x + _SWATCH + 6, y, name) for x, y, _, name in places])
+    return with_text(page, [(x + _SWATCH + 6, y, name) for x, y, _, name in places])
 
 
 def _text_width(text: str) -> int:
@@ -150,7 +150,7 @@ def _text_width(text: str) -> int:
     return round(PIL.ImageFont.load_default(_FONT).getbbox(text)[2])
 
 
-def _with_text(page: np.ndarray, texts: list[tuple[int, int, str]]) -> np.ndarray:
+def with_text(page: np.ndarray, texts: list[tuple[int, int, str]]) -> np.ndarray:
     import PIL.Image
     import PIL.ImageDraw
     import PIL.ImageFont

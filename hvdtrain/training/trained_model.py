@@ -225,7 +225,8 @@ def asked_source(
     if is_packed(fields):
         source = as_source(given, name, where, workers, kept, PADDING)
         return AskedSource(each_alone(source, fields[TOKENS].shape[0], where), fields, where)
-    return AskedSource(as_source(given, name, where, workers, kept, padding), fields, where)
+    gaps = [field for field, kind in fields.items() if kind.gaps]
+    return AskedSource(as_source(given, name, where, workers, kept, padding, gaps), fields, where)
 
 
 def _refuse_masks(given: Any, padding: Mapping[str, Padding], where: str) -> None:

@@ -121,6 +121,8 @@ NEEDS: dict[str, tuple[str, ...]] = {  # words -> models that have what they nee
     "data.inputs": ("fields",),
     "data.columns": ("table",),
     "data.sample_weights": (*OF_LABELS, "fields"),
+    "data.shift": ("numbers", "keras-numbers"),
+    "data.gaps": ("numbers", "keras-numbers"),
     "task.name=language": OF_TOKENS,
     "task.name=regression": ("numbers", "keras-numbers"),
     "task.name=multilabel": ("labels", "keras-labels"),

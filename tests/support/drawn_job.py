@@ -310,7 +310,11 @@ class _Options:
                 found.append("augment.cutmix=1.0")
             if "augment.crop" not in words and dice.random() < 0.1:
                 found.append("augment.resized_crop=0.5")
-        return found + ["checkpoint.every=auto"] * (dice.random() < 0.1)
+        found += ["checkpoint.every=auto"] * (dice.random() < 0.1)
+        if self.task == "regression":
+            found += ["data.shift=2"] * (dice.random() < 0.2)
+            found += ["data.gaps=[y]"] * (dice.random() < 0.2)
+        return found
 
 
 def _place(

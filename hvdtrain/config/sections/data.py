@@ -70,6 +70,19 @@ class DataConfig(OpenSection):
     mask: dict[str, str] = Field(
         default_factory=dict, description="other names for the masks of data.pad: {tokens: mask}"
     )
+    gaps: list[str] = Field(
+        default_factory=list,
+        description="fields whose floats may be NaN, where a value is missing: points of y without "
+        "a value are in no loss and no metric, those of x get the mean of their channel "
+        "(task.name=regression; arrays and files of arrays)",
+    )
+    shift: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**30,
+        description="y is that of the sample so many steps later, or x of it if the data have no "
+        "y: forecasts of a series; in each set both samples are of that set",
+    )
     bucket_by: str | None = Field(
         default=None,
         description="length: group samples of similar length into the same micro-batch of a "

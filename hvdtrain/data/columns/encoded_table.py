@@ -17,7 +17,7 @@ from hvdtrain.data.columns.learning import learn
 from hvdtrain.data.columns.options import ColumnOptions
 from hvdtrain.data.columns.raw_table import RawTable
 from hvdtrain.data.columns.record import FILE, encoding_of_run, from_json, to_json
-from hvdtrain.data.field import Field
+from hvdtrain.data.field import Channels, Field
 from hvdtrain.data.source import Source
 from hvdtrain.data.subset import Subset
 from hvdtrain.data.unfinished import Unfinished
@@ -73,8 +73,10 @@ class EncodedTable(AroundSource):
     def known_labels(self) -> np.ndarray | None:
         return self.source.known_labels()
 
-    def known_stats(self, name: str, indices: np.ndarray | None = None) -> np.ndarray | None:
-        return None if name == "x" else self.source.known_stats(name, indices)
+    def known_stats(
+        self, name: str, indices: np.ndarray | None = None, channels: Channels = "last"
+    ) -> np.ndarray | None:
+        return None if name == "x" else self.source.known_stats(name, indices, channels)
 
     def digests(self, seed: int) -> dict[str, str]:
         return self.source.digests(seed) | self._of_columns()

@@ -65,8 +65,23 @@ def open_split(
                     else make(config.data.name, root, "train", **options)
                 ),
             )
-    found = found.cropped(config.augment.resized_crop)
+    found = _changed(config, found.cropped(config.augment.resized_crop))
     return found.read_by(config.data.workers) if config.data.workers else found
+
+
+def _changed(config: Config, source: Source) -> Source:
+    """Returns the source with data.gaps and data.shift. Raises UserError."""
+    if not config.data.gaps and config.data.shift is None:
+        return source
+    from hvdtrain.data.configured.gaps import with_gaps
+    from hvdtrain.data.configured.shifted import shifted
+
+    with with_keys(config):
+        gaps = config.data.gaps
+        if config.data.shift is not None and "y" not in source.fields:  # y is x, some steps later
+            gaps = list(dict.fromkeys("x" if name == "y" else name for name in gaps))
+        found = with_gaps(source, gaps)
+        return found if config.data.shift is None else shifted(found, config.data.shift)
 
 
 def _check_workers(
@@ -118,14 +133,16 @@ def _open_own(config: Config, split: Split, kept: Callable[[], tuple[str, ...]])
         found = plugins.call_own(
             config.data, {"name": config.data.name, "root": root_of(config), "split": split}
         )
-        return as_source(
+        source = as_source(
             found,
             f"{config.data.name}, {split}",
             where,
             config.data.workers,
             kept(),
             padding_of(config),
+            config.data.gaps,
         )
+        return _changed(config, source)
 
 
 def plugin_of(config: Config) -> ModuleType:

@@ -104,7 +104,11 @@ def build_stored(
         table is not None or files[0].columns(fields["x"]) is not None
     )
     source = StoredSource(
-        samples, tuple(notes), class_names=names, columns=fields if is_table else {}
+        samples,
+        tuple(notes),
+        class_names=names,
+        columns=fields if is_table else {},
+        file=files[0],
     )
     checked: Source = images_of(source) or CheckedSource(source, samples.name)
     rows = None

@@ -15,14 +15,14 @@ import numpy as np
 
 from hvdtrain.core.arrays import digest
 from hvdtrain.core.progress import fold
-from hvdtrain.data.field import Field, check_numbers
+from hvdtrain.data.field import Channels, Field, channel_count, check_numbers
 from hvdtrain.data.labels import smallest
 from hvdtrain.data.source import Foresight, Source, check_indices
 from hvdtrain.data.stored.ahead import SamplesAhead
 from hvdtrain.data.stored.cache import BlockCache
 from hvdtrain.data.stored.selection import Selection
 from hvdtrain.data.stored.statistics import ReadingRanks, kept, mean_and_std
-from hvdtrain.data.stored.stored_array import Blocks, PlainRows, StoredArray
+from hvdtrain.data.stored.stored_array import Blocks, PlainRows, StoredArray, StoredFile
 from hvdtrain.data.worker_pool import WorkerPool
 from hvdtrain.errors import UserError
 
@@ -213,6 +213,7 @@ class StoredSource(Source):
     class_names: tuple[str, ...] = ()  # names of the classes y, if the files have names
     # columns of each field of a table, without data.fields
     columns: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    file: StoredFile | None = None  # the first one, for its coordinates
     # results that are computed once: labels, the digest
     _known: dict[str, Any] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -325,9 +326,11 @@ class StoredSource(Source):
         """From now on, these ranks compute statistics together."""
         self._known["ranks"] = ranks
 
-    def known_stats(self, name: str, indices: np.ndarray | None = None) -> np.ndarray | None:
-        """Returns mean and deviation of a field over all or some samples, float64 (2, C) along its
-        last axis; takes one pass, and the result is kept.
+    def known_stats(
+        self, name: str, indices: np.ndarray | None = None, channels: Channels = "last"
+    ) -> np.ndarray | None:
+        """Returns mean and deviation of a field over all or some samples, float64 (2, C) along the
+        axis of its channels; takes one pass, and the result is kept.
 
         None without read_together(). Every rank calls it.
         """
@@ -349,15 +352,23 @@ class StoredSource(Source):
             return values
 
         def compute() -> np.ndarray:
-            return mean_and_std(read, len(self) if indices is None else len(indices), shape, ranks)
+            return mean_and_std(
+                read, len(self) if indices is None else len(indices), shape, ranks, channels
+            )
 
         text = f"{name} {self.samples.key} {chosen} {self.identity()}"
+        text += "" if channels == "last" else f" {channels}"
         key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest() if self.samples.key else ""
         return np.asarray(
             self._once(
-                f"statistics {text}", lambda: kept(key, shape[-1] if shape else 1, ranks, compute)
+                f"statistics {text}",
+                lambda: kept(key, channel_count(shape, channels), ranks, compute),
             )
         )
+
+    def known_array(self, name: str) -> np.ndarray | None:
+        """Raises UserError if the files have no such array."""
+        return None if self.file is None else self.file.values(name)
 
     def digests(self, seed: int) -> dict[str, str]:
         """Returns a digest of all labels and of samples at fixed positions."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdtrain.core.folder import Folder
+from hvdtrain.data.field import Channels, channel_count, columns_of_channels
 from hvdtrain.data.files.folders import cache_root
 
 _VALUES = 2**20  # approximate number of values in a piece
@@ -34,13 +35,14 @@ def mean_and_std(
     samples: int,
     shape: tuple[int, ...],
     ranks: ReadingRanks,
+    channels: Channels = "last",
 ) -> np.ndarray:
-    """Returns mean and deviation along the last axis, float64 (2, C); the deviation of a constant
-    column is 1. Every rank calls it.
+    """Returns mean and deviation along the axis of the channels, float64 (2, C); the deviation of a
+    constant channel is 1. Every rank calls it.
 
     read: returns the numbers of samples, int64 (n,), as (n, *shape).
     """
-    columns = shape[-1] if shape else 1
+    columns = channel_count(shape, channels)
     rows = max(1, _VALUES // max(1, math.prod(shape)))
     firsts = range(0, samples, rows)
     # for each piece: number of rows, mean, sum of squared deviations
@@ -48,16 +50,24 @@ def mean_and_std(
     for number in range(
         len(firsts) * ranks.rank // ranks.size, len(firsts) * (ranks.rank + 1) // ranks.size
     ):
-        values = (
-            read(np.arange(firsts[number], min(samples, firsts[number] + rows)))
-            .astype(np.float64)
-            .reshape(-1, columns)
-        )
-        mean = values.mean(0)
-        pieces[number] = np.stack(
-            [np.full(columns, len(values)), mean, np.square(values - mean).sum(0)]
-        )
+        rows_of_piece = np.arange(firsts[number], min(samples, firsts[number] + rows))
+        values = columns_of_channels(read(rows_of_piece).astype(np.float64), channels)
+        pieces[number] = _piece(values)
     return _together(ranks.add_up(pieces.ravel(), "statistics.pieces").reshape(pieces.shape))
+
+
+def _piece(values: np.ndarray) -> np.ndarray:
+    """Returns (3, C) of numbers (n, C): how many are not NaN, their mean, and the sum of squares
+    about it."""
+    missing = np.isnan(values)
+    if not missing.any():
+        mean = values.mean(0)
+        squares = np.square(values - mean).sum(0)
+        return np.stack([np.full(len(mean), len(values)), mean, squares])
+    counts = len(values) - missing.sum(0)
+    mean = np.where(missing, 0.0, values).sum(0) / np.maximum(counts, 1)
+    squares = np.square(np.where(missing, 0.0, values - mean)).sum(0)
+    return np.stack([counts, mean, squares])
 
 
 def _together(pieces: np.ndarray) -> np.ndarray:
@@ -65,7 +75,7 @@ def _together(pieces: np.ndarray) -> np.ndarray:
     algorithm", eq. 2.1, for all pieces at once, with exact sums."""
     found = []
     for counts, means, squares in pieces.transpose(2, 1, 0):
-        count = math.fsum(counts)
+        count = math.fsum(counts) or 1.0  # of a channel without values
         mean = math.fsum(counts * means) / count
         square = math.fsum([*squares, *(counts * np.square(means - mean))]) / count
         found.append((mean, math.sqrt(square) if square else 1.0))

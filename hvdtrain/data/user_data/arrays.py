@@ -53,10 +53,14 @@ def flat_fields(
 
 
 def from_arrays(
-    given: Mapping[Any, Any], name: str, where: str, inputs: tuple[str, ...] = ()
+    given: Mapping[Any, Any],
+    name: str,
+    where: str,
+    inputs: tuple[str, ...] = (),
+    gaps: Collection[str] = (),
 ) -> Source:
     """Creates a source of arrays by field. Images x with labels y become a data set of images and
-    classes. inputs: fields that were nested in x.
+    classes. inputs: fields that were nested in x. gaps: fields whose floats may be NaN.
 
     Raises UserError if they are not numbers, or if their numbers of samples differ.
     """
@@ -81,7 +85,7 @@ def from_arrays(
     arrays = {
         field: array if field == "y" else _channels_last(array) for field, array in arrays.items()
     }
-    return NamedArrays(arrays, where=name, nested_inputs=inputs)
+    return NamedArrays(arrays, where=name, nested_inputs=inputs, gaps=frozenset(gaps))
 
 
 def _channels_last(array: np.ndarray) -> np.ndarray:

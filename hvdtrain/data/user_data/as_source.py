@@ -4,7 +4,7 @@ read."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeGuard, cast
@@ -51,6 +51,7 @@ def as_source(
     workers: int | None = None,
     kept: tuple[str, ...] = (),
     padding: Mapping[str, Padding] = _NO_PADDING,
+    gaps: Collection[str] = (),
 ) -> Source:
     """Converts a dict of arrays, a .safetensors file, a table, a torch Dataset (docs/data.md) or a
     user's source to a Source.
@@ -60,12 +61,13 @@ def as_source(
     workers: processes that read a torch Dataset; None: num_workers of its DataLoader.
     kept: names of fields, such as image and label, that are not renamed to x and y.
     padding: of variable-length fields.
+    gaps: fields of arrays whose floats may be NaN.
     Raises UserError for anything else, and for invalid data.
     """
     source = (
         source_of_frame(given, name, where)
         if isinstance(given, FrameToEncode)
-        else _as_source(given, name, where, workers, kept, padding)
+        else _as_source(given, name, where, workers, kept, padding, gaps)
     )
     if not len(source):
         raise UserError(f"{name} has no samples", where, "data with one sample or more")
@@ -117,6 +119,7 @@ def _as_source(
     workers: int | None,
     kept: tuple[str, ...],
     padding: Mapping[str, Padding],
+    gaps: Collection[str],
 ) -> Source:
     if isinstance(given, (str, Path)):
         given = read_safetensors(Path(given).expanduser(), name, where)
@@ -141,7 +144,7 @@ def _as_source(
                 "contains arrays, which need none"
             )
             raise UserError(what, where, "leave data.workers out")
-        return from_arrays(given, name, where, inputs)
+        return from_arrays(given, name, where, inputs, gaps)
     if all(hasattr(given, member) for member in MEMBERS):
         source = user_source(given)
         _refuse_padding(source, padding, name, where)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hvdtrain.data.channel_stats import ChannelStats
-from hvdtrain.data.field import Field
+from hvdtrain.data.field import Channels, Field
 from hvdtrain.data.source import Foresight, LabelledImages, Source
 
 if TYPE_CHECKING:
@@ -86,8 +86,11 @@ class UserSource(Source):
     def known_lengths(self, name: str) -> np.ndarray | None:
         return self._known("known_lengths", name)
 
-    def known_stats(self, name: str, indices: np.ndarray | None = None) -> np.ndarray | None:
-        return self._known("known_stats", name, indices)
+    def known_stats(
+        self, name: str, indices: np.ndarray | None = None, channels: Channels = "last"
+    ) -> np.ndarray | None:
+        # a source of the user's knows only the last axis
+        return self._known("known_stats", name, indices) if channels == "last" else None
 
     def _known(self, member: str, *arguments: Any) -> np.ndarray | None:
         method = getattr(self.user_object, member, None)

@@ -158,4 +158,20 @@ ROWS = (
         ),
         behind="log.noise_scale",
     ),
+    AddedRows(
+        (tasks.GAPS,),
+        (
+            Exclusion(
+                "parallel.dense_updates",
+                above(1),
+                what="{set} needs the weight of each turn, but with data.gaps samples do not all "
+                "have the same weight",
+                fix="parallel.dense_updates=1, or leave data.gaps out",
+                when=lambda config: "y" in config.data.gaps,
+                words="parallel.dense=c",
+                why="the weight of a turn is not known",
+            ),
+        ),
+        behind="log.noise_scale",
+    ),
 )

@@ -118,7 +118,7 @@ class Server(Strategy):
             found += other
         return found.view(x.shape)
 
-    def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
+    def run(self, micro: Sequence[Sized], divisor: float, one_pass: OnePass) -> Sums:
         self._stopwatch.enter("communication")
         with self._agreement.all_or_none() if self._agreement else nullcontext():
             for read in self._turns.readers(self._own, self._version):

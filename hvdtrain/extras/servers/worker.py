@@ -141,7 +141,7 @@ class Worker(Strategy):
                 part.copy_(found)
         self._arriving = []
 
-    def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
+    def run(self, micro: Sequence[Sized], divisor: float, one_pass: OnePass) -> Sums:
         self._stopwatch.enter("communication")
         self._finish_fetching()
         for bucket in self._buckets:

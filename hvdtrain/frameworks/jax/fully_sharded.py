@@ -171,7 +171,7 @@ class BlockPasses:
         self.whole = WholeUnits(self.cut, communicator, target, keeps_all=not reshards)
 
     def gradient(
-        self, weights: Weights, buffers: Params, batch: PaddedBatch, divisor: int, key: np.ndarray
+        self, weights: Weights, buffers: Params, batch: PaddedBatch, divisor: float, key: np.ndarray
     ) -> Gradient:
         """Like Formulas.gradient(), except that the row is this rank's part of the sum over ranks.
         Without samples there are no sums."""

@@ -210,7 +210,7 @@ class JaxLearner(Learner):
                 sums |= {key: jnp.where(nonfinite > 0, 0.0, value) for key, value in found.items()}
         return self._host_float64(sums | {"nonfinite": nonfinite})
 
-    def _one_pass(self, batch: PaddedBatch, divisor: int, key: np.ndarray) -> Sums:
+    def _one_pass(self, batch: PaddedBatch, divisor: float, key: np.ndarray) -> Sums:
         """Returns the sums of a micro-batch, and passes its gradient to the strategy."""
         if not batch.arrays:
             self._strategy.add(None)

@@ -32,7 +32,7 @@ class PaddedBatch(NamedTuple):
     has no arrays, or one row."""
 
     n: int
-    weight: int = 0  # the sum of Task.weight()
+    weight: float = 0  # the sum of Task.weight()
     # (rows, ...) each: the fields, augmented, images as uint8, other integers as int32; "w" of the
     # samples' losses; "mixup_weight" of a sample in its mixture, and the fields of its partner, as
     # "partner_y"
@@ -71,7 +71,7 @@ class Formulas:
         return outputs
 
     def gradient(
-        self, weights: Weights, buffers: Params, batch: PaddedBatch, divisor: int, key: Any
+        self, weights: Weights, buffers: Params, batch: PaddedBatch, divisor: float, key: Any
     ) -> Gradient:
         """Returns the gradient of the sum of losses / `divisor`, in one row. key: data of a random
         key, for dropout.
@@ -113,7 +113,7 @@ class LearnerPasses(Protocol):
     are_collective: bool  # every rank runs the same passes, even without samples
 
     def gradient(
-        self, weights: Weights, buffers: Params, batch: PaddedBatch, divisor: int, key: np.ndarray
+        self, weights: Weights, buffers: Params, batch: PaddedBatch, divisor: float, key: np.ndarray
     ) -> Gradient:
         """Formulas.gradient()"""
 

@@ -18,7 +18,7 @@ from hvdtrain.frameworks.torch.call import Called, any_of, call, each_of
 from hvdtrain.frameworks.torch.inputs import DeviceBatch, Inputs
 from hvdtrain.frameworks.torch.precision import Precision
 from hvdtrain.frameworks.torch.private_api import BatchNorm
-from hvdtrain.tasks.task import Task, TaskPart
+from hvdtrain.tasks.task import Task, TaskPart, outputs_of
 from hvdtrain.tasks.torch import MAIN_OUTPUTS
 from hvdtrain.tasks.torch_functions import rows_of
 
@@ -262,6 +262,11 @@ class Forward:
             elif self._when_empty == "call":
                 call(self._evaluation, inputs)
         return in_type(outputs, self.precision.weights) if len(x) else x
+
+    def predicted(self, outputs: Any) -> np.ndarray:
+        """Returns the model's first output on the host, in the form that the task gives it."""
+        array: np.ndarray = outputs_of(self._part)(on_host(outputs))
+        return array
 
     def _losses(
         self, outputs: Any, batch: DeviceBatch, training: bool, added: torch.Tensor | float = 0.0

@@ -26,7 +26,7 @@ class DeviceBatch:
     """A micro-batch on the device, augmented. len() is its samples."""
 
     samples: int
-    weight: int  # the sum of Task.weight()
+    weight: float  # the sum of Task.weight()
     # The fields of the samples, images as uint8 (n, C, H, W). If they apply, also "w" and
     # "mixup_weight" (n,) in the model's dtype, and the fields of the partners in a mixture, such as
     # "partner_y".

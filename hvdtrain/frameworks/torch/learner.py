@@ -30,7 +30,7 @@ from hvdtrain.frameworks.learner import (
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch.buffers import Buffers
 from hvdtrain.frameworks.torch.device import gpu, no_such_kernel, seed_layers
-from hvdtrain.frameworks.torch.forward import Forward, on_host
+from hvdtrain.frameworks.torch.forward import Forward
 from hvdtrain.frameworks.torch.inputs import DeviceBatch
 from hvdtrain.frameworks.torch.model import first_samples_of
 from hvdtrain.frameworks.torch.optim import rule_optimizer
@@ -174,7 +174,7 @@ class TorchLearner(RankModel, DrawsTokens, Learner):
         ranks read count once."""
         return sums if self.mesh.counts else {name: 0 * value for name, value in sums.items()}
 
-    def _divisor(self, micro: Sequence[DeviceBatch], batch: int) -> int:
+    def _divisor(self, micro: Sequence[DeviceBatch], batch: int) -> float:
         """Returns the divisor of losses before backward, so that the sum of gradients over ranks is
         the mean over the global batch."""
         own = sum(each.weight for each in micro)
@@ -213,7 +213,7 @@ class TorchLearner(RankModel, DrawsTokens, Learner):
         self.model.eval()
         with torch.no_grad():
             outputs, sums = self.passes.predict(batch)
-        return Predictions(on_host(outputs), self._counted(sums))
+        return Predictions(self.forward.predicted(outputs), self._counted(sums))
 
     def own_names(self, found: Mapping[str, Readable]) -> dict[str, Readable] | None:
         from hvdtrain.frameworks.torch.libraries.transformers import in_names_of

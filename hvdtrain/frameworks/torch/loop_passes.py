@@ -36,7 +36,7 @@ class LoopPasses:
         starts from weighted(part, loss_of(part)). ended: called after a pass, with whether it was
         the last."""
 
-        def one_pass(part: Any, _: int, is_last: bool) -> Sums:
+        def one_pass(part: Any, _: float, is_last: bool) -> Sums:
             weighted(part, loss_of(part)).backward()
             ended(is_last)
             return {}

@@ -161,7 +161,7 @@ class Passes:
         was not finite."""
         return bad
 
-    def _one(self, batch: DeviceBatch, divisor: int, is_last: bool) -> Sums:
+    def _one(self, batch: DeviceBatch, divisor: float, is_last: bool) -> Sums:
         """Runs forward and backward of one micro-batch: adds the gradient of (sum of its losses) /
         divisor to p.grad."""
         if is_last:
@@ -175,7 +175,7 @@ class Passes:
             keep_gradients(self._compile, self._parameters)
         return losses.sums
 
-    def _scaled(self, losses: Losses, divisor: int) -> torch.Tensor:
+    def _scaled(self, losses: Losses, divisor: float) -> torch.Tensor:
         """Returns the scalar on which to call backward(): NaN if a loss is not finite."""
         return losses.total / divisor * self._scale.scale(one_or_nan(losses.total))
 

@@ -18,7 +18,7 @@ NamedParameters = list[tuple[str, torch.nn.Parameter]]
 # (micro-batch on the device, divisor of the sum of its losses, whether it is the step's last) ->
 # this rank's sums. Runs one forward and one backward pass, which adds to p.grad; in a pipeline all
 # passes of a step, with the micro-batches in a list.
-OnePass = Callable[[Any, int, bool], Sums]
+OnePass = Callable[[Any, float, bool], Sums]
 
 
 class Wrapped(NamedTuple):
@@ -134,7 +134,7 @@ class Strategy:
     def begin_step(self, hyper: Hyper) -> None:
         """Begins a step: called before all other methods, with the same arguments on all ranks."""
 
-    def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
+    def run(self, micro: Sequence[Sized], divisor: float, one_pass: OnePass) -> Sums:
         """Calls one_pass with the divisor for each micro-batch, in order, and returns the sum of
         the results.
 
@@ -219,7 +219,7 @@ class Around(Strategy):
     def begin_step(self, hyper: Hyper) -> None:
         self._within.begin_step(hyper)
 
-    def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
+    def run(self, micro: Sequence[Sized], divisor: float, one_pass: OnePass) -> Sums:
         return self._within.run(micro, divisor, one_pass)
 
     def reduce(self) -> None:
@@ -243,7 +243,7 @@ class Around(Strategy):
 
 def run_passes(
     micro: Sequence[Any],
-    divisor: int,
+    divisor: float,
     one_pass: OnePass,
     before_last: Callable[[], None] = lambda: None,
 ) -> Sums:

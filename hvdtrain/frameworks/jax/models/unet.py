@@ -1,4 +1,4 @@
-"""A small U-Net for the classes of pixels, as in frameworks/torch/models/unet.py."""
+"""A small U-Net for classes or numbers of pixels, as in frameworks/torch/models/unet.py."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ AnyNorm = Callable[[Params, str, Flow], Flow]
 
 def build(
     name: str,
-    shape: tuple[int, int, int],
-    pixel_classes: int,
+    map_shape: tuple[int, int, int],
+    pixel_outputs: int,
     *,
     widths: tuple[int, ...] = (16, 32, 64),
     norm: Literal["batch", "group", "none"] = "batch",
@@ -46,12 +46,12 @@ def build(
 
     Raises UserError for invalid widths, and for images that cannot be halved this often.
     """
-    check_unet(shape, widths, norm, groups)
+    check_unet(map_shape, widths, norm, groups)
     second = 2 if norm == "none" else 3  # place of the second convolution in its block
     pairs = list(itertools.pairwise(widths))[::-1]  # from the smallest images to the largest
     blocks = {
         f"down.{number}": sizes
-        for number, sizes in enumerate(itertools.pairwise((shape[2], *widths)))
+        for number, sizes in enumerate(itertools.pairwise((map_shape[2], *widths)))
     }
     blocks |= {f"join.{number}": (2 * narrow, narrow) for number, (narrow, _) in enumerate(pairs)}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -61,7 +61,7 @@ def build(
     ups: dict[str, tuple[int, ...]] = {
         f"up.{number}": (wide, narrow, 2, 2) for number, (narrow, wide) in enumerate(pairs)
     }
-    shapes |= {**ups, "head": (pixel_classes, widths[0], 1, 1)}
+    shapes |= {**ups, "head": (pixel_outputs, widths[0], 1, 1)}
     scales = (
         {f"{block}.{place}": after for block, (_, after) in blocks.items() for place in (1, 4)}
         if norm != "none"

@@ -1,5 +1,5 @@
-"""A small U-Net for the classes of pixels: images halved and doubled again, with the features of
-each size kept (arXiv:1505.04597)."""
+"""A small U-Net for classes or numbers of pixels: images halved and doubled again, with the
+features of each size kept (arXiv:1505.04597)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Norm = Literal["batch", "group", "none"]
 
 
 class UNet(nn.Module):
-    """(n, C, H, W) -> (n, classes, H, W), H and W any multiple of 2 ** (len(widths) - 1)."""
+    """(n, C, H, W) -> (n, outputs, H, W), H and W any multiple of 2 ** (len(widths) - 1)."""
 
     def __init__(
-        self, channels: int, classes: int, widths: tuple[int, ...], norm: Norm, groups: int
+        self, channels: int, outputs: int, widths: tuple[int, ...], norm: Norm, groups: int
     ) -> None:
         super().__init__()
         before = (channels, *widths)
@@ -28,7 +28,7 @@ class UNet(nn.Module):
             nn.ConvTranspose2d(wide, narrow, 2, stride=2) for narrow, wide in pairs
         )
         self.join = nn.ModuleList(_twice(2 * narrow, narrow, norm, groups) for narrow, _ in pairs)
-        self.head = nn.Conv2d(widths[0], classes, 1)
+        self.head = nn.Conv2d(widths[0], outputs, 1)
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -43,8 +43,8 @@ class UNet(nn.Module):
             kept.append(x)
         for up, join, same_size in zip(self.up, self.join, kept[-2::-1], strict=True):
             x = join(torch.cat([same_size, up(x)], 1))
-        logits: torch.Tensor = self.head(x)
-        return logits
+        outputs: torch.Tensor = self.head(x)
+        return outputs
 
 
 def _twice(before: int, after: int, norm: Norm, groups: int) -> nn.Sequential:
@@ -60,8 +60,8 @@ def _twice(before: int, after: int, norm: Norm, groups: int) -> nn.Sequential:
 
 def build(
     name: str,
-    shape: tuple[int, int, int],
-    pixel_classes: int,
+    map_shape: tuple[int, int, int],
+    pixel_outputs: int,
     *,
     widths: tuple[int, ...] = (16, 32, 64),
     norm: Literal["batch", "group", "none"] = "batch",
@@ -76,5 +76,5 @@ def build(
 
     Raises UserError for invalid widths, and for images that cannot be halved this often.
     """
-    check_unet(shape, widths, norm, groups)
-    return UNet(shape[2], pixel_classes, widths, norm, groups)
+    check_unet(map_shape, widths, norm, groups)
+    return UNet(map_shape[2], pixel_outputs, widths, norm, groups)

@@ -209,7 +209,7 @@ class Buckets(Strategy):
         for bucket in self._buckets:
             bucket.forget()
 
-    def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
+    def run(self, micro: Sequence[Sized], divisor: float, one_pass: OnePass) -> Sums:
         return run_passes(micro, divisor, one_pass, before_last=self._order.begin)
 
     def reduce(self) -> None:

@@ -70,7 +70,7 @@ class Ddp(Strategy):
     def _note_call(self, module: torch.nn.Module, inputs: Any) -> None:
         self._is_called = self._is_called or torch.is_grad_enabled()
 
-    def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
+    def run(self, micro: Sequence[Sized], divisor: float, one_pass: OnePass) -> Sums:
         with contextlib.ExitStack() as no_sync:
             if len(micro) > 1:
                 no_sync.enter_context(self._ddp.no_sync())
@@ -127,7 +127,7 @@ class HorovodOptimizer(Strategy):
         self._optimizer = wrap_optimizer(optimizer, self._named)
         return Wrapped(forward, self._optimizer)
 
-    def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
+    def run(self, micro: Sequence[Sized], divisor: float, one_pass: OnePass) -> Sums:
         if len(micro) != self._passes:
             self._optimizer.set_backward_passes_per_step(len(micro))
             self._passes = len(micro)

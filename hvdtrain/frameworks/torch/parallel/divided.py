@@ -140,7 +140,7 @@ class Divided(Around):
             forward = self._within.wrap(forward, optimizer).forward
         return Wrapped(forward, of_shards(optimizer, self._shards, self.total))
 
-    def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
+    def run(self, micro: Sequence[Sized], divisor: float, one_pass: OnePass) -> Sums:
         if self._stages is None:
             return self._within.run(micro, divisor, one_pass)
         # all passes at once, because gradients of weights may come late and without torch's hooks

@@ -105,7 +105,7 @@ class ZeroStrategy(Strategy):
     def total(self, x: torch.Tensor) -> torch.Tensor:
         return total_over(self._mesh.shard, x)
 
-    def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
+    def run(self, micro: Sequence[Sized], divisor: float, one_pass: OnePass) -> Sums:
         total: Sums = {}
         for bucket in self._buckets:
             bucket.begin_step()

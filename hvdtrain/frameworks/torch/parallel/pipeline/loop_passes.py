@@ -56,7 +56,7 @@ class StagePasses(LoopPasses):
         weighted: Callable[[Any, Found], torch.Tensor],
         ended: Callable[[bool], None],
     ) -> OnePass:
-        def through_stages(parts: Any, _: int, is_last: bool) -> Sums:
+        def through_stages(parts: Any, _: float, is_last: bool) -> Sums:
             self._stages.train_parts(parts, loss_of, weighted)
             ended(is_last)
             return {}

@@ -36,7 +36,7 @@ class PipelinePasses(Passes):
     def of_step(self, hyper: Hyper, optimizer: torch.optim.Optimizer) -> OnePass:
         return self._all
 
-    def _all(self, micro: Sequence[DeviceBatch], divisor: int, is_last: bool) -> Sums:
+    def _all(self, micro: Sequence[DeviceBatch], divisor: float, is_last: bool) -> Sums:
         sums = zero_sums(self._forward.task.sums)
 
         def loss(batch: DeviceBatch, outputs: Any) -> torch.Tensor:

@@ -1,0 +1,91 @@
+"""Draws maps of a regression, the model's maps and their difference as one picture."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from hvdtrain.training.shown_masks import GAP, LINE, NO_CLASS, PAPER, TILE, sized, with_text
+
+MOST_CHANNELS = 3
+_COLUMNS = ("truth", "prediction", "prediction - truth")
+# dark to light, as of matplotlib's viridis, at equal distances
+_VALUES = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
+# below and above 0
+_DIFFERENCES = ((33, 102, 172), (146, 197, 222), (247, 247, 247), (244, 165, 130), (178, 24, 43))
+
+
+class MapSamples(NamedTuple):
+    """Maps of samples, with predictions."""
+
+    numbers: np.ndarray  # int64 (n,), of the samples in their set
+    true: np.ndarray  # (n, C, H, W); NaN: no value
+    said: np.ndarray  # (n, C, H, W)
+    names: tuple[str, ...]  # of the channels
+
+
+def part_of_maps(maps: np.ndarray) -> np.ndarray:
+    """Returns what a picture shows of maps (n, C, H, W), float64: the first channels, and of large
+    maps every second point, or fewer."""
+    step = max(1, -(-max(maps.shape[2:]) // (2 * TILE)))
+    return maps[:, :MOST_CHANNELS, ::step, ::step].astype(np.float64)
+
+
+def picture_of_maps(maps: MapSamples) -> np.ndarray:
+    """Returns uint8 (height, width, 3): for each sample and channel a row of the truth, the
+    prediction and their difference."""
+    tiles = []
+    titles = []
+    for number, true, said in zip(maps.numbers.tolist(), maps.true, maps.said, strict=True):
+        for name, truth, prediction in zip(maps.names, true, said, strict=True):
+            low, high = _range(truth)
+            difference = prediction - truth
+            most = float(np.nanmax(np.abs(difference), initial=0.0, where=~np.isnan(difference)))
+            tiles.append(
+                [
+                    _coloured(truth, low, high, _VALUES),
+                    _coloured(prediction, low, high, _VALUES),
+                    _coloured(difference, -most, most, _DIFFERENCES),
+                ]
+            )
+            titles.append(
+                f"sample {number}, {name}: {low:.4g} to {high:.4g}, difference up to {most:.3g}"
+            )
+    return _page([sized(np.array(row)) for row in tiles], titles)
+
+
+def _range(truth: np.ndarray) -> tuple[float, float]:
+    known = truth[np.isfinite(truth)]
+    return (float(known.min()), float(known.max())) if known.size else (0.0, 0.0)
+
+
+def _coloured(
+    values: np.ndarray, low: float, high: float, colours: tuple[tuple[int, int, int], ...]
+) -> np.ndarray:
+    """Returns uint8 (H, W, 3): colours from low to high; grey where there is no number."""
+    shares = np.clip((values - low) / (high - low if high > low else 1.0), 0.0, 1.0)
+    if high <= low:
+        shares = np.where(np.isfinite(values), 0.5, np.nan)
+    anchors = np.linspace(0.0, 1.0, len(colours))
+    of_colours = zip(*colours, strict=True)
+    known = np.where(np.isfinite(shares), shares, 0.0)
+    pixels = np.stack([np.interp(known, anchors, of) for of in of_colours], -1)
+    pixels[~np.isfinite(shares)] = NO_CLASS
+    return np.rint(pixels).astype(np.uint8)
+
+
+def _page(rows: list[np.ndarray], titles: list[str]) -> np.ndarray:
+    """Puts rows of three tiles, uint8 (3, H, W, 3), below each other, each with its title."""
+    _, height, width, _ = rows[0].shape
+    row_height = LINE + height + GAP
+    column = width + GAP
+    page = np.full((LINE + len(rows) * row_height, 3 * column - GAP, 3), PAPER, np.uint8)
+    texts = [(number * column, 2, name) for number, name in enumerate(_COLUMNS)]
+    for number, (tiles, title) in enumerate(zip(rows, titles, strict=True)):
+        y = LINE + number * row_height
+        texts.append((0, y + 2, title))
+        for place, tile in enumerate(tiles):
+            x = place * column
+            page[y + LINE : y + LINE + height, x : x + width] = tile
+    return with_text(page, texts)
