@@ -10,7 +10,8 @@ import numpy as np
 
 from hvdtrain.errors import UserError
 
-# suffixes of names; shapes (rank, inputs), (outputs, rank)
+# suffixes of names; shapes (rank, inputs), (outputs, rank). Where a layer's weight is (inputs,
+# outputs), as in Conv1D of transformers, they are (inputs, rank), (rank, outputs).
 A = ".lora_A"
 B = ".lora_B"
 
@@ -31,8 +32,8 @@ def scale_of(config: Mapping[str, Any]) -> float | None:
 
 
 def merged(arrays: Mapping[str, np.ndarray], scale: float) -> dict[str, np.ndarray]:
-    """Merges adapters: returns arrays by name without them, with W + scale B A instead of W. One
-    array may have several names.
+    """Merges adapters: returns arrays by name without them, with W + scale B A instead of W, or
+    W + scale A B for a weight (inputs, outputs). One array may have several names.
 
     Raises UserError if a layer's weight is tied to another layer's without an adapter: a merge
     would split one array into two.
@@ -57,7 +58,22 @@ def merged(arrays: Mapping[str, np.ndarray], scale: float) -> dict[str, np.ndarr
                 raise UserError(
                     what, "model.lora", f"a model that does not tie them, or no adapter for {layer}"
                 )
-        sums[id(weight)] = (weight + scale * (b.astype(np.float64) @ arrays[layer + A])).astype(
-            weight.dtype
-        )
+        change = product(arrays[layer + A].astype(np.float64), b.astype(np.float64), weight.shape)
+        sums[id(weight)] = (weight + scale * change).astype(weight.dtype)
     return {name: sums.get(id(array), array) for name, array in weights.items()}
+
+
+def product(a: np.ndarray, b: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns the product of an adapter's arrays for a weight of this shape: B A, or A B if the
+    weight is (inputs, outputs).
+
+    The shapes of the arrays tell which: model.lora rejects the only rank for which both fit, the
+    full rank of a square Conv1D.
+    """
+    change: np.ndarray = a @ b if is_transposed(a.shape, b.shape, shape) else b @ a
+    return change
+
+
+def is_transposed(a: tuple[int, ...], b: tuple[int, ...], weight: tuple[int, ...]) -> bool:
+    """Whether an adapter belongs to a weight (inputs, outputs), from the shapes of its arrays."""
+    return (*b[:1], *a[1:]) != weight or a[:1] != b[1:]

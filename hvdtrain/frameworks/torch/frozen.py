@@ -72,12 +72,12 @@ def freeze(model: nn.Module, config: ModelConfig) -> None:
 
 def _adapted_names(model: nn.Module) -> set[str]:
     """Returns the names of the weights and biases of layers with an adapter."""
-    from hvdtrain.frameworks.torch.lora import LoraLinear
+    from hvdtrain.frameworks.torch.lora_layer import LoraLayer
 
     layers = [
         (name, module)
         for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, LoraLinear)
+        if isinstance(module, LoraLayer)
     ]
     return {
         f"{name}.{own}".removeprefix(".")
@@ -182,12 +182,12 @@ def lines(model: nn.Module, config: ModelConfig) -> list[str]:
     ]
     if not config.lora:
         return texts
-    from hvdtrain.frameworks.torch.lora import LoraLinear
+    from hvdtrain.frameworks.torch.lora_layer import LoraLayer
 
     trained = [
         name for name, p in model.named_parameters() if p.requires_grad and not is_adapter(name)
     ]
-    layers = sum(isinstance(module, LoraLinear) for module in model.modules())
+    layers = sum(isinstance(module, LoraLayer) for module in model.modules())
     beside = f", and {_some(trained)}" if trained else ""
     first = (
         f"model.lora: trained are the adapters of {layers} layers{beside}; all other weights and "

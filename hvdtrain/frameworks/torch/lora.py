@@ -1,4 +1,5 @@
-"""model.lora: low-rank adapters beside the frozen weights of linear layers.
+"""model.lora: low-rank adapters beside the frozen weights of linear layers, and of transformers'
+Conv1D.
 
 Source: Hu et al. 2021, arXiv:2106.09685, 4.1: W x + (alpha / rank) B A x, where A is initialized
 like a linear layer of torch, and B is zero.
@@ -8,47 +9,34 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import sys
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.errors import UserError, nearest, short
 from hvdtrain.frameworks.torch.call import Called, call
-
-
-class LoraLinear(nn.Linear):
-    """A torch.nn.Linear that became one with an adapter; its weight and bias keep their names."""
-
-    lora_A: nn.Parameter  # (rank, inputs)
-    lora_B: nn.Parameter  # (outputs, rank)
-    lora_scale: float
-    lora_dropout: float
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = functional.linear(x, self.weight, self.bias)
-        x = functional.dropout(x, self.lora_dropout, self.training) if self.lora_dropout else x
-        return y + self.lora_scale * functional.linear(
-            functional.linear(x, self.lora_A), self.lora_B
-        )
+from hvdtrain.frameworks.torch.lora_layer import LoraLayer, LoraLinear
 
 
 def adapt(model: nn.Module, config: ModelConfig) -> None:
-    """Adds an adapter to each linear layer that matches model.lora, and freezes its weight and
-    bias.
+    """Adds an adapter to each layer that matches model.lora, and freezes its weight and bias.
 
     Raises UserError if a pattern matches no layer, or if a weight is shared with another layer,
     because a merge would change both.
     """
+    kinds = _kinds()
     layers = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
-        if type(module) is nn.Linear
+        if type(module) in kinds
     }
     for pattern in config.lora:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in layers):
-            what = f"model.lora: {short(pattern)} matches no torch.nn.Linear of the model"
+            names = " or ".join(["torch.nn.Linear", *(kind.__name__ for kind in [*kinds][1:])])
+            what = f"model.lora: {short(pattern)} matches no {names} of the model"
             raise UserError(
                 what,
                 config.where("lora"),
@@ -62,15 +50,25 @@ def adapt(model: nn.Module, config: ModelConfig) -> None:
     for name, layer in adapted.items():
         _check_weight(model, name, layer, config)
     for layer in dict.fromkeys(adapted.values()):  # a layer may have several names
-        _adapt(layer, config)
+        _adapt(layer, kinds[type(layer)], config)
     _call_layers(model)
+
+
+def _kinds() -> dict[type[nn.Module], type[LoraLayer]]:
+    """Returns the kinds of layers that get an adapter, and what each becomes."""
+    kinds: dict[type[nn.Module], type[LoraLayer]] = {nn.Linear: LoraLinear}
+    if "transformers" in sys.modules:
+        from hvdtrain.frameworks.torch.conv1d import Conv1D, LoraConv1D
+
+        kinds[Conv1D] = LoraConv1D
+    return kinds
 
 
 def _call_layers(model: nn.Module) -> None:
     """Makes encoders of torch.nn call their layers in evaluation too: torch's fast path would use
     the weights of adapted layers without their adapters."""
     for module in model.modules():
-        if not any(isinstance(inner, LoraLinear) for inner in module.modules()):
+        if not any(isinstance(inner, LoraLayer) for inner in module.modules()):
             continue
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0  # only the fast path reads it
@@ -78,7 +76,7 @@ def _call_layers(model: nn.Module) -> None:
             module.use_nested_tensor = False  # only the fast path takes nested tensors
 
 
-def _check_weight(model: nn.Module, name: str, layer: nn.Linear, config: ModelConfig) -> None:
+def _check_weight(model: nn.Module, name: str, layer: nn.Module, config: ModelConfig) -> None:
     """Raises UserError if a layer's weight is tied to another module's, or is computed from
     other parameters."""
     where = config.where("lora")
@@ -101,21 +99,28 @@ def _check_weight(model: nn.Module, name: str, layer: nn.Linear, config: ModelCo
                 raise UserError(what, where, fix)
 
 
-def _adapt(layer: nn.Linear, config: ModelConfig) -> None:
+def _adapt(layer: Any, kind: type[LoraLayer], config: ModelConfig) -> None:
     weight = layer.weight
+    is_linear = kind is LoraLinear
+    outputs, inputs = weight.shape if is_linear else weight.shape[::-1]
     rank = config.lora_rank
-    if rank > min(weight.shape):
+    # a square Conv1D with the full rank could not be told from a Linear by shapes
+    most = min(weight.shape) - (not is_linear and inputs == outputs)
+    if rank > most:
         what = (
-            f"model.lora_rank={rank} is too large for a layer of {weight.shape[1]} inputs and "
-            f"{weight.shape[0]} outputs"
+            f"model.lora_rank={rank} is too large for a layer of {inputs} inputs and "
+            f"{outputs} outputs"
         )
-        raise UserError(what, config.where("lora_rank"), f"{min(weight.shape)} or less")
+        raise UserError(what, config.where("lora_rank"), f"{most} or less")
     layer.requires_grad_(False)
-    layer.__class__ = LoraLinear
-    assert isinstance(layer, LoraLinear)
-    layer.lora_A = nn.Parameter(weight.new_empty(rank, weight.shape[1]))
-    layer.lora_B = nn.Parameter(weight.new_zeros(weight.shape[0], rank))
-    nn.init.kaiming_uniform_(layer.lora_A, a=math.sqrt(5))
+    layer.__class__ = kind
+    shapes = ((rank, inputs), (outputs, rank)) if is_linear else ((inputs, rank), (rank, outputs))
+    layer.lora_A = nn.Parameter(weight.new_empty(shapes[0]))
+    layer.lora_B = nn.Parameter(weight.new_zeros(shapes[1]))
+    # bounded by the number of inputs
+    nn.init.kaiming_uniform_(
+        layer.lora_A, a=math.sqrt(5), mode="fan_in" if is_linear else "fan_out"
+    )
     layer.lora_scale = config.lora_scale
     layer.lora_dropout = config.lora_dropout
 
@@ -124,7 +129,7 @@ def check_calls(model: nn.Module, inputs: Called, config: ModelConfig) -> None:
     """Raises UserError if a forward pass takes the weight of an adapted layer without calling
     the layer."""
     waiting = {
-        name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)
+        name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
     }
     called: set[nn.Module] = set()
     hooks = [
