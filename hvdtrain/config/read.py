@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -181,6 +182,26 @@ ACTS = {  # key -> the effect of its value outside the run folder
 }
 
 
+_ONLY_RECORDED = " imports code, and only the run folder names it"
+
+
+def _untrusted(found: Mapping[str, str]) -> UserError:
+    """Returns the error for arguments that import code, each with where the run sets it."""
+    first, *others = found
+    if not others:
+        return UserError(
+            f"{first}{_ONLY_RECORDED}",
+            found[first],
+            f"if you trust it, add the argument {first}",
+        )
+    return UserError(
+        f"{', '.join([first, *others[:-1]])} and {others[-1]} import code, and only the run "
+        "folder names them",
+        ", ".join(found.values()),
+        f"if you trust them, add the arguments {' '.join(shlex.quote(one) for one in found)}",
+    )
+
+
 class Recorded:
     """The keys that only a run's record sets, including through references to its other keys. The
     record may come from a stranger."""
@@ -191,8 +212,9 @@ class Recorded:
         self.keys = self._last.keys() - {assignment.key for assignment in trusted}
 
     def refuse_code(self, config: Config) -> None:
-        """Raises UserError for an import path that only the record sets. Values of `config` have no
-        references."""
+        """Raises UserError that names all import paths that only the record sets. Values of
+        `config` have no references."""
+        found = {}
         for key in CODE:
             value = _value(config, key)
             if (
@@ -206,10 +228,11 @@ class Recorded:
                 what = f"{key}={short(value)} is an object that only its script defines"
                 raise UserError(what, origin, go_on(key.partition(".")[0]))
             shown = short(value if isinstance(value, str) else json.dumps(value))
-            fix = of_a_script(f"{value}") or f"if you trust it, add the argument {key}={shown}"
-            raise UserError(
-                f"{key}={shown} imports code, and only the run folder names it", origin, fix
-            )
+            if fix := of_a_script(f"{value}"):
+                raise UserError(f"{key}={shown}{_ONLY_RECORDED}", origin, fix)
+            found[f"{key}={shown}"] = origin
+        if found:
+            raise _untrusted(found)
 
     def refuse_acts(self, config: Config) -> None:
         """Raises UserError if only the record sets where the job writes or connects, or lets it

@@ -1,5 +1,4 @@
-"""OptionError: an error in an option of a data set, raised without knowledge of how the user set
-it."""
+"""Errors of data sets, raised without knowledge of how the user set their options."""
 
 from __future__ import annotations
 
@@ -14,6 +13,10 @@ class OptionError(UserError):
 
     The caller adds the key and where it was set: with_keys() of configured/opened.py.
     """
+
+
+class NoValidationSet(UserError):
+    """One file or folder has all samples, and nothing says which are for validation."""
 
 
 def expanded(path: str | Path, option: str) -> Path:

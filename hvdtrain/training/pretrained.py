@@ -152,6 +152,12 @@ def _is_of_library(path: Path) -> bool:
     return ((path if path.is_dir() else path.parent) / "config.json").is_file()
 
 
+def check_exists(path: Path, where: str) -> None:
+    """Raises UserError if model.weights names no file or folder."""
+    if not path.exists():
+        raise UserError(f"there is no {path}", where, _KNOWN)
+
+
 def read_weights(path: Path, where: str) -> File:
     """Reads arrays by the names of a state dict. Raises UserError if there are none."""
     try:
@@ -180,8 +186,7 @@ def read_weights(path: Path, where: str) -> File:
 
 
 def _of_file(path: Path, where: str) -> File:
-    if not path.exists():
-        raise UserError(f"there is no {path}", where, _KNOWN)
+    check_exists(path, where)
     check_regular(path)
     if path.suffix == ".safetensors":
         arrays = _of_safetensors(path, where)

@@ -24,6 +24,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.events.rank_log import RankWarnings, rank_warnings
 from hvdtrain.features.every_feature import configure
 from hvdtrain.recipe.batch import resolve_batch_size
+from hvdtrain.training.before_data import check_before_data
 from hvdtrain.training.build import connect
 from hvdtrain.training.conflicts import refuse_before_connecting, refuse_conflicts
 from hvdtrain.training.datasets import open_datasets, with_blocks
@@ -75,6 +76,7 @@ def run_rank(
 
 def _train(rank: ConnectedRank, imported: Callable[[], None]) -> JobResult:
     ready_for_losses(rank.config, rank.communicator)
+    check_before_data(rank.config, rank.communicator, rank.heartbeat)
     rank.heartbeat.beat("reading the data", 0, 0)
     datasets = open_datasets(rank.config, rank.communicator)
     config = with_columns(rank.config, datasets.train)

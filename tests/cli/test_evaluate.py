@@ -503,6 +503,9 @@ def test_names_of_classes_are_in_the_configuration_the_events_and_the_exported_f
         evaluated(Path("run"), capsys, "data.cache=cache", "data.root=all")["count"]
         == ones + sevens
     )
+    Path("all/val").rename("all/train")  # its name repeated is not other data
+    repeated = evaluated(Path("run"), capsys, "data.cache=cache", "data.name=folder")
+    assert (repeated["count"], repeated["loss"]) == (val, found["loss"])
     assert main(["export", "run", "--to", "model.safetensors"]) == 0
     with safe_open("model.safetensors", "numpy") as file:
         assert json.loads(file.metadata()["class_names"]) == names

@@ -542,6 +542,27 @@ def test_a_file_of_a_run_asks_for_its_code_as_the_run_does(tmp_path: Path) -> No
     (tmp_path / "events.jsonl").touch()
     with pytest.raises(UserError, match="imports code, and only the run folder names it"):
         configure(str(tmp_path / "mine.yaml"), [])
+    (tmp_path / "config.yaml").write_text(
+        "data:\n  name: mymodel:data\nmodel:\n  name: mymodel:Net\nhooks: [mymodel:Hook]\n"
+    )
+    with pytest.raises(UserError) as caught:  # all at once
+        configure(None, [f"resume={tmp_path}"])
+    assert f"{caught.value}" == (
+        'data.name=mymodel:data, model.name=mymodel:Net and hooks=["mymodel:Hook"] import code, '
+        "and only the run folder names them\n"
+        f"  where: {tmp_path}/config.yaml:2, {tmp_path}/config.yaml:4, {tmp_path}/config.yaml:5\n"
+        "  fix: if you trust them, add the arguments data.name=mymodel:data "
+        "model.name=mymodel:Net 'hooks=[\"mymodel:Hook\"]'"
+    )
+    configure(
+        None,
+        [
+            f"resume={tmp_path}",
+            "data.name=mymodel:data",
+            "model.name=mymodel:Net",
+            'hooks=["mymodel:Hook"]',
+        ],
+    )
 
 
 def test_a_class_of_a_script_is_resumed_by_that_script(tmp_path: Path) -> None:

@@ -118,12 +118,12 @@ def read_former_run(assigned: Sequence[Assignment]) -> list[Assignment]:
     are kept. shard.stage=3 is kept, because the model may not fit on one rank.
     """
     given = {assignment.key: assignment.value for assignment in assigned}
-    # this machine may have fewer
-    dropped = (
-        "speed.devices",
-        *["data.val_share"] * bool({"data.root", "data.name"} & given.keys()),
-    )
     former = read_resumed(assigned)
+    name_of_run = next((one.value for one in former if one.key == "data.name"), None)
+    # the same name only says that the run's own code is trusted
+    names_other_data = "data.root" in given or given.get("data.name", name_of_run) != name_of_run
+    # this machine may have fewer devices
+    dropped = ("speed.devices", *["data.val_share"] * names_other_data)
     kept = [a for a in former if a.key.startswith(_OF_THE_RUN) and not a.key.startswith(dropped)]
     kept += [a for a in former if a.key == "shard.stage" and a.value == 3]
     recorded = {assignment.key: assignment.value for assignment in kept}

@@ -14,10 +14,12 @@ from hvdtrain.cli.evaluate.class_results import evaluation_fields, evaluation_li
 from hvdtrain.cli.output import print_result, with_json_value
 from hvdtrain.cli.saved_weights import read_checkpoint
 from hvdtrain.config.schema import Config
+from hvdtrain.config.sections.section import COMMAND_LINE
 from hvdtrain.core.process import command_line, path_argument
 from hvdtrain.data.configured.unwritten import unstaged
 from hvdtrain.data.declared import as_declared
-from hvdtrain.data.source import LabelledImages, Source
+from hvdtrain.data.option_error import NoValidationSet
+from hvdtrain.data.source import LabelledImages, Source, Split
 from hvdtrain.data.stored.stored_in import stored_in
 from hvdtrain.data.subset import relabelled, relabelled_rows
 from hvdtrain.errors import DONE, UserError, short
@@ -43,7 +45,7 @@ from hvdtrain.training.trained_model import (
 USAGE = """\
 hvdtrain evaluate RUN [--split val] [--checkpoint newest] [--json [FILE]] [key=value ...]
   RUN            the run folder; the model and the data are those of its config.yaml
-  --split        val (default), or train, without augmentation
+  --split        val, or train, without augmentation; default: val, and all samples of other data that have no validation set
   --checkpoint   newest, best (by the task's objective), or the name of one: step-00000120; default: newest, and of a run with
                  stop.restore_best best
   --json         write the result to FILE too, as one JSON object; --json or --json - prints it instead of the lines
@@ -65,9 +67,9 @@ def evaluate(arguments: Sequence[str]) -> int:
         "evaluate",
         USAGE,
         with_json_value(arguments),
-        {"--split": "val", "--checkpoint": "", "--json": None},
+        {"--split": None, "--checkpoint": "", "--json": None},
     )
-    if parsed.options["split"] not in ("train", "val"):
+    if parsed.options["split"] not in ("train", "val", None):
         raise UserError(
             f"unknown split: {short(parsed.options['split'])}",
             "--split",
@@ -88,14 +90,10 @@ def evaluate(arguments: Sequence[str]) -> int:
 def _evaluate(rank: ConnectedRank, parsed: Arguments) -> int:
     config = unstaged(rank.config)
     communicator = rank.communicator
-    split = parsed.options["split"]
     model = load_model(rank, parsed)
     rank.heartbeat.beat("reading the data", 0, 0)
-    source = fit(
-        build_source(config, split, CommonArray(communicator, run_folder(rank))),
-        model.task,
-        config,
-    )
+    source, split = _open(rank, config, parsed)
+    source = fit(source, model.task, config)
     if config.data.name == "text":
         tokenizer = source.identity().get("tokenizer")
         check_tokenizer(model.checkpoint, tokenizer, config.where("data.tokenizer"))
@@ -122,6 +120,18 @@ def _evaluate(rank: ConnectedRank, parsed: Arguments) -> int:
     ]
     print_result(parsed.options["json"], lines, finite(found))
     return DONE
+
+
+def _open(rank: ConnectedRank, config: Config, parsed: Arguments) -> tuple[Source, str]:
+    """Returns the samples, and the name of their split: val, train or all. Every rank calls it."""
+    array = CommonArray(rank.communicator, run_folder(rank))
+    asked: Split | None = parsed.options["split"]
+    try:
+        return build_source(config, asked or "val", array), asked or "val"
+    except NoValidationSet:
+        if asked is not None or config.origin("data.root") != COMMAND_LINE:
+            raise
+    return build_source(config, "train", array), "all"
 
 
 def load_model(rank: ConnectedRank, parsed: Arguments) -> TrainedModel:

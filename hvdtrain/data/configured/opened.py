@@ -10,6 +10,7 @@ from types import ModuleType
 
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
+from hvdtrain.config.sections.section import COMMAND_LINE
 from hvdtrain.data.configured.pad import padding_of, refuse_lengths
 from hvdtrain.data.files.staging import Staging, stage_data
 from hvdtrain.data.option_error import OptionError
@@ -22,11 +23,22 @@ Finish = Callable[[Unfinished, Callable[[], Unfinished]], Source]
 
 @contextlib.contextmanager
 def with_keys(config: Config) -> Iterator[None]:
-    """Makes errors in an option of the data set name its key, and where it was set."""
+    """Makes errors in an option of the data set name its key, and where it was set. If a run's data
+    are not there, its path may belong to another folder."""
     try:
         yield
     except OptionError as error:
         raise UserError(error.what, config.where(f"data.{error.where}"), error.fix) from None
+    except UserError as error:
+        root = root_of(config)
+        is_of_a_run = config.resume not in ("auto", "no") and config.origin("data.root") != (
+            COMMAND_LINE
+        )
+        if is_of_a_run and root is not None and not (root.is_absolute() or root.exists()):
+            error.fix += (
+                f"; {root} is a path in the folder where the run was started, not in {Path.cwd()}"
+            )
+        raise
 
 
 def open_split(

@@ -13,7 +13,7 @@ from hvdtrain.core.arrays import digest
 from hvdtrain.core.folder import check_regular
 from hvdtrain.data.field import Field
 from hvdtrain.data.files.staging import Staging
-from hvdtrain.data.option_error import OptionError, expanded
+from hvdtrain.data.option_error import NoValidationSet, OptionError, expanded
 from hvdtrain.data.source import Source, Split, check_indices
 from hvdtrain.data.tokenizer import Tokenizer, read_tokenizer
 from hvdtrain.errors import UserError
@@ -58,8 +58,8 @@ def build(
         path = path / _NAMES[split]
     elif split == "val":
         what = f"{path.name} is one file, without a validation set"
-        raise OptionError(
-            what, "root", "data.val_share=0.1, or a folder with train.txt and val.txt"
+        raise NoValidationSet(
+            what, str(path), "data.val_share=0.1, or a folder with train.txt and val.txt"
         )
     text = _read(path)
     notes: list[str] = []

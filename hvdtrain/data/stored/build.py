@@ -11,7 +11,7 @@ import numpy as np
 from hvdtrain.data.columns.encoded_table import EncodedTable
 from hvdtrain.data.declared import CheckedSource
 from hvdtrain.data.field import Field
-from hvdtrain.data.option_error import OptionError, expanded
+from hvdtrain.data.option_error import NoValidationSet, OptionError, expanded
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.cache import BlockCache
 from hvdtrain.data.stored.cells_of_x import rows_without_missing, table_of_x
@@ -123,7 +123,7 @@ def build_stored(
     if split == "val" and not of_split_alone and not names_split(wanted):
         what = f"{paths[0].name} contains all samples, without a validation set"
         fix = "data.val_share=0.1; data.split_by=COLUMN; or a folder with train and val files"
-        raise UserError(what, str(paths[0]), fix)
+        raise NoValidationSet(what, str(paths[0]), fix)
     return checked if rows is None or len(rows) == len(source) else subset(checked, rows)
 
 

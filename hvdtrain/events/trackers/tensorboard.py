@@ -34,13 +34,18 @@ _CURVES = {
 }
 
 
+def check_installed() -> None:
+    """Raises UserError if tensorboard is not installed; imports nothing."""
+    require_package("tensorboard", "tensorboard")
+
+
 def build(config: Config, run: Path) -> TensorBoard:
     """Builds the tracker. Show RUN with tensorboard --logdir RUN/tensorboard, which lists the run
     under its own name.
 
     Raises UserError if tensorboard is not installed; it is imported at the first event.
     """
-    require_package("tensorboard", "tensorboard")
+    check_installed()
     return TensorBoard(config, run)
 
 

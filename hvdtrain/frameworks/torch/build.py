@@ -102,6 +102,11 @@ def device_of_rank(config: Config, communicator: Communicator) -> torch.device:
     return device
 
 
+def check_device(config: Config, communicator: Communicator) -> None:
+    """Raises UserError if this rank's device does not exist."""
+    pick_device(config, communicator)
+
+
 def load_libraries(config: Config) -> None:
     """Imports the libraries that build() and the first steps import. With recomputation, stage 3 or
     parallel.* they take some 70 MB; no tensors of the job are allocated."""

@@ -62,7 +62,7 @@ def phases(heartbeat: Heartbeat, now_s: float | None = None) -> dict[str, float]
             found["launcher"] = launched - began
         found["Python"] = began - (now - marks[0][1])
     for (phase, start), (_, end) in itertools.pairwise(marks):
-        found[NAMES.get(phase, phase)] = end - start
+        found[NAMES.get(phase, phase).removeprefix("importing ")] = end - start
     return {name: max(0.0, round(seconds, 3)) for name, seconds in found.items()}
 
 

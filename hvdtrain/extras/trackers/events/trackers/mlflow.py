@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 STATUS = {"end": "FINISHED", "stop": "KILLED"}  # otherwise FAILED
 
 
+def check_installed() -> None:
+    """Raises UserError if mlflow is not installed; imports nothing."""
+    require_package("mlflow", "mlflow")
+
+
 def build(config: Config, run: Path) -> Mlflow:
     """Builds a tracker for the server MLFLOW_TRACKING_URI, by default RUN/mlflow, in the experiment
     MLFLOW_EXPERIMENT_NAME, by default hvdtrain.
@@ -34,7 +39,7 @@ def build(config: Config, run: Path) -> Mlflow:
     Raises UserError if mlflow is not installed; it is imported at the first event. Show RUN/mlflow
     with: MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri RUN/mlflow
     """
-    require_package("mlflow", "mlflow")
+    check_installed()
     return Mlflow(config, run.resolve())
 
 

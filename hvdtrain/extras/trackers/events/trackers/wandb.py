@@ -35,6 +35,12 @@ CODES = {"end": DONE, "stop": REQUEUE}
 _HOST = "https://api.wandb.ai"
 
 
+def check_installed() -> None:
+    """Raises UserError if wandb is not installed, or if WANDB_MODE=online has no login."""
+    require_package("wandb", "wandb")
+    mode(os.environ)
+
+
 def build(config: Config, run: Path) -> Wandb:
     """Builds a tracker. WANDB_MODE selects online or offline; by default it is online if
     WANDB_API_KEY or a login in ~/.netrc exists.
@@ -48,7 +54,7 @@ def build(config: Config, run: Path) -> Wandb:
     Raises UserError if wandb is not installed, or WANDB_MODE=online has no login; wandb is
     imported at the first event.
     """
-    require_package("wandb", "wandb")
+    check_installed()
     return Wandb(config, run.resolve(), mode(os.environ))
 
 
