@@ -1,4 +1,4 @@
-"""The rows of a table that run by turns: each of them on one of three days, and the extras."""
+"""The rows of a table that run by turns: each of them on one of five days, and the extras."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ COLLECT = ["-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
 
 
 @pytest.mark.in_turn
-@pytest.mark.parametrize("row", range(4))
+@pytest.mark.parametrize("row", range(8))
 def test_a_row(row: int) -> None:
     """What the other tests of this file choose from."""
-    assert row in range(4)
+    assert row in range(8)
 
 
 @pytest.mark.parametrize("count", range(20))
-def test_each_row_of_a_table_is_of_one_of_three_days(count: int) -> None:
+def test_each_row_of_a_table_is_of_one_of_five_days(count: int) -> None:
     days = [rows_of_day(range(count), day) for day in ALL_DAYS]
     assert set().union(*days) == set(range(count))
     assert {len(rows) for rows in days} <= {count // DAYS, -(-count // DAYS)} - {0} or count == 0
@@ -42,7 +42,7 @@ def test_each_row_of_a_table_is_of_one_of_three_days(count: int) -> None:
     assert rows_of_day(range(count), FIRST + timedelta(12 * DAYS)) == days[0] or count < DAYS
 
 
-def test_each_test_by_turns_runs_on_one_of_three_days(request: pytest.FixtureRequest) -> None:
+def test_each_test_by_turns_runs_on_one_of_five_days(request: pytest.FixtureRequest) -> None:
     """Of all files that this run has read; `make test` reads all."""
     collected = request.config.stash[COLLECTED]
     marked = {item for item in collected if is_by_turns(item)}
@@ -54,7 +54,7 @@ def test_each_test_by_turns_runs_on_one_of_three_days(request: pytest.FixtureReq
         assert max(of_file) - min(of_file) <= 1, path
 
 
-def test_each_test_of_each_file_runs_on_one_of_three_days_where_no_extra_has_changed(
+def test_each_test_of_each_file_runs_on_one_of_five_days_where_no_extra_has_changed(
     request: pytest.FixtureRequest,
 ) -> None:
     """Of all files that this run has read: of tests/extras `make test` reads those of the day."""
@@ -84,12 +84,12 @@ def test_a_run_by_day_has_those_rows_and_a_run_in_full_has_all(
     rows = {item.name for item in here if is_by_turns(item)}
     others = {item.name for item in items_of_other_days(here, FIRST)}
     by_day = rows_collected(HVDTRAIN_TEST_ROUNDS="day", HVDTRAIN_TEST_DAY=FIRST.isoformat())
-    assert by_day == rows - others and 0 < len(by_day) < len(rows) == 4
+    assert by_day == rows - others and 0 < len(by_day) < len(rows) == 8
     assert rows_collected(HVDTRAIN_TEST_ROUNDS="full") == rows
 
 
 def test_all_tests_of_the_extras_that_are_given_run_by_day() -> None:
-    """Those marked faults, too, of which elsewhere a third runs. The variables are what the first
+    """Those marked faults, too, of which elsewhere a fifth runs. The variables are what the first
     lines of a run by day show."""
     words = ["-m", "faults", "tests/extras"]
     in_full = collected(*words, HVDTRAIN_TEST_ROUNDS="")
@@ -126,7 +126,7 @@ def collected(*words: str, **env: str) -> set[str]:
     return set(re.findall(r"^tests/.*::.*", result.stdout, re.MULTILINE))
 
 
-def test_each_extra_is_tested_on_one_of_three_days_and_when_it_has_changed() -> None:
+def test_each_extra_is_tested_on_one_of_five_days_and_when_it_has_changed() -> None:
     names = names_of_extras()
     days = [extras_of_day(names, [], day) for day in ALL_DAYS]
     assert sorted(itertools.chain(*days)) == names

@@ -1,4 +1,4 @@
-"""Chooses the extras that are tested today: a third, and those whose files the newest commits have
+"""Chooses the extras that are tested today: a fifth, and those whose files the newest commits have
 changed.
 
 This applies to test files in tests/extras with HVDTRAIN_TEST_ROUNDS=day; tests of an extra in other

@@ -9,6 +9,7 @@ that is loaded by its name is no import.
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
@@ -42,6 +43,7 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in sorted(ROOT.rglob("*.py"))}
 
 
+@functools.cache
 def imported_names(path: Path) -> set[str]:
     """Everything that a file imports, absolute and dotted: package.module and
     package.module.name."""
@@ -55,6 +57,7 @@ def imported_names(path: Path) -> set[str]:
     return names
 
 
+@functools.cache
 def imported_modules(path: Path) -> set[str]:
     """The modules of hvdtrain that a file imports."""
     found = set()

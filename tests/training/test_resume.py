@@ -96,7 +96,7 @@ class Jobs:
 
 
 def kinds_on(engine: str) -> list[str]:
-    """The kinds of state that are resumed on an engine: every second one on each, of which a third
+    """The kinds of state that are resumed on an engine: every second one on each, of which a fifth
     each day; all on both with HVDTRAIN_TEST_ROUNDS=full."""
     place = [str(param.values[0]) for param in ENGINES].index(engine)
     return rows_of_today(
@@ -105,7 +105,7 @@ def kinds_on(engine: str) -> list[str]:
 
 
 def rows_of_day(engine: str) -> list[str]:
-    """The examples of features that are resumed on an engine today: a third of those it takes,
+    """The examples of features that are resumed on an engine today: a fifth of those it takes,
     all with HVDTRAIN_TEST_ROUNDS=full."""
     return rows_of_today(rows_on(engine))
 
