@@ -33,16 +33,15 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config import plugins
 from hvdtrain.config.sections.comm import CommConfig
-from hvdtrain.frameworks.torch.models import gpt
-from hvdtrain.frameworks.torch.parallel.pipeline.costs import measured_seconds
-from hvdtrain.frameworks.torch.parallel.pipeline.cuts import balanced_cuts
-from hvdtrain.frameworks.torch.parallel.pipeline.executor import (
+from hvdtrain.extras.pipeline.costs import measured_seconds
+from hvdtrain.extras.pipeline.cuts import balanced_cuts
+from hvdtrain.extras.pipeline.executor import (
     MicroBatch,
     Pipeline,
     Spent,
     measured_bubble,
 )
-from hvdtrain.frameworks.torch.parallel.pipeline.schedule import (
+from hvdtrain.extras.pipeline.schedule import (
     Action,
     Schedule,
     Seconds,
@@ -51,7 +50,8 @@ from hvdtrain.frameworks.torch.parallel.pipeline.schedule import (
     needs,
     timeline,
 )
-from hvdtrain.frameworks.torch.parallel.pipeline.stages import Stage, stages_of, units_of
+from hvdtrain.extras.pipeline.stages import Stage, stages_of, units_of
+from hvdtrain.frameworks.torch.models import gpt
 
 SCHEDULES: tuple[tuple[Schedule, int], ...] = (
     ("1f1b", 1),

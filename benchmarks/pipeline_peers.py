@@ -30,10 +30,10 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config import plugins
 from hvdtrain.config.sections.comm import CommConfig
+from hvdtrain.extras.pipeline.cuts import balanced_cuts
+from hvdtrain.extras.pipeline.executor import Pipeline
+from hvdtrain.extras.pipeline.stages import Stage, stages_of, units_of
 from hvdtrain.frameworks.torch.models import gpt
-from hvdtrain.frameworks.torch.parallel.pipeline.cuts import balanced_cuts
-from hvdtrain.frameworks.torch.parallel.pipeline.executor import Pipeline
-from hvdtrain.frameworks.torch.parallel.pipeline.stages import Stage, stages_of, units_of
 
 THEIRS: dict[Any, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 CPU = torch.device("cpu")

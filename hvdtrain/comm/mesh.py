@@ -15,6 +15,9 @@ from hvdtrain.errors import UserError
 
 PIECES = 12  # pieces shown of a list of ranks
 ALONE: Communicator = SingleProcessCommunicator()
+# in the order of a rank's coordinates: ranks with consecutive layers, with different samples, with
+# parts of the same layers
+AXES = ("pipeline", "data", "tensor")
 
 
 class Coordinates(NamedTuple):
@@ -64,10 +67,16 @@ class Mesh(NamedTuple):
 
     def summary(self) -> str:
         """Returns the mesh for people: "2 data x 2 tensor", "2 pipeline x 2 data"."""
-        sizes = {"pipeline": self.pipe.size, "data": self.data.size, "tensor": self.tensor.size}
-        return " x ".join(
-            f"{size} {name}" for name, size in sizes.items() if size > 1 or name == "data"
-        )
+        return mesh_summary(self.pipe.size, self.data.size, self.tensor.size)
+
+
+def mesh_summary(*sizes: int) -> str:
+    """Returns the axes for people, without those of length 1: "2 data x 2 tensor"."""
+    return " x ".join(
+        f"{size} {name}"
+        for name, size in zip(AXES, sizes, strict=True)
+        if size > 1 or name == "data"
+    )
 
 
 def one_group(world: Communicator) -> Mesh:
@@ -119,7 +128,7 @@ def place_of(rank: int, size: int, parallel: ParallelConfig) -> str:
         return ""
     stage, data, tensor = coordinates(rank, size // parallel.ranks, parallel.tensor)
     names = (
-        [f"stage {stage}"] * (parallel.pipeline > 1)
+        [f"stage {stage}"] * parallel.has_stages
         + [f"data {data}"]
         + [f"tensor {tensor}"] * (parallel.tensor > 1)
     )
@@ -143,16 +152,16 @@ def mesh_of_layers(
     tensor = group(lambda rank: rank.stage * readers + rank.data) if parallel.tensor > 1 else ALONE
     pipe = (
         group(lambda rank: rank.data * parallel.tensor + rank.tensor)
-        if parallel.pipeline > 1
+        if parallel.has_stages
         else ALONE
     )
     table = (tuple(range(data.size)),)
     if config.shard.stage:
         return Mesh(world, data, tensor, world, data, ALONE, table, pipe)
-    several = parallel.tensor > 1 and parallel.pipeline > 1
+    several = parallel.tensor > 1 and parallel.has_stages
     if several:
         parts = group(lambda rank: rank.data)
-    elif parallel.pipeline > 1:
+    elif parallel.has_stages:
         parts = pipe
     else:
         parts = tensor

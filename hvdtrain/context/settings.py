@@ -32,10 +32,7 @@ KEYS = (
     ),
     *(f"comm.{name}" for name in ("hierarchical", "cycle_ms", "fusion_mb", "device_memory")),
     *(f"shard.{name}" for name in ("stage", "group", "offload", "reshard")),
-    *(
-        f"parallel.{name}"
-        for name in ("tensor", "sequence", "pipeline", "schedule", "virtual", "balance")
-    ),
+    *(f"parallel.{name}" for name in ("tensor", "sequence")),
     *("optim.clip_norm", "optim.clip_value"),
     *(
         f"data.{name}"
@@ -59,7 +56,7 @@ KEYS = (
         )
     ),
     *(f"log.{name}" for name in ("every_steps", "every_s", "per_rank", "trackers")),
-    *(feature.key for feature in FEATURES if feature.is_of_own_loops),
+    *(key for feature in FEATURES for key in feature.keys_of_custom_loops),
 )
 OF_SAMPLES = ("epochs", "batch.size")  # arguments of ctx.samples(), besides the seed
 _OF_THE_CALLS = {

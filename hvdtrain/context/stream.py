@@ -64,7 +64,7 @@ class SampleStream:
         )
         recipe = build_recipe(self.config, len(self.source), None)
         # the script has the micro-batches: accumulate()
-        undivided = self.config.replace(parallel=self.config.parallel.replace(pipeline=1))
+        undivided = self.config.replace(parallel=self.config.parallel.with_one_pass())
         self.prefetcher = Prefetcher(undivided, communicator, recipe, self.source, learner)
         self._communicator = communicator
         self._learner = learner

@@ -124,10 +124,7 @@ PAD = JobFeature(
     what="data.pad does not support {set}: " + ONE_SHAPE,
     fix="leave {key} out; or pad all samples to one length in the data, and leave data.pad out",
     why=ONE_SHAPE,
-    excludes=(
-        Exclusion("parallel.pipeline", above(1)),
-        Exclusion("parallel.sequence", among(True), words="parallel.tensor=2"),
-    ),
+    excludes=(Exclusion("parallel.sequence", among(True), words="parallel.tensor=2"),),
 )
 
 
@@ -142,6 +139,7 @@ def of_rows(key: str, values: Values, why: str) -> Exclusion:
     )
 
 
+PLAIN_TOKENS = "only models with plain tokens as input can be divided"
 PACK = JobFeature(
     key="data.pack",
     on=lambda config: config.data.pack is not None,
@@ -170,14 +168,7 @@ PACK = JobFeature(
         of_rows(
             "data.sample_weights", other_than(None, "balanced"), "a row contains several samples"
         ),
-        *(
-            of_rows(
-                key,
-                above(1),
-                "only models with plain tokens as input can be divided",
-            )
-            for key in ("parallel.tensor", "parallel.pipeline")
-        ),
+        of_rows("parallel.tensor", above(1), PLAIN_TOKENS),
         of_rows(
             "log.noise_scale",
             among(True),
@@ -305,14 +296,6 @@ VIEWS = JobFeature(
             where="evaluate.views",
             fix="task.name=classification, or leave it out",
             why="views are averaged only in classification",
-        ),
-        Exclusion(
-            "parallel.pipeline",
-            above(1),
-            what="{chosen} averages the outputs of several passes, which {set} does not keep",
-            where="evaluate.views",
-            fix="evaluate.views=1, and `evaluate RUN evaluate.views=6` afterwards",
-            why="a pipeline does not keep the outputs of several passes",
         ),
     ),
 )

@@ -34,7 +34,6 @@ NOT_TORCH: dict[str, Supported] = {
     "comm.reduce": Supported(("auto",), "bucket"),
     "parallel.tensor": Supported((1,), 2),
     "parallel.sequence": Supported((False,), True),
-    "parallel.pipeline": Supported((1,), 2),
     "shard.stage": Supported((0,), 1),
     "shard.group": Supported(("all",), "node", "shard.stage=1"),
     "shard.offload": Supported(("none",), "optimizer", "shard.stage=1"),

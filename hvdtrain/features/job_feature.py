@@ -86,7 +86,7 @@ class JobFeature:
     has_common_steps: bool = True  # all ranks take each step together
     reader: str = ""  # what the header calls a rank that reads samples; empty: a rank
     own_loop: str = ""  # what a custom loop uses instead of its key
-    is_of_own_loops: bool = False  # a custom loop uses its key
+    keys_of_custom_loops: tuple[str, ...] = ()  # its keys that a custom loop supports
     # "module:class" of framework=torch: how the model is distributed
     arrangement: str | Callable[[Config], str] = ""
     # "module:function" of framework=torch that creates its StepAddition, as assemble.py calls it

@@ -1,13 +1,13 @@
-"""parallel.tensor, parallel.sequence and parallel.pipeline: ranks that share one model and read the
-same samples."""
+"""The mesh: ranks that share one model and read the same samples. parallel.tensor and
+parallel.sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hvdtrain.comm.mesh import coordinates
-from hvdtrain.config.exclusion import Exclusion, above, among, other_than, value_of
+from hvdtrain.comm.mesh import AXES, coordinates, mesh_summary
+from hvdtrain.config.exclusion import Exclusion, above, among, other_than
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.parallel import ParallelConfig
 from hvdtrain.errors import UserError
@@ -17,7 +17,7 @@ from hvdtrain.features.job_feature import JobFeature, PlannedJob
 def _divides_ranks(job: PlannedJob) -> Iterator[UserError]:
     parallel = job.config.parallel
     if job.ranks % parallel.ranks:
-        key = "parallel.tensor" if parallel.tensor > 1 else "parallel.pipeline"
+        key = f"parallel.{parallel.cut_by}"
         what = f"{parallel.summary()} does not divide the {job.ranks} ranks of the job"
         yield UserError(
             what, job.where(key), f"a multiple of {parallel.ranks} ranks, or another {key}"
@@ -25,9 +25,7 @@ def _divides_ranks(job: PlannedJob) -> Iterator[UserError]:
 
 
 def _whole(config: Config) -> str:
-    return " ".join(
-        f"{key}=1" for key in ("parallel.tensor", "parallel.pipeline") if value_of(config, key) > 1
-    )
+    return " ".join(f"parallel.{name}=1" for name, size in config.parallel.axes.items() if size > 1)
 
 
 _NAMES = 10  # columns of the header
@@ -47,7 +45,7 @@ def mesh_lines(parallel: ParallelConfig, hosts: Sequence[str]) -> list[str]:
     readers = len(hosts) // parallel.ranks
     columns = [
         _column(parallel, stage, part)
-        for stage in range(parallel.pipeline)
+        for stage in range(parallel.pipe_ranks)
         for part in range(parallel.tensor)
     ]
     rows = [["", *columns], *([f"data {i}"] for i in range(readers))]
@@ -57,11 +55,7 @@ def mesh_lines(parallel: ParallelConfig, hosts: Sequence[str]) -> list[str]:
         rows[1 + place.data].append(f"{rank} on {host}")
         split |= host != hosts[rank - place.tensor]
     width = 2 + max(len(cell) for row in rows for cell in row[1:])
-    sizes = {"pipeline": parallel.pipeline, "data": readers, "tensor": parallel.tensor}
-    lines = [
-        "mesh    "
-        f"{' x '.join(f'{size} {name}' for name, size in sizes.items() if size > 1 or name == 'data')}"  # noqa: E501
-    ]
+    lines = [f"mesh    {mesh_summary(parallel.pipe_ranks, readers, parallel.tensor)}"]
     lines += [
         "        " + (name.ljust(_NAMES) + "".join(cell.ljust(width) for cell in row)).rstrip()
         for name, *row in rows
@@ -79,7 +73,8 @@ def mesh_fields(parallel: ParallelConfig, ranks: int) -> dict[str, Any]:
     """Returns fields of the event "start": the number of ranks along each axis, and [stage, data,
     tensor] of each rank if several ranks share one model."""
     readers = ranks // parallel.ranks
-    axes = {"pipeline": parallel.pipeline, "data": readers, "tensor": parallel.tensor}
+    sizes = (parallel.pipe_ranks, readers, parallel.tensor)
+    axes = dict(zip(AXES, sizes, strict=True))
     if parallel.ranks == 1:
         return {"mesh": axes}
     return {
@@ -91,18 +86,15 @@ def mesh_fields(parallel: ParallelConfig, ranks: int) -> dict[str, Any]:
 
 
 def _column(parallel: ParallelConfig, stage: int, part: int) -> str:
-    names = [f"stage {stage}"] * (parallel.pipeline > 1) + [f"tensor {part}"] * (
-        parallel.tensor > 1
-    )
+    names = [f"stage {stage}"] * parallel.has_stages + [f"tensor {part}"] * (parallel.tensor > 1)
     return ", ".join(names)
 
 
-STAGES = "hvdtrain.frameworks.torch.parallel.pipeline.arrangement:PipelineStages"
 PARTS = "hvdtrain.frameworks.torch.parallel.tensor.arrangement:TensorParts"
 MESH = JobFeature(
     key="parallel.tensor",
     on=lambda config: config.parallel.ranks > 1,
-    arrangement=lambda config: STAGES if config.parallel.has_stages else PARTS,
+    arrangement=lambda config: "" if config.parallel.has_stages else PARTS,
     examples=("parallel.tensor=2",),
     chosen=lambda config: config.parallel.summary(),
     off=_whole,

@@ -14,10 +14,12 @@ from hvdtrain.features.job_feature import JobFeature
 
 
 class Added(NamedTuple):
-    """Features that an extra adds."""
+    """Features that an extra adds, next to a feature of hvdtrain, which sets the order of
+    conflicts."""
 
     features: tuple[JobFeature, ...]
-    behind: JobFeature  # a feature of hvdtrain; sets the order of conflicts
+    behind: JobFeature | None = None
+    before: JobFeature | None = None  # used without `behind`
 
 
 class AddedRows(NamedTuple):
@@ -37,7 +39,7 @@ def with_features_of_extras(features: Sequence[JobFeature]) -> tuple[JobFeature,
     excludes = {id(feature): list(feature.excludes) for feature in features}
     for extra in modules("features").values():
         for added in extra.FEATURES:
-            place = found.index(added.behind) + 1
+            place = _place(found, added)
             found[place:place] = added.features
             excludes |= {id(feature): list(feature.excludes) for feature in added.features}
         for added in extra.ROWS:
@@ -50,6 +52,13 @@ def with_features_of_extras(features: Sequence[JobFeature]) -> tuple[JobFeature,
         )
         for feature in found
     )
+
+
+def _place(features: Sequence[JobFeature], added: Added) -> int:
+    if added.behind is not None:
+        return features.index(added.behind) + 1
+    assert added.before is not None, added
+    return features.index(added.before)
 
 
 def _insert(rows: list[Exclusion], added: AddedRows) -> None:

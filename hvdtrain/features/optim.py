@@ -46,7 +46,6 @@ MUON = JobFeature(
             words="framework=jax model.name=mlp",
         ),
         Exclusion("parallel.tensor", above(1)),
-        Exclusion("parallel.pipeline", above(1)),
         Exclusion(
             "framework",
             among("numpy"),
@@ -89,7 +88,6 @@ EMA = JobFeature(
             when=lambda config: config.framework != "jax",
         ),
         Exclusion("parallel.tensor", above(1), where="optim.ema"),
-        Exclusion("parallel.pipeline", above(1), where="optim.ema"),
     ),
     lines_of_recipe=lambda config, recipe, samples: [
         f"evaluations of averaged weights, optim.ema={config.optim.ema:g}"

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from hvdtrain.config.sections.extra_keys import dividing_keys
+from hvdtrain.comm.mesh import AXES, mesh_summary
+from hvdtrain.config.sections.extra_keys import defaults, dividing_keys
 from hvdtrain.report.run import RunRecord, number, numbers
 
-_AXES = ("pipeline", "data", "tensor")
 MOST_RANKS = 2**20
 
 
@@ -31,11 +31,7 @@ class RunMesh(NamedTuple):
     @property
     def summary(self) -> str:
         """ "2 pipeline x 2 data" """
-        return " x ".join(
-            f"{size} {axis}"
-            for axis, size in zip(_AXES, self.sizes, strict=True)
-            if size > 1 or axis == "data"
-        )
+        return mesh_summary(*self.sizes)
 
     def name(self, rank: int) -> str:
         """Names the place of a rank: "stage 1, data 0", without axes of length 1."""
@@ -57,7 +53,7 @@ class StageTimes(NamedTuple):
 def mesh_of(run: RunRecord) -> RunMesh | None:
     """Returns the mesh of a run; None if every rank has a whole model."""
     start = run.start_event
-    sizes = [number(start, f"mesh.{axis}") for axis in _AXES]
+    sizes = [number(start, f"mesh.{axis}") for axis in AXES]
     coordinates = start.get("coordinates_of_rank")
     if not isinstance(coordinates, list) or not all(math.isfinite(size) for size in sizes):
         return None
@@ -81,10 +77,11 @@ def ways(run: RunRecord) -> str:
     if not run.ranks or run.ranks == 1:
         return ""
     mesh = mesh_of(run)
+    usual = {key: defaults()[key] for key in dividing_keys() if not mesh} | {"shard.stage": 0}
     keys = [
         f"{key}={run.config[key]}"
-        for key in (*dividing_keys(), "shard.stage")
-        if run.config.get(key) not in (None, "none", 0)
+        for key, value in usual.items()
+        if run.config.get(key) not in (None, value)
     ]
     if mesh and mesh.sizes.stage > 1:
         keys.append(f"parallel.schedule={run.config.get('parallel.schedule')}")

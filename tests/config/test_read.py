@@ -153,15 +153,10 @@ def test_resume_takes_the_configuration_of_its_run(tmp_path: Path) -> None:
 
 
 def test_a_run_leaves_behind_what_says_nothing_without_its_mesh(tmp_path: Path) -> None:
-    mesh = ["tensor=2", "pipeline=2", "sequence=true", "schedule=gpipe", "balance=1,2"]
-    (tmp_path / "config.yaml").write_text(to_yaml(read(*(f"parallel.{word}" for word in mesh))))
+    mesh = ["parallel.tensor=2", "parallel.sequence=true"]
+    (tmp_path / "config.yaml").write_text(to_yaml(read(*mesh)))
     assert configure(None, [f"resume={tmp_path}", "batch.size=16"]).parallel.sequence
-    now = configure(None, [f"resume={tmp_path}", "parallel.tensor=1"]).parallel
-    assert (now.sequence, now.schedule, now.balance) == (False, "gpipe", [1, 2])
-    assert (
-        configure(None, [f"resume={tmp_path}", "parallel.tensor=1", "parallel.pipeline=1"]).parallel
-        == ParallelConfig()
-    )
+    assert configure(None, [f"resume={tmp_path}", "parallel.tensor=1"]).parallel == ParallelConfig()
 
 
 def test_provenance_names_file_and_line(tmp_path: Path) -> None:
@@ -182,21 +177,6 @@ def test_provenance_names_file_and_line(tmp_path: Path) -> None:
             "'data.pad={input_ids: 0}'",
         ),
         ("shard.stage=4", "wrong value for shard.stage: 4", "shard.stage takes one of 0, 1, 2, 3"),
-        (
-            "parallel.balance=0",
-            "wrong value for parallel.balance: 0",
-            "units of each stage, each 1 or more, as in 3,2",
-        ),
-        (
-            "parallel.balance=3,0",
-            "wrong value for parallel.balance: '3,0'",
-            "units of each stage, each 1 or more, as in 3,2",
-        ),
-        (
-            "parallel.balance=cost",
-            "wrong value for parallel.balance: 'cost'",
-            "parallel.balance takes operations, seconds, or the units",
-        ),
         (
             "shard.stage=[]",
             "wrong value for shard.stage: []",

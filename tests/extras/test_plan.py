@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from plan_command import planned, refused, without_data
-from ranks import python
+from ranks import needs_extra, python
 
 from hvdtrain.__main__ import main
 from hvdtrain.config.read import configure
@@ -447,6 +447,7 @@ def test_the_layout_of_a_model_over_ranks(
     assert second.sent == "forward: sum of outputs, 32 bytes a sample"
 
 
+@needs_extra("pipeline")
 @pytest.mark.parametrize(("balance", "stages"), [("seconds", [0, 1, 1]), ("5,1", [0, 0, 1])])
 def test_the_layout_of_stages_measures_nothing(balance: str, stages: list[int]) -> None:
     """By operations the first layer, of most weights, has a stage of its own."""

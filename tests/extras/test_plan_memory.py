@@ -123,7 +123,7 @@ def test_where_nothing_fits_the_least_is_named(capsys: pytest.CaptureFixture[str
             "parallel.dense=a",
             marks=needs_extra("dense"),
         ),
-        ("mlp", "parallel.pipeline=2"),
+        pytest.param("mlp", "parallel.pipeline=2", marks=needs_extra("pipeline")),
     ],
 )
 def test_stages_that_are_refused_in_training_have_no_row(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from plan_command import refused
+from ranks import needs_extra
 
 from hvdtrain.__main__ import main
 from hvdtrain.comm.counted import Kind, Moved
@@ -79,6 +80,7 @@ def test_seconds_of_a_step_by_hand() -> None:
     )
 
 
+@needs_extra("pipeline")
 def test_seconds_of_a_pipeline_by_hand() -> None:
     """gpipe, 2 stages, 2 micro-batches, each 0.2 s of passes, a third of it forward. Each message
     takes 0.02 s: forward 3 / 15 + 0.02, backward 6 / 15 + 0.02, then the update of 0.1 s."""
@@ -97,6 +99,7 @@ def test_seconds_of_a_pipeline_by_hand() -> None:
     )
 
 
+@needs_extra("pipeline")
 def test_which_meshes_there_are() -> None:
     words = [mesh.words for mesh in meshes(4, has_dense_part=True)]
     assert words[:7] == [
@@ -177,6 +180,7 @@ def test_a_plan_names_what_cannot_be(capsys: pytest.CaptureFixture[str]) -> None
     assert "63" in excluded["parallel.tensor=2",]
 
 
+@needs_extra("pipeline")
 def test_pipelines_have_the_balance_of_the_job() -> None:
     """A list where it has a number for each stage."""
     original = configure(None, ["parallel.balance=5,1"])
@@ -192,6 +196,7 @@ def test_pipelines_have_the_balance_of_the_job() -> None:
     )
 
 
+@needs_extra("pipeline")
 def test_what_is_assumed_of_a_balance(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--parallel", *MLP, *MACHINE, "parallel.balance=seconds"]) == 0
     assert " stages are cut by operations; parallel.balance=seconds measures" in " ".join(
@@ -283,8 +288,14 @@ def test_odd_measurements_are_refused(
             ["--parallel", "--parallel-picture", "p.png"],
             "plan --parallel does not read --parallel-picture",
         ),
-        (["--pipeline", "--memory"], "plan --pipeline does not read --memory"),
-        (["--pipeline", "--parallel"], "plan --pipeline does not read --parallel"),
+        *(
+            pytest.param(
+                ["--pipeline", option],
+                f"plan --pipeline does not read {option}",
+                marks=needs_extra("pipeline"),
+            )
+            for option in ("--memory", "--parallel")
+        ),
         (["--gflops", "3"], "plan without --parallel does not read --gflops"),
     ],
 )

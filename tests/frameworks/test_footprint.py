@@ -10,7 +10,7 @@ import pytest
 import torch
 from memory_on_ranks import MPI, predicted
 from pool import on_ranks
-from ranks import FULL, needs_extra, needs_mpirun
+from ranks import FULL, needs_extra, needs_mpirun, of_this_copy
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
@@ -62,6 +62,8 @@ def test_a_step_on_two_ranks_takes_what_was_predicted() -> None:
         ]
         cases.append("2:wide_resnet comm.local_steps=4 comm.local_from=1")
         stages.append(f"4:{gpt} parallel.pipeline=2 parallel.schedule=zero_bubble")
+    cases = of_this_copy(cases)
+    stages = of_this_copy(stages)
     found = on_ranks("mpi", 2, "memory_on_ranks:by_case", [*cases, *stages])[0]
     for case in (*cases, *stages):  # of stages the largest, whichever rank has it
         assert found[case]["planned to send"] == found[case]["sent"], case

@@ -36,7 +36,7 @@ EXACT = [
     ("Alike", "shard.stage=3 batch.micro=2 model.recompute=all", "not waiting"),
     *((model, "parallel.tensor=2", "alike") for model in ("Experts", "Alike")),
     *((model, "parallel.tensor=2 shard.stage=3", "alike") for model in ("Experts", "Alike")),
-    ("HiddenExperts", "parallel.pipeline=2", "alike"),
+    *(("HiddenExperts", words, "alike") for words in of_this_copy(["parallel.pipeline=2"])),
     *(("ConvExperts", words, "") for words in of_this_copy(["parallel.dense=c"])),
 ]
 REFUSED = {
@@ -244,6 +244,7 @@ class DividedRank(ThreadRank):
         return DividedRank(of_firsts[members[0]], members.index(self.rank))
 
 
+@needs_extra("pipeline")
 def test_where_the_host_does_not_wait_an_evaluation_through_stages_is_compared_at_its_end() -> None:
     """Ranks 2 and 3 have the blocks; the collectives of all blocks are alike, so that nothing else
     shows it."""

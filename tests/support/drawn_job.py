@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from hvdtrain.config.schema import known_keys
+
 VOCABULARY = 11
 RATES = {  # so that a few steps change the loss, and none diverges
     **{
@@ -338,12 +340,14 @@ def _place(
     if dice.random() < 0.03:
         parts = [
             dice.choice(
-                (
-                    "shard.stage=3",
-                    "parallel.tensor=2",
-                    "parallel.pipeline=2",
-                    "parallel.dense=a",
-                    "servers.count=1",
+                _of_this_copy(
+                    (
+                        "shard.stage=3",
+                        "parallel.tensor=2",
+                        "parallel.pipeline=2",
+                        "parallel.dense=a",
+                        "servers.count=1",
+                    )
                 )
             )
         ]
@@ -383,7 +387,16 @@ def _torch_parts(
         parts += [f"parallel.dense={scheme}{stage}" for scheme in "abc"]
     if engine != "horovod" and "." not in optimizer and model != "sync":
         parts += ["servers.count=1"]
-    return parts
+    return _of_this_copy(parts)
+
+
+def _of_this_copy(parts: Sequence[str]) -> list[str]:
+    """Without those of an extra that this copy lacks."""
+    return [
+        part
+        for part in parts
+        if all(word.partition("=")[0] in known_keys() for word in part.split())
+    ]
 
 
 def numbers(split: str, samples: int = 100, val_samples: int = 20) -> dict[str, np.ndarray]:

@@ -137,8 +137,8 @@ def by_case(communicator: Communicator, cases: list[str]) -> dict[str, Any]:
                 "comm.bucket_mb=0.2",
             ]
         config = configure(None, words)
-        if config.parallel.pipeline > 1:
-            passes = 2 * config.parallel.pipeline
+        if config.parallel.has_stages:
+            passes = 2 * config.parallel.pipe_ranks
         real, sent = measured(config, task, communicator, moved, passes, samples)
         step = PlannedStep(samples, passes, 1, 0, writes_checkpoints=False)
         works = planned_work(config, task, step, communicator.size, communicator.features)

@@ -162,10 +162,10 @@ MUTANTS = (
     ),
     Mutant(
         "pipeline.held",
-        f"{PARALLEL}/pipeline/schedule.py",
+        "hvdtrain/extras/pipeline/schedule.py",
         'if schedule == "gpipe" or not backward else ranks - rank\n',
         'if schedule == "gpipe" or not backward else ranks\n',
-        ("tests/frameworks/test_pipeline.py",),
+        ("tests/extras/test_pipeline.py",),
     ),
     Mutant(
         "dense.scale",
@@ -250,7 +250,7 @@ MUTANTS = (
     ),
     Mutant(
         "pipeline.tied",
-        f"{PARALLEL}/pipeline/executor.py",
+        "hvdtrain/extras/pipeline/executor.py",
         "p.grad = torch.stack([copies[rank] for rank in ranks]).sum(0)",
         "p.grad = torch.stack([copies[rank] for rank in ranks]).mean(0)",
         (

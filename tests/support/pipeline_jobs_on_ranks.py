@@ -19,7 +19,7 @@ from parallel_on_ranks import CLIPPED, GPT, made_block_by_block
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import Diverged
-from hvdtrain.frameworks.torch.parallel.pipeline.pipelined import Pipelined
+from hvdtrain.extras.pipeline.pipelined import Pipelined
 from hvdtrain.frameworks.torch.precision import NAME as LOSS_SCALE
 from hvdtrain.training.replicas.compare import check_equal
 

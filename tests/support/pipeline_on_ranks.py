@@ -19,11 +19,11 @@ from torch.nn import functional
 
 from hvdtrain.comm.communicator import Buffer, Communicator, Handle
 from hvdtrain.comm.process_group import start_process_group
+from hvdtrain.extras.pipeline.cuts import balanced_cuts
+from hvdtrain.extras.pipeline.executor import Pipeline, Spent, measured_bubble
+from hvdtrain.extras.pipeline.schedule import Schedule, timeline
+from hvdtrain.extras.pipeline.stages import stages_of, tied_parameters, units_of
 from hvdtrain.frameworks.torch.models import gpt, mlp
-from hvdtrain.frameworks.torch.parallel.pipeline.cuts import balanced_cuts
-from hvdtrain.frameworks.torch.parallel.pipeline.executor import Pipeline, Spent, measured_bubble
-from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Schedule, timeline
-from hvdtrain.frameworks.torch.parallel.pipeline.stages import stages_of, tied_parameters, units_of
 
 STEPS = 3
 CONTEXT = 5

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ranks import of_this_copy
+
 import hvdtrain
 
 JOB = (
@@ -68,7 +70,7 @@ LORA_WAYS = [
     "shard.stage=1",
     "shard.stage=2 optim.ema=0.9",
     "shard.stage=3",
-    "parallel.pipeline=2 batch.micro=15",
+    *of_this_copy(["parallel.pipeline=2 batch.micro=15"]),
 ]
 
 

@@ -303,10 +303,11 @@ def test_a_field_that_nothing_uses_is_told_of(
             "data.inputs=[image,table] framework=jax",
             "the inputs image, table needs framework=torch, but this is framework=jax",
         ),
-        (
+        pytest.param(
             "parallel.pipeline=2",
             r"parallel\.pipeline only supports models with one input, but this one takes image, "
             "table",
+            marks=needs_extra("pipeline"),
         ),
         pytest.param(
             "parallel.dense=b",

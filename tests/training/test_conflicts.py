@@ -194,32 +194,6 @@ OF_SEVERAL_RANKS = [
      "batch.size=1", "mpi", 4, "batch 1 does not split over 2 ranks: some would have no "
                                "sample", "batch.size",
      "2 or more, or fewer ranks"),
-    ("parallel.pipeline=2 "
-     "parallel.tensor=2", "mpi", 6, "parallel.pipeline=2 x parallel.tensor=2 does not divide the "
-                                    "6 ranks of the job",
-     "parallel.tensor", "a multiple of 4 ranks, or another parallel.tensor"),
-    ("parallel.pipeline=2", "horovod", 2, "parallel.pipeline=2 needs sends between ranks, which "
-    "the horovod engine does not support",
-     "comm.engine", "comm.engine=mpi with the same mpirun, or comm.engine=torchdist"),
-    ("parallel.pipeline=2 "
-     "parallel.balance=3", "mpi", 2, "parallel.balance=[3] has 1 stage, but the "
-     "pipeline has 2", "parallel.balance",
-     "2 numbers of units: hvdtrain plan --pipeline shows them"),
-    ("parallel.pipeline=2 "
-     "parallel.balance=3,2,1", "mpi", 2, "parallel.balance=[3, 2, 1] has 3 stages, but the "
-     "pipeline has 2",
-     "parallel.balance", "2 numbers of units: hvdtrain plan --pipeline shows them"),
-    ("parallel.pipeline=2 parallel.virtual=2", "mpi", 2,
-     "parallel.schedule=1f1b has one stage on each rank, but parallel.virtual=2 asks for more",
-     "parallel.virtual",
-     "parallel.schedule=interleaved, or leave parallel.virtual out"),
-    ("parallel.pipeline=2 parallel.schedule=interleaved parallel.virtual=1", "mpi", 2,
-     "parallel.schedule=interleaved with parallel.virtual=1 has one stage on each rank, which is "
-     "1f1b", "parallel.virtual",
-     "parallel.virtual=2, or parallel.schedule=1f1b"),
-    ("parallel.pipeline=2 parallel.micro_batches=4 batch.micro=8", "mpi", 2,
-     "parallel.micro_batches=4 and batch.micro=8 both set how many micro-batches a step has",
-     "batch.micro", "leave one of them out"),
     ("comm.engine=single", "single", 2, "comm.engine=single runs one process, but the job has 2 "
     "ranks", "comm.engine", "comm.engine=auto"),
     ("shard.stage=3", "horovod", 2, "shard.stage=3 needs torch's process groups, which the "

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from invariance import FEW, JOBS, SGD, TIED
 from pool import on_ranks
-from ranks import ENGINES, FULL, needs_horovod, needs_mpirun
+from ranks import ENGINES, FULL, needs_extra, needs_horovod, needs_mpirun
 from rotation import rows_of_today
 
 SIZES = [
@@ -113,7 +113,7 @@ def test_loss_curves_are_those_of_one_rank(curves: dict, engine: str, size: int)
     ("engine", "size", "job", "way"),
     [
         ("mpi", 2, TIED, "parallel.tensor=2"),
-        ("mpi", 2, TIED, "parallel.pipeline=2"),
+        pytest.param("mpi", 2, TIED, "parallel.pipeline=2", marks=needs_extra("pipeline")),
         pytest.param("horovod", 2, SGD, "comm.reduce=distributed_optimizer", marks=needs_horovod),
     ],
 )

@@ -8,7 +8,7 @@ import resource
 from pathlib import Path
 
 import pytest
-from ranks import python
+from ranks import needs_extra, python
 
 from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import SingleProcessCommunicator
@@ -138,7 +138,7 @@ def test_auto_takes_a_number_that_the_run_keeps(
 @pytest.mark.parametrize(
     ("word", "loaded"),
     [
-        ("parallel.pipeline=2", ["pipeline", "tensor"]),
+        pytest.param("parallel.pipeline=2", ["pipeline", "tensor"], marks=needs_extra("pipeline")),
         ("parallel.tensor=2", ["tensor"]),
         ("batch.size=60", []),
     ],
@@ -151,8 +151,9 @@ import sys
 from hvdtrain.config.read import configure
 from hvdtrain.training.build import load_libraries
 load_libraries(configure(None, {[*SMALL, word]}))
-module = "hvdtrain.frameworks.torch.parallel.{{}}.arrangement".format
-print([name for name in ("pipeline", "tensor") if module(name) in sys.modules])
+places = {{"pipeline": "extras", "tensor": "frameworks.torch.parallel"}}
+paths = {{name: f"hvdtrain.{{place}}.{{name}}.arrangement" for name, place in places.items()}}
+print([name for name, path in paths.items() if path in sys.modules])
 """
     done = python(["-c", program])
     assert done.stdout == f"{loaded}\n", done

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from parallel_on_ranks import DROPPED, files_on, jobs_on
 from pool import on_ranks
-from ranks import FULL, needs_horovod, needs_mpirun
+from ranks import FULL, needs_horovod, needs_mpirun, of_this_copy
 from same_curve import check_same
 
 from hvdtrain.config.read import configure
@@ -26,7 +26,7 @@ POSITIONS = [f"{mesh},parallel.sequence=true" for mesh in FOUR]
 # buckets so small that there are several, which are cut elsewhere on ranks with one token more
 STAGES = [
     "parallel.tensor=2,shard.stage=1,comm.bucket_mb=0.004,parallel.sequence=true",
-    "parallel.pipeline=2,parallel.tensor=2,parallel.sequence=true",
+    *of_this_copy(["parallel.pipeline=2,parallel.tensor=2,parallel.sequence=true"]),
 ]
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from ranks import ENGINES, FULL, mpirun, needs_horovod, needs_mpirun, python
+from ranks import ENGINES, FULL, mpirun, needs_horovod, needs_mpirun, of_this_copy, python
 from resume_matrix import KINDS, LINEAR, POINTS, Outcome, Stop, Work, do
 from resume_runs import (
     ROOM,
@@ -332,6 +332,9 @@ def test_the_table(matrix: Matrix) -> None:
         Path(out).write_text(text)
 
 
+IN_STAGES = "parallel.pipeline=2 parallel.micro_batches=5"
+
+
 @pytest.mark.slow
 @needs_mpirun
 @needs_horovod
@@ -343,8 +346,8 @@ def test_the_table(matrix: Matrix) -> None:
             [
                 (4, "mpi", "shard.stage=3 parallel.tensor=2"),
                 (3, "torchdist", "shard.stage=0 parallel.tensor=1"),
-                (2, "mpi", "parallel.pipeline=2 parallel.micro_batches=5"),
-                (1, "single", "shard.stage=1 parallel.pipeline=1"),
+                *((2, "mpi", words) for words in of_this_copy([IN_STAGES])),
+                (1, "single", " ".join(["shard.stage=1", *of_this_copy(["parallel.pipeline=1"])])),
                 *[(2, "horovod", "shard.stage=2"), (2, "mpi", "shard.stage=0 parallel.tensor=2")]
                 * FULL,
             ],

@@ -16,6 +16,7 @@ import ranks
 from ranks import HANG_S, needs_mpirun
 
 from hvdtrain.config.read import configure
+from hvdtrain.core.extras import extras
 from hvdtrain.core.progress import Progress
 from hvdtrain.events.log import Event, Log
 from hvdtrain.training.health.heartbeat import Heartbeat
@@ -277,8 +278,9 @@ def test_nothing_is_imported_that_the_job_does_not_use(tmp_path: Path) -> None:
         "hvdtrain.training.shown_masks",
         *(
             f"hvdtrain.frameworks.torch.parallel.{way}"
-            for way in ("zero_3", "local_sgd", "pipeline", "zero_1_and_2")
+            for way in ("zero_3", "local_sgd", "zero_1_and_2")
         ),
+        *(f"hvdtrain.extras.{name}.arrangement" for name in extras()),
     )
     code = (
         "import sys; from hvdtrain.__main__ import main; code = "

@@ -9,7 +9,6 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import mpirun, needs_horovod
+from documented_events import check_documented
+from ranks import mpirun, needs_extra, needs_horovod
 
 from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import SingleProcessCommunicator
@@ -203,6 +203,7 @@ def test_ranks_of_a_pipeline_are_compared_with_those_of_their_stage() -> None:
     assert slowest(np.array([10.0, 30.0]), np.array([0, 1]), ["n1", "n2"])["slowest_rank"] == 1
 
 
+@needs_extra("pipeline")
 def test_the_gauge_of_a_pipeline_says_how_long_its_ranks_wait() -> None:
     learner: Any = SimpleNamespace(
         read_waited=lambda: Waited(4.0, 2.0, 0.2), waits_only_in_communication=True
@@ -553,42 +554,6 @@ def test_each_rank_has_its_log_its_trace_and_its_name_on_its_warnings(
     assert "ALLREDUCE" in timeline and "gradient" not in timeline, (
         "Horovod's own names of gradients"
     )
-
-
-def documented() -> dict[str, dict[str, bool]]:
-    """kind -> field -> whether it is always there, as docs/events.md says: a heading for each kind,
-    an item for each field."""
-    kinds: dict[str, dict[str, bool]] = {}
-    events = (
-        (ROOT / "docs" / "events.md")
-        .read_text()
-        .partition("\n## The events\n")[2]
-        .partition("\n## ")[0]
-    )
-    for kind, text in re.findall(
-        r"^### (\w+)\n(.*?)(?=^### |\Z)", events, re.MULTILINE | re.DOTALL
-    ):
-        kinds[kind] = {
-            name: not optional
-            for optional, name in re.findall(r"^- (\*?)`(\w+)`", text, re.MULTILINE)
-        }
-    kinds["stop"] = kinds["end"]
-    return kinds
-
-
-def check_documented(emitted: Iterable[dict[str, Any]]) -> set[str]:
-    kinds = documented()
-    seen = set()
-    for event in emitted:
-        fields = kinds[event["kind"]]
-        names = event.keys() - {"time", "kind", "step"}
-        assert names <= fields.keys(), (
-            f"{event['kind']} has {names - fields.keys()}, which docs/events.md lacks"
-        )
-        missing = {name for name, always in fields.items() if always} - names
-        assert not missing, f"{event['kind']} lacks {missing}"
-        seen.add(event["kind"])
-    return seen
 
 
 @needs_horovod

@@ -19,7 +19,7 @@ def _is_on(config: Config) -> bool:
 # Each rank has the owner's part of all other training state (ZeRO stage 1 or 2).
 DENSE = JobFeature(
     key="parallel.dense",
-    is_of_own_loops=True,
+    keys_of_custom_loops=("parallel.dense",),
     arrangement="hvdtrain.extras.dense.arrangement:Dense",
     on=_is_on,
     examples=("parallel.dense=a", "parallel.dense=b", "parallel.dense=c"),
@@ -132,17 +132,17 @@ ROWS = (
         ),
         behind="parallel.sequence",
     ),
-    AddedRows((optim.MUON,), (Exclusion(_KEY, _ANY),), behind="parallel.pipeline"),
-    AddedRows((optim.EMA,), (Exclusion(_KEY, _ANY, where="optim.ema"),), "parallel.pipeline"),
+    AddedRows((optim.MUON,), (Exclusion(_KEY, _ANY),), behind="parallel.tensor"),
+    AddedRows((optim.EMA,), (Exclusion(_KEY, _ANY, where="optim.ema"),), "parallel.tensor"),
     AddedRows((optim.THAW,), (Exclusion(_KEY, _ANY, where="model.thaw"),), "comm.local_steps"),
     AddedRows((optim.LORA,), (Exclusion(_KEY, _ANY, where="model.lora"),), "parallel.tensor"),
     AddedRows((data.PAD,), (Exclusion(_KEY, _ANY),), behind="parallel.sequence"),
     AddedRows(
         (data.PACK,),
-        (data.of_rows(_KEY, _ANY, "only models with plain tokens as input can be divided"),),
-        behind="parallel.pipeline",
+        (data.of_rows(_KEY, _ANY, data.PLAIN_TOKENS),),
+        behind="parallel.tensor",
     ),
-    AddedRows((lost.SHRINK,), (lost.fewer_ranks(_KEY, _ANY),), behind="parallel.pipeline"),
+    AddedRows((lost.SHRINK,), (lost.fewer_ranks(_KEY, _ANY),), behind="parallel.tensor"),
     AddedRows(
         (tasks.IGNORED_LABEL,),
         (

@@ -11,6 +11,7 @@ from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.output import STANDARD_OUTPUT, print_result, with_json_value
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
+from hvdtrain.core.extras import modes
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.extras.plan import faults
 from hvdtrain.extras.plan.figure import RecipeCurve, draw_layout, draw_recipe
@@ -53,8 +54,6 @@ hvdtrain plan [--config FILE] [--ranks 1,8,64,512] [--json [FILE]] [--png FILE] 
                              rank_mtbf_hours, checkpoint_s, sync_s, detect_s, restart_s, reform_s, requeue_s, repair_s, seed
   --png FILE                 draw learning rate and batch
   --parallel-picture FILE    draw as PNG which rank has which part of each layer, and what is sent, on the first of --ranks
-  --pipeline                 the time of each unit of the model, measured in this process; where parallel.balance cuts it into the stages of
-                             parallel.pipeline (or --ranks, default 2); how long the ranks of each parallel.schedule wait
 hvdtrain plan --parallel [--ranks 4] [--memory 16GiB] [--json [FILE]] [key=value ...]
   instead: the ways to divide ranks and model (parallel.tensor, parallel.pipeline, parallel.dense, shard.stage), by the predicted time of a
   step, with what each computes, sends, waits and keeps; which to take and why; which cannot be, and why
@@ -72,7 +71,7 @@ _CURVE_POINTS = 2000
 def plan(arguments: Sequence[str]) -> int:
     """Runs `plan`; returns the exit code. Raises UserError."""
     if {"-h", "--help"} & set(arguments):
-        print(USAGE)
+        print("\n".join([USAGE, *(mode.usage for mode in modes("plan").values())]))
         return DONE
     options, config_arguments = _parse(arguments)
     mesh_plan.refuse_options(options)

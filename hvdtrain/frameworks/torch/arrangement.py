@@ -172,6 +172,27 @@ class Arrangement:
         """For a picture: the layers that are partitioned over ranks, by name."""
         return {}
 
+    @classmethod
+    def layout_notes(cls, config: Config) -> list[str]:
+        """For a picture: what people must know to read it."""
+        return []
+
+    @classmethod
+    def time_of_passes(
+        cls,
+        config: Config,
+        micro: int,
+        seconds: Sequence[tuple[float, float]],
+        transfers: Sequence[float],
+    ) -> tuple[float, float]:
+        """For a plan of ranks with consecutive layers: the seconds of the passes of a step, and the
+        share of them in which a rank waits, 0 to 1.
+
+        micro: micro-batches. seconds: of a forward and a backward pass of one of them through each
+        stage. transfers: seconds of a message to each stage.
+        """
+        raise AssertionError(f"{cls.__name__} has no stages")
+
     @property
     def all_orders(self) -> list[SameOrder]:
         """Returns all orders, including the order of norms, which a plan omits."""

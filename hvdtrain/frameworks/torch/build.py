@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -149,6 +150,16 @@ def planned_work(
     from hvdtrain.frameworks.torch import predict_memory
 
     return predict_memory.planned_work(config, task, step, ranks, features)
+
+
+def time_of_passes(
+    config: Config,
+    micro: int,
+    seconds: Sequence[tuple[float, float]],
+    transfers: Sequence[float],
+) -> tuple[float, float]:
+    """Returns Arrangement.time_of_passes() of the job."""
+    return arrangement_of(config).time_of_passes(config, micro, seconds, transfers)
 
 
 def gpu_address(config: Config, communicator: Communicator) -> str | None:

@@ -51,7 +51,7 @@ def predict(
 
     Raises UserError if the model cannot be called with tensors that have no numbers, or cut.
     """
-    most = _PASSES if config.parallel.pipeline == 1 else step.passes
+    most = step.passes if config.parallel.has_stages else _PASSES
     return max(
         (one.footprint for one in _works(config, task, step, ranks, features, most)),
         key=lambda found: found.total,
@@ -82,7 +82,7 @@ def _works(
             plain = _with_bucket_size(_without_libraries(config), config, ranks, features)
             return [
                 _count(plain, task, step, ranks, features, stage, most_passes)
-                for stage in range(config.parallel.pipeline)
+                for stage in range(config.parallel.pipe_ranks)
             ]
     except UserError:
         raise

@@ -133,7 +133,7 @@ class MeshGauge(Gauge):
         self._communicator = communicator
         self._learner = learner
         self._log = log
-        self._pipeline = parallel.pipeline
+        self._pipeline = parallel.pipe_ranks
         self._stages = stages_of_ranks(parallel, communicator.size)
         self._predicted = 0.0  # idle share predicted from the schedule with equally slow stages
         self._seconds = self._waiting = self._work = np.zeros(1)  # (ranks,) of all steps

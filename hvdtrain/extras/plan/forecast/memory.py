@@ -221,7 +221,7 @@ def _memory_forecast(one: Forecast, task: Task) -> MemoryForecast:
     engines = possible_engines(one.config.comm.engine, one.ranks)
     sends = (
         [engine for engine in engines if "p2p" in features_of(engine)]
-        if one.config.parallel.pipeline > 1
+        if one.config.parallel.has_stages
         else []
     )
     features: frozenset[Feature] = features_of((sends or engines)[0])

@@ -1,1 +1,1 @@
-"""plan --parallel, plan --pipeline: ways to divide ranks and model, and how long they take."""
+"""plan --parallel: ways to divide ranks and model, and how long they take."""

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from hvdtrain.comm.counted import Moved
 from hvdtrain.comm.engines import Feature, features_of
 from hvdtrain.config import plugins
-from hvdtrain.config.schema import Config
+from hvdtrain.config.exclusion import value_of
+from hvdtrain.config.schema import Config, known_keys
 from hvdtrain.config.sections.parallel import ParallelConfig
 from hvdtrain.config.sections.shard import ShardConfig
 from hvdtrain.core.link import BACKWARD, Link
@@ -19,7 +20,6 @@ from hvdtrain.errors import UserError
 from hvdtrain.extras.plan.forecast.job import Forecast, Infeasible, forecast
 from hvdtrain.extras.plan.meshes.machine import Machine
 from hvdtrain.frameworks.footprint import PlannedWork
-from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Seconds, timeline
 from hvdtrain.recipe.batch import resolve_batch_size
 from hvdtrain.tasks.task import Task, tokens_of_sample
 from hvdtrain.training.memory import MARGIN, forecast_memory, gib
@@ -47,6 +47,15 @@ class MeshShape(NamedTuple):
             + f", shard.stage={self.stage}" * (self.stage > 0)
             + f", dense={self.dense}" * (self.dense != "none")
         )
+
+    @property
+    def has_stages(self) -> bool:
+        return self.pipeline > 1
+
+    @property
+    def divides_layers(self) -> bool:
+        """Whether ranks have parts of the model, other than of its dense part."""
+        return self.has_stages or self.tensor > 1
 
     @property
     def words(self) -> str:
@@ -93,7 +102,8 @@ class MeshPlan(NamedTuple):
 
 def meshes(ranks: int, has_dense_part: bool) -> Iterator[MeshShape]:
     """Returns all possible meshes; those without tensor and pipeline parallelism first."""
-    for pipeline in _divisors(ranks):
+    # this copy may lack the extra
+    for pipeline in _divisors(ranks) if "parallel.pipeline" in known_keys() else [1]:
         for tensor in _divisors(ranks // pipeline):
             data = ranks // pipeline // tensor
             if data == 1:
@@ -119,13 +129,13 @@ def with_mesh(config: Config, mesh: MeshShape, original: Config) -> Config:
     pipeline, and parallel.sequence."""
     of_pipeline: dict[str, Any] = {}
     if mesh.pipeline > 1:
-        of_pipeline = {name: getattr(original.parallel, name) for name in _OF_A_PIPELINE} | {
-            "balance": _balance(original, mesh.pipeline)
+        of_pipeline = {name: value_of(original, f"parallel.{name}") for name in _OF_A_PIPELINE} | {
+            "pipeline": mesh.pipeline,
+            "balance": _balance(original, mesh.pipeline),
         }
     sequence = original.parallel.sequence and mesh.tensor > 1
     parallel = config.parallel.replace(
         tensor=mesh.tensor,
-        pipeline=mesh.pipeline,
         sequence=sequence,
         **of_pipeline,
         **({} if mesh.dense == "none" else {"dense": mesh.dense}),
@@ -138,15 +148,17 @@ def with_mesh(config: Config, mesh: MeshShape, original: Config) -> Config:
 def _balance(original: Config, pipeline: int) -> list[int] | str:
     """Returns the given parallel.balance if it fits the pipeline; else operations, which need no
     measurement."""
-    balance = original.parallel.balance
+    balance = value_of(original, "parallel.balance")
     fits = isinstance(balance, list) and len(balance) == pipeline * original.parallel.stages_of_rank
     return balance if fits else "operations"
 
 
 def _assumed(config: Config, ranks: int) -> list[str]:
     """Returns a note if meshes do not use the job's parallel.balance."""
-    balance = config.parallel.balance
-    if balance == "operations" or ranks == 1:
+    if "parallel.balance" not in known_keys() or ranks == 1:
+        return []
+    balance = value_of(config, "parallel.balance")
+    if balance == "operations":
         return []
     if balance == "seconds":
         return [
@@ -336,7 +348,7 @@ def step_time(
     works: the work of the first rank in each stage. overlaps: whether gradients are reduced during
     backward.
     """
-    if config.parallel.pipeline > 1:
+    if config.parallel.has_stages:
         return _of_pipeline(config, works, machine)
     (work,) = works
     passes_s, update_s = computing_s(work, machine)
@@ -380,9 +392,8 @@ def _sorted(
 def _of_pipeline(config: Config, works: Sequence[PlannedWork], machine: Machine) -> StepTime:
     """Predicts a pipeline step: the simulated passes of the schedule, then reductions and updates,
     for the slowest rank."""
-    parallel = config.parallel
     micro = works[0].passes
-    virtual = parallel.stages_of_rank
+    virtual = config.parallel.stages_of_rank
     # share of the operations in a forward pass
     share = 1 / (4 if config.model.recompute != "none" else 3)
     seconds = []
@@ -394,9 +405,7 @@ def _of_pipeline(config: Config, works: Sequence[PlannedWork], machine: Machine)
         passes_s, update_s = computing_s(work, machine)
         in_passes, gradients, rest = _sorted(work.moved, machine)
         forward_s = (share * passes_s + sum(in_passes) / 2) / micro / virtual
-        seconds.append(
-            Seconds(forward_s, (passes_s + sum(in_passes)) / micro / virtual - forward_s)
-        )
+        seconds.append((forward_s, (passes_s + sum(in_passes)) / micro / virtual - forward_s))
         of_messages = 0.0
         for each in work.moved:
             found = _BETWEEN_STAGES.fullmatch(each.name) if each.kind == "message" else None
@@ -409,7 +418,7 @@ def _of_pipeline(config: Config, works: Sequence[PlannedWork], machine: Machine)
         communication_s = max(
             communication_s, sum(in_passes) + sum(gradients) + sum(rest) + of_messages
         )
-    passes = timeline(
-        parallel.schedule, len(works), micro, virtual, seconds * virtual, transfers=transfers
+    passes_s, bubble = framework_of(config).time_of_passes(
+        config, micro, seconds * virtual, transfers
     )
-    return StepTime(passes.seconds + after_s, compute_s, communication_s, passes.bubble)
+    return StepTime(passes_s + after_s, compute_s, communication_s, bubble)

@@ -1,14 +1,17 @@
-"""plan --parallel and plan --pipeline: their options, and the choice between them."""
+"""plan --parallel, and the modes of plan in other extras: their options, and the choice between
+them."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import sys
 import time
 
 from hvdtrain.cli.output import print_result
 from hvdtrain.config.schema import Config, known_keys
+from hvdtrain.core.extras import Mode, modes
 from hvdtrain.errors import UserError
 from hvdtrain.extras.plan.forecast.data import training_data
 from hvdtrain.extras.plan.forecast.memory import read_size
@@ -21,12 +24,11 @@ from hvdtrain.extras.plan.meshes.meshes import (
     plan_meshes,
     without_mesh,
 )
-from hvdtrain.extras.plan.meshes.pipeline import pipeline_json, pipeline_lines, pipeline_plan
 from hvdtrain.extras.plan.meshes.table import mesh_json, mesh_lines
 from hvdtrain.training.job_memory import resident_bytes
 
 PARALLEL_RANKS = 4  # without --ranks
-_OPTIONS_OF_JOBS = ("png", "parallel_picture", "all")  # without --pipeline and --parallel
+_OPTIONS_OF_JOBS = ("png", "parallel_picture", "all")  # without --parallel and modes
 # with --parallel
 _OPTIONS_OF_MESHES = (
     "gflops",
@@ -39,18 +41,22 @@ _QUIET_S = 5.0  # after that, progress is printed
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--pipeline", action="store_true")
+    for option in modes("plan"):
+        parser.add_argument(option, action="store_true")
     add_machine_options(parser)
 
 
 def refuse_options(options: argparse.Namespace) -> None:
     """Raises UserError for an option that the kind of plan does not read."""
-    kind = next((kind for kind in ("pipeline", "parallel") if getattr(options, kind)), None)
-    others = _OPTIONS_OF_JOBS + (
-        ("pipeline",) if kind == "parallel" else ("parallel", "memory", *_OPTIONS_OF_MESHES)
-    )
+    of_modes = tuple(map(_attribute, modes("plan")))
+    kind = next((kind for kind in (*of_modes, "parallel") if getattr(options, kind)), None)
+    others: tuple[str, ...]
     if kind is None:
         others = _OPTIONS_OF_MESHES
+    elif kind == "parallel":
+        others = (*_OPTIONS_OF_JOBS, *of_modes)
+    else:
+        others = (*_OPTIONS_OF_JOBS, "parallel", "memory", *_OPTIONS_OF_MESHES)
     for name in others:
         if getattr(options, name) not in (None, False):
             option = f"--{name.replace('_', '-')}"
@@ -69,28 +75,28 @@ def refuse_options(options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace, config: Config) -> bool:
     """Prints the requested plan; returns False if none is requested. Raises UserError."""
-    if options.pipeline:
-        _plan_pipelines(options, config)
-    elif options.parallel:
+    for option, mode in modes("plan").items():
+        if getattr(options, _attribute(option)):
+            _run_mode(option, mode, options, config)
+            return True
+    if options.parallel:
         options.ranks = options.ranks or [PARALLEL_RANKS]
         data = training_data(options, config)
         plan_parallel(options, config, Data(data.task, data.samples))
-    return bool(options.pipeline or options.parallel)
+    return bool(options.parallel)
 
 
-def _plan_pipelines(options: argparse.Namespace, config: Config) -> None:
-    """Prints plans for parallel.pipeline ranks or, if that key is not set, for --ranks."""
-    sizes = [config.parallel.pipeline] if config.parallel.pipeline > 1 else options.ranks or [2]
-    if 1 in sizes:
-        raise UserError(
-            "a pipeline has 2 ranks or more",
-            "--ranks",
-            "plan --pipeline --ranks 2,4, or parallel.pipeline=2",
-        )
-    task = training_data(options, config).task
-    plans = [pipeline_plan(config, task, size) for size in sizes]
-    lines = [line for each in plans for line in ["", *pipeline_lines(each)]]
-    print_result(options.json, lines[1:], {"pipelines": [pipeline_json(each) for each in plans]})
+def _attribute(option: str) -> str:
+    return option.removeprefix("--").replace("-", "_")
+
+
+def _run_mode(option: str, mode: Mode, options: argparse.Namespace, config: Config) -> None:
+    """Runs an extra's function for an option, and prints the lines and the values for programs that
+    it returns. The function gets the numbers of ranks of --ranks, if any, and a function that reads
+    the data and returns the task."""
+    function = getattr(importlib.import_module(mode.module), f"plan_{_attribute(option)}")
+    lines, found = function(config, options.ranks, lambda: training_data(options, config).task)
+    print_result(options.json, lines, found)
 
 
 def plan_parallel(options: argparse.Namespace, config: Config, data: Data) -> None:

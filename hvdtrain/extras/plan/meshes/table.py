@@ -51,7 +51,7 @@ def _cells(row: MeshCandidate) -> tuple[str, ...]:
         _ms(time.seconds),
         _ms(time.compute_s),
         _ms(time.communication_s),
-        f"{time.bubble:.0%}" if row.mesh.pipeline > 1 else "-",
+        f"{time.bubble:.0%}" if row.mesh.has_stages else "-",
         f"{row.sent_bytes / 1e6:,.2f}",
         gib(row.needs) + "*" * row.evaluates,
     )
@@ -99,9 +99,7 @@ def _why(best: MeshCandidate, plan: MeshPlan) -> str:
         kinds = "every rank with the whole model does not fit"
         return f"{kinds}, and of the meshes that do it takes least time"
     if best is plain:
-        other = next(
-            (row for row in plan.rows if row.mesh.pipeline > 1 or row.mesh.tensor > 1), None
-        )
+        other = next((row for row in plan.rows if row.mesh.divides_layers), None)
         if other is None:
             return "nothing that is cut is faster"
         return (

@@ -56,7 +56,7 @@ def layout(config: Config, task: Task, ranks: int) -> ParallelLayout:
         ],
         between_stages=between,
         gradients="",
-        notes=_notes(config),
+        notes=arrangement.layout_notes(config),
     )
     return found._replace(gradients=_gradients(arrangement, config, found, readers))
 
@@ -116,7 +116,7 @@ def _row(
     way: Way = cut.way if cut else "rows" if config.shard.stage == 3 else "whole"
     held: list[LayerRange | None] = []
     for rank, place in enumerate(places):
-        if place.stage != stage % parallel.pipeline:
+        if place.stage != stage % parallel.pipe_ranks:
             held.append(None)
         elif cut is None:
             held.append(_share(place.data, readers) if config.shard.stage == 3 else _WHOLE)
@@ -216,15 +216,5 @@ def _gradients(
         return f"gradients summed to their owners, new weights sent back: {shown_bytes(sent)} each"
     return (
         "gradients summed over the ranks of data: "
-        f"{'up to ' if config.parallel.pipeline > 1 else ''}{shown_bytes(sent)}"
+        f"{'up to ' if config.parallel.has_stages else ''}{shown_bytes(sent)}"
     )
-
-
-def _notes(config: Config) -> list[str]:
-    parallel = config.parallel
-    notes = list[str]()
-    if parallel.stages_of_rank > 1:
-        notes.append(f"stage s is on rank s % {parallel.pipeline} of its pipeline")
-    if parallel.pipeline > 1 and parallel.balance == "seconds":
-        notes.append("stages are cut by operations; a job measures seconds at its start")
-    return notes

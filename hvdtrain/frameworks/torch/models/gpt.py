@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from hvdtrain.frameworks.model_options import check_gpt
-from hvdtrain.frameworks.torch.parallel.pipeline.stages import Unit
+from hvdtrain.frameworks.torch.units import Unit
 
 STD = 0.02
 

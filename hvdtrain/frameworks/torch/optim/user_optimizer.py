@@ -173,17 +173,17 @@ def _check_own_groups(config: Config) -> None:
             config.where("recipe.cycle_momentum"),
             "leave it out, or a class of torch.optim for optim.name",
         )
-    for key in ("tensor", "pipeline"):
-        if getattr(config.parallel, key) > 1:
-            what = (
-                f"{config.optim.name} creates groups of all parameters of the model, but here "
-                "each rank only has a part of them"
-            )
-            raise UserError(
-                what,
-                config.where(f"parallel.{key}"),
-                f"leave parallel.{key} out, or a class of torch.optim for optim.name",
-            )
+    if config.parallel.ranks > 1:
+        key = f"parallel.{config.parallel.cut_by}"
+        what = (
+            f"{config.optim.name} creates groups of all parameters of the model, but here "
+            "each rank only has a part of them"
+        )
+        raise UserError(
+            what,
+            config.where(key),
+            f"leave {key} out, or a class of torch.optim for optim.name",
+        )
 
 
 def _check_all_are_there(

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 from plan_command import planned, refused, without_data
+from ranks import needs_extra
+
+pytestmark = needs_extra("plan")
 
 # 6 units
 MLP = ["data.name=digits", "model.name=mlp", "model.widths=[500,8]", "batch.size=48", "--pipeline"]

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hvdtrain.config.exclusion import Exclusion, Values, among, as_yaml, options, other_than
+from hvdtrain.config.exclusion import Exclusion, Values, above, among, as_yaml, options, other_than
 from hvdtrain.errors import UserError
+from hvdtrain.extras.pipeline.keys import PipelineKeys
+from hvdtrain.features import data, frameworks, lost, optim
 from hvdtrain.features.comm import not_on_horovod
 from hvdtrain.features.job_feature import Conflict, JobFeature, PlannedJob, needs_engine
+from hvdtrain.features.of_extras import Added, AddedRows
 
 
 def _stages_of_balance(job: PlannedJob) -> Iterator[UserError]:
-    parallel = job.config.parallel
+    parallel = PipelineKeys.of(job.config)
     stages = parallel.pipeline * parallel.stages_of_rank
     if isinstance(parallel.balance, list) and len(parallel.balance) != stages:
         given = len(parallel.balance)
@@ -29,7 +32,11 @@ def _stages_of_balance(job: PlannedJob) -> Iterator[UserError]:
 
 PIPELINE = JobFeature(
     key="parallel.pipeline",
-    on=lambda config: config.parallel.pipeline > 1,
+    on=lambda config: PipelineKeys.of(config).has_stages,
+    keys_of_custom_loops=tuple(
+        f"parallel.{name}" for name in ("pipeline", "schedule", "virtual", "balance")
+    ),
+    arrangement="hvdtrain.extras.pipeline.arrangement:PipelineStages",
     examples=(
         *("parallel.pipeline=2", "parallel.pipeline=2 parallel.schedule=gpipe"),
         *(
@@ -57,11 +64,11 @@ PIPELINE = JobFeature(
             what="parallel.schedule=interleaved with {set} has one stage on each rank, which is "
             "1f1b",
             fix="parallel.virtual=2, or parallel.schedule=1f1b",
-            when=lambda config: config.parallel.schedule == "interleaved",
+            when=lambda config: PipelineKeys.of(config).schedule == "interleaved",
         ),
         Conflict(
             lambda job: (
-                job.config.parallel.schedule != "interleaved"
+                PipelineKeys.of(job.config).schedule != "interleaved"
                 and job.config.parallel.stages_of_rank > 1
             ),
             what="parallel.schedule={config.parallel.schedule} has one stage on each rank, but "
@@ -78,7 +85,7 @@ PIPELINE = JobFeature(
             what="zero_bubble runs two backward passes through each stage, which would recompute "
             "its blocks twice with {set}",
             fix="parallel.schedule=1f1b, or model.recompute=none",
-            when=lambda config: config.parallel.schedule == "zero_bubble",
+            when=lambda config: PipelineKeys.of(config).schedule == "zero_bubble",
             words="parallel.schedule=zero_bubble",
             why="it runs two backward passes through each stage, which would recompute its blocks "
             "twice",
@@ -89,7 +96,7 @@ PIPELINE = JobFeature(
             what="parallel.micro_batches={config.parallel.micro_batches} and {set} both set how "
             "many micro-batches a step has",
             fix="leave one of them out",
-            when=lambda config: bool(config.parallel.micro_batches),
+            when=lambda config: bool(PipelineKeys.of(config).micro_batches),
             words="parallel.micro_batches=4",
             why="both set how many micro-batches a step has",
         ),
@@ -119,4 +126,37 @@ PIPELINE = JobFeature(
             key="comm.engine",
         ),
     ),
+)
+
+FEATURES = (Added((PIPELINE,), before=optim.MUON),)
+
+_KEY = "parallel.pipeline"
+_ANY = above(1)
+ROWS = (
+    AddedRows(
+        (frameworks.JAX, frameworks.NUMPY, frameworks.KERAS),
+        frameworks.excluded({_KEY: frameworks.Supported((1,), 2)}),
+        behind="parallel.dense_updates",
+    ),
+    AddedRows((optim.MUON,), (Exclusion(_KEY, _ANY),), behind="parallel.tensor"),
+    AddedRows((optim.EMA,), (Exclusion(_KEY, _ANY, where="optim.ema"),), behind="parallel.tensor"),
+    AddedRows((data.PAD,), (Exclusion(_KEY, _ANY),)),
+    AddedRows(
+        (data.PACK,), (data.of_rows(_KEY, _ANY, data.PLAIN_TOKENS),), behind="parallel.tensor"
+    ),
+    AddedRows(
+        (data.VIEWS,),
+        (
+            Exclusion(
+                _KEY,
+                _ANY,
+                what="{chosen} averages the outputs of several passes, which {set} does not keep",
+                where="evaluate.views",
+                fix="evaluate.views=1, and `evaluate RUN evaluate.views=6` afterwards",
+                why="a pipeline does not keep the outputs of several passes",
+            ),
+        ),
+        behind="task.name",
+    ),
+    AddedRows((lost.SHRINK,), (lost.fewer_ranks(_KEY, _ANY),), behind="parallel.tensor"),
 )

@@ -10,7 +10,7 @@ import torch
 
 from hvdtrain.comm.communicator import Handle, PointToPoint
 from hvdtrain.comm.staging import KINDS, Accelerator
-from hvdtrain.frameworks.torch.parallel.pipeline.times import DeviceTimes, HostTimes, Times
+from hvdtrain.extras.pipeline.times import DeviceTimes, HostTimes, Times
 
 
 class Messages:

@@ -10,21 +10,24 @@ from typing import Any
 import torch
 
 from hvdtrain.config.schema import Config
+from hvdtrain.extras.pipeline.costs import agreed_seconds, samples_of_pass
+from hvdtrain.extras.pipeline.cuts import first_units, planned_first_units
+from hvdtrain.extras.pipeline.executor import planned_forms
+from hvdtrain.extras.pipeline.keys import PipelineKeys
+from hvdtrain.extras.pipeline.layout import stages_of_layers
+from hvdtrain.extras.pipeline.passes import PipelinePasses
+from hvdtrain.extras.pipeline.pipelined import Pipelined
+from hvdtrain.extras.pipeline.schedule import Seconds, timeline
+from hvdtrain.extras.pipeline.stages import stages_of, units_of
 from hvdtrain.frameworks.torch.call import only_one
 from hvdtrain.frameworks.torch.layer import Layer, LayerCut
 from hvdtrain.frameworks.torch.loop_passes import LoopPasses
 from hvdtrain.frameworks.torch.parallel.divided import Divided
-from hvdtrain.frameworks.torch.parallel.pipeline.costs import agreed_seconds, samples_of_pass
-from hvdtrain.frameworks.torch.parallel.pipeline.cuts import first_units, planned_first_units
-from hvdtrain.frameworks.torch.parallel.pipeline.executor import planned_forms
-from hvdtrain.frameworks.torch.parallel.pipeline.layout import stages_of_layers
-from hvdtrain.frameworks.torch.parallel.pipeline.passes import PipelinePasses
-from hvdtrain.frameworks.torch.parallel.pipeline.pipelined import Pipelined
-from hvdtrain.frameworks.torch.parallel.pipeline.stages import Unit, stages_of, units_of
 from hvdtrain.frameworks.torch.parallel.tensor.arrangement import TensorParts
 from hvdtrain.frameworks.torch.parallel.whole_model import WholeModel
 from hvdtrain.frameworks.torch.step import Passes
 from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy
+from hvdtrain.frameworks.torch.units import Unit
 from hvdtrain.tasks.task import Task
 
 
@@ -108,7 +111,7 @@ class PipelineStages(TensorParts):
         return PipelinePasses(*of_passes, pipelined=self.pipelined, mesh=self.making.mesh)
 
     def loop_passes(self, forward: torch.nn.Module) -> LoopPasses:
-        from hvdtrain.frameworks.torch.parallel.pipeline.loop_passes import StagePasses
+        from hvdtrain.extras.pipeline.loop_passes import StagePasses
 
         making = self.making
         dtype = making.precision.weights
@@ -119,6 +122,35 @@ class PipelineStages(TensorParts):
         cls, model: torch.nn.Module, config: Config, task: Task
     ) -> tuple[dict[str, int], str]:
         return stages_of_layers(model, config, task)
+
+    @classmethod
+    def layout_notes(cls, config: Config) -> list[str]:
+        keys = PipelineKeys.of(config)
+        notes = list[str]()
+        if keys.stages_of_rank > 1:
+            notes.append(f"stage s is on rank s % {keys.pipeline} of its pipeline")
+        if keys.balance == "seconds":
+            notes.append("stages are cut by operations; a job measures seconds at its start")
+        return notes
+
+    @classmethod
+    def time_of_passes(
+        cls,
+        config: Config,
+        micro: int,
+        seconds: Sequence[tuple[float, float]],
+        transfers: Sequence[float],
+    ) -> tuple[float, float]:
+        keys = PipelineKeys.of(config)
+        passes = timeline(
+            keys.schedule,
+            keys.pipeline,
+            micro,
+            keys.stages_of_rank,
+            [Seconds(*each) for each in seconds],
+            transfers=transfers,
+        )
+        return passes.seconds, passes.bubble
 
     @classmethod
     def layout_cuts(

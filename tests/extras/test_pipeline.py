@@ -18,17 +18,16 @@ from torch import nn
 
 from hvdtrain.comm.communicator import CompletedHandle, Handle, SingleProcessCommunicator
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.models import gpt, mlp
-from hvdtrain.frameworks.torch.parallel.pipeline.costs import measured_seconds
-from hvdtrain.frameworks.torch.parallel.pipeline.cuts import balanced_cuts
-from hvdtrain.frameworks.torch.parallel.pipeline.executor import (
+from hvdtrain.extras.pipeline.costs import measured_seconds
+from hvdtrain.extras.pipeline.cuts import balanced_cuts
+from hvdtrain.extras.pipeline.executor import (
     MicroBatch,
     Pipeline,
     Spent,
     measured_bubble,
 )
-from hvdtrain.frameworks.torch.parallel.pipeline.messages import Messages
-from hvdtrain.frameworks.torch.parallel.pipeline.schedule import (
+from hvdtrain.extras.pipeline.messages import Messages
+from hvdtrain.extras.pipeline.schedule import (
     Action,
     Schedule,
     Seconds,
@@ -37,13 +36,14 @@ from hvdtrain.frameworks.torch.parallel.pipeline.schedule import (
     takes_in_order,
     timeline,
 )
-from hvdtrain.frameworks.torch.parallel.pipeline.stages import (
+from hvdtrain.extras.pipeline.stages import (
     Stage,
-    Unit,
     stages_of,
     tied_parameters,
     units_of,
 )
+from hvdtrain.frameworks.torch.models import gpt, mlp
+from hvdtrain.frameworks.torch.units import Unit
 
 SCHEDULES: list[tuple[Schedule, int]] = [
     ("gpipe", 1),

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from hvdtrain.comm.staging import Accelerator
+from hvdtrain.extras.pipeline.schedule import Action
 from hvdtrain.frameworks.learner import TimedPass
-from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Action
 
 Mark = Any  # seconds, or an event of a GPU
 

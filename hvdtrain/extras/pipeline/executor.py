@@ -23,27 +23,27 @@ from torch.distributed.pipelining._backward import (
 
 from hvdtrain.comm.communicator import Communicator, Handle, PointToPoint, point_to_point
 from hvdtrain.comm.staging import Accelerator
-from hvdtrain.frameworks.learner import CurrentPass, TimedPass
-from hvdtrain.frameworks.torch.parallel.pipeline.messages import (
+from hvdtrain.extras.pipeline.messages import (
     AnyMessages,
     Messages,
     direct_messages,
     on_host,
 )
-from hvdtrain.frameworks.torch.parallel.pipeline.schedule import (
+from hvdtrain.extras.pipeline.schedule import (
     Action,
     Schedule,
     takes_in_order,
     timeline,
 )
-from hvdtrain.frameworks.torch.parallel.pipeline.stages import Autocast, Stage, Tied, units_of
-from hvdtrain.frameworks.torch.parallel.pipeline.times import (
+from hvdtrain.extras.pipeline.stages import Autocast, Stage, Tied, units_of
+from hvdtrain.extras.pipeline.times import (
     Between,
     MarkedPass,
     MarkedRun,
     Spent,
     Times,
 )
+from hvdtrain.frameworks.learner import CurrentPass, TimedPass
 
 AHEAD = 2  # passes for which a rank has started receives while it makes another pass
 DTYPES = (

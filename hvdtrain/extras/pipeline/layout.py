@@ -7,11 +7,11 @@ from torch import nn
 
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import shown_bytes
+from hvdtrain.extras.pipeline.cuts import first_units
+from hvdtrain.extras.pipeline.stages import units_of
 from hvdtrain.frameworks.torch.call import only_one
 from hvdtrain.frameworks.torch.check_outputs import example
 from hvdtrain.frameworks.torch.layer import bytes_of_sample
-from hvdtrain.frameworks.torch.parallel.pipeline.cuts import first_units
-from hvdtrain.frameworks.torch.parallel.pipeline.stages import units_of
 from hvdtrain.tasks.task import Task
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from documented_events import check_documented
 from pipeline_jobs_on_ranks import FEW, JOBS
 from pool import on_ranks
 from ranks import FULL, Job, in_full_rounds, mpirun, needs_mpirun
 from same_curve import check_same
-from test_telemetry import check_documented
 from torch import nn
 from waiting import wait_until
 
@@ -26,11 +26,12 @@ from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.errors import STALLED, UserError
+from hvdtrain.extras.pipeline.costs import agreed_seconds, samples_of_pass
+from hvdtrain.extras.pipeline.cuts import first_units, planned_first_units
+from hvdtrain.extras.pipeline.schedule import Seconds
+from hvdtrain.extras.pipeline.stages import units_of
 from hvdtrain.features.mesh import mesh_lines
-from hvdtrain.frameworks.torch.parallel.pipeline.costs import agreed_seconds, samples_of_pass
-from hvdtrain.frameworks.torch.parallel.pipeline.cuts import first_units, planned_first_units
-from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Seconds
-from hvdtrain.frameworks.torch.parallel.pipeline.stages import Unit, units_of
+from hvdtrain.frameworks.torch.units import Unit
 from hvdtrain.training.input import passes_of_step
 
 slow = pytest.mark.slow

@@ -10,17 +10,9 @@ import torch
 from torch import nn
 
 from hvdtrain.errors import UserError
+from hvdtrain.frameworks.torch.units import Unit
 
 Autocast = Callable[[torch.device], AbstractContextManager[Any]]  # the autocast context of layers
-
-
-class Unit(NamedTuple):
-    """The smallest part of a model that a stage may have: a function of one tensor (n, ...) to
-    another one (n, ...)."""
-
-    name: str
-    modules: tuple[nn.Module, ...]  # modules whose parameters and buffers it uses
-    call: Callable[[torch.Tensor], Any]  # the last unit returns the model's outputs
 
 
 @runtime_checkable

@@ -12,12 +12,14 @@ from torch import nn
 
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
+from hvdtrain.extras.pipeline.executor import DTYPES, MOST_AXES
+from hvdtrain.extras.pipeline.keys import PipelineKeys
+from hvdtrain.extras.pipeline.schedule import Seconds
+from hvdtrain.extras.pipeline.stages import units_of
 from hvdtrain.frameworks.torch.buffers import copied_buffers
 from hvdtrain.frameworks.torch.device import fork_rng
-from hvdtrain.frameworks.torch.parallel.pipeline.executor import DTYPES, MOST_AXES
-from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Seconds
-from hvdtrain.frameworks.torch.parallel.pipeline.stages import Unit, units_of
 from hvdtrain.frameworks.torch.private_api import tree_leaves
+from hvdtrain.frameworks.torch.units import Unit
 
 
 def first_units(
@@ -34,9 +36,10 @@ def first_units(
     stages, and like refuse_changed_buffers().
     """
     where = config.where("parallel.pipeline")
-    balance = config.parallel.balance
+    parallel = PipelineKeys.of(config)
+    balance = parallel.balance
     units = units_of(model, where)
-    stages = config.parallel.pipeline * config.parallel.stages_of_rank
+    stages = parallel.pipeline * parallel.stages_of_rank
     balanced_cuts([0.0] * len(units), stages)  # rejects fewer units
     refuse_changed_buffers(model, x, where)
     operations = operations_of(units, model, x, where)
@@ -57,9 +60,10 @@ def planned_first_units(model: nn.Module, config: Config, x: torch.Tensor) -> li
     from torch.utils.flop_counter import FlopCounterMode  # counts like first_units()
 
     where = config.where("parallel.pipeline")
-    balance = config.parallel.balance
+    parallel = PipelineKeys.of(config)
+    balance = parallel.balance
     units = units_of(model, where)
-    stages = config.parallel.pipeline * config.parallel.stages_of_rank
+    stages = parallel.pipeline * parallel.stages_of_rank
     balanced_cuts([0.0] * len(units), stages)  # rejects fewer units
     versions = {name: b._version for name, b in model.named_buffers()}
     costs = []

@@ -1,14 +1,16 @@
-"""plan --pipeline: the division into stages, and how long ranks wait."""
+"""plan --pipeline: the division of a model into stages, and how long ranks wait."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, get_args
 
 from hvdtrain.cli.output import align
 from hvdtrain.config.schema import Config
-from hvdtrain.frameworks.torch.parallel.pipeline.schedule import (
+from hvdtrain.errors import UserError
+from hvdtrain.extras.pipeline.keys import PipelineKeys
+from hvdtrain.extras.pipeline.schedule import (
     Schedule,
     UnitCost,
     formula,
@@ -52,12 +54,31 @@ class PipelinePlan(NamedTuple):
     bubbles: list[Bubble]
 
 
+def plan_pipeline(
+    config: Config, ranks: Sequence[int] | None, task: Callable[[], Task]
+) -> tuple[list[str], dict[str, Any]]:
+    """Returns the plans of parallel.pipeline ranks or, if that key is not set, of `ranks`: lines,
+    and values for programs. task: reads the data. Raises UserError."""
+    size = PipelineKeys.of(config).pipeline
+    sizes = [size] if size > 1 else ranks or [2]
+    if 1 in sizes:
+        raise UserError(
+            "a pipeline has 2 ranks or more",
+            "--ranks",
+            "plan --pipeline --ranks 2,4, or parallel.pipeline=2",
+        )
+    of_job = task()
+    plans = [pipeline_plan(config, of_job, size) for size in sizes]
+    lines = [line for each in plans for line in ["", *pipeline_lines(each)]]
+    return lines[1:], {"pipelines": [pipeline_json(each) for each in plans]}
+
+
 def pipeline_plan(config: Config, task: Task, ranks: int) -> PipelinePlan:
     """Measures the units of the model in this process. `ranks`: of the pipeline, if
     parallel.pipeline=1. Raises UserError."""
-    from hvdtrain.frameworks.torch.parallel.pipeline.costs import unit_costs
+    from hvdtrain.extras.pipeline.costs import unit_costs
 
-    if config.parallel.pipeline == 1:
+    if not config.parallel.has_stages:
         config = config.replace(parallel=config.parallel.replace(pipeline=ranks))
     # no rank has the whole model for sampling
     config = config.replace(log=config.log.replace(samples=0))
@@ -67,9 +88,10 @@ def pipeline_plan(config: Config, task: Task, ranks: int) -> PipelinePlan:
     micro = passes_of_step(config, batch, batch, batch)
     samples = -(-batch // micro)
     units = unit_costs(config, task, samples)
-    stages = config.parallel.pipeline * config.parallel.stages_of_rank
+    parallel = PipelineKeys.of(config)
+    stages = parallel.pipeline * parallel.stages_of_rank
     cuts = sorted(_cuts(config, units, stages), key=lambda cut: cut.by != _label(config))
-    numbers = sorted({micro, *(factor * config.parallel.pipeline for factor in (1, 2, 4, 8))})
+    numbers = sorted({micro, *(factor * parallel.pipeline for factor in (1, 2, 4, 8))})
     bubbles = [
         bubble
         for number in numbers
@@ -80,19 +102,19 @@ def pipeline_plan(config: Config, task: Task, ranks: int) -> PipelinePlan:
 
 
 def _label(config: Config) -> str:
-    balance = config.parallel.balance
+    balance = PipelineKeys.of(config).balance
     return ",".join(map(str, balance)) if isinstance(balance, list) else balance
 
 
 def _cuts(config: Config, units: Sequence[UnitCost], stages: int) -> list[PipelineSplit]:
     """Returns the cuts by operations, by seconds, and by the job's parallel.balance if it has the
     same number of stages."""
-    from hvdtrain.frameworks.torch.parallel.pipeline.cuts import (
+    from hvdtrain.extras.pipeline.cuts import (
         balanced_cuts,
         given_cuts,
     )  # torch, which other plans do without
 
-    balance = config.parallel.balance
+    balance = PipelineKeys.of(config).balance
     splits = [
         PipelineSplit("operations", balanced_cuts([unit.operations for unit in units], stages)),
         PipelineSplit("seconds", balanced_cuts([sum(unit.seconds) for unit in units], stages)),
@@ -113,8 +135,9 @@ def _bubbles(
     config: Config, units: Sequence[UnitCost], schedule: Schedule, micro: int
 ) -> list[Bubble]:
     """Returns the bubbles; no bubble if the model has fewer units than stages."""
-    ranks = config.parallel.pipeline
-    virtual = (config.parallel.virtual or 2) if schedule == "interleaved" else 1
+    parallel = PipelineKeys.of(config)
+    ranks = parallel.pipeline
+    virtual = (parallel.virtual or 2) if schedule == "interleaved" else 1
     if ranks * virtual > len(units):
         return []
     equal = formula(schedule, ranks, micro, virtual)
@@ -133,7 +156,7 @@ def _bubbles(
 
 def pipeline_lines(plan: PipelinePlan) -> list[str]:
     """Returns lines with the units, the stages of each split, and the shares of waiting."""
-    parallel = plan.config.parallel
+    parallel = PipelineKeys.of(plan.config)
     lines = [
         f"{plan.config.model.name} on a pipeline of {parallel.pipeline} ranks, "
         f"{parallel.schedule}: "
@@ -221,7 +244,10 @@ def _shares(plan: PipelinePlan) -> list[str]:
             for bubble in plan.bubbles
             if (bubble.schedule, bubble.by) == (schedule, by)
         }
-        is_of_job = (schedule, by) == (plan.config.parallel.schedule, _label(plan.config))
+        is_of_job = (schedule, by) == (
+            PipelineKeys.of(plan.config).schedule,
+            _label(plan.config),
+        )
         cells = [
             f"{100 * of[number].formula:.1f} > {100 * of[number].measured_times:.1f}"
             for number in numbers
@@ -260,10 +286,11 @@ def _advice(plan: PipelinePlan) -> str:
 
 def pipeline_json(plan: PipelinePlan) -> dict[str, Any]:
     """Returns the plan for programs, in seconds and shares of 1."""
+    parallel = PipelineKeys.of(plan.config)
     return {
-        "pipeline": plan.config.parallel.pipeline,
-        "schedule": plan.config.parallel.schedule,
-        "balance": plan.config.parallel.balance,
+        "pipeline": parallel.pipeline,
+        "schedule": parallel.schedule,
+        "balance": parallel.balance,
         "micro_batches": plan.micro,
         "samples": plan.samples,
         "units": [

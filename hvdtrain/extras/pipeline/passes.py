@@ -13,11 +13,11 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.metrics import Sums, add_sums, zero_sums
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
+from hvdtrain.extras.pipeline.pipelined import Pipelined
 from hvdtrain.frameworks.learner import CurrentPass, TimedPass, Waited
 from hvdtrain.frameworks.torch.call import only_one
 from hvdtrain.frameworks.torch.forward import Evaluated
 from hvdtrain.frameworks.torch.inputs import DeviceBatch, split_batch
-from hvdtrain.frameworks.torch.parallel.pipeline.pipelined import Pipelined
 from hvdtrain.frameworks.torch.step import Passes
 from hvdtrain.frameworks.torch.strategy import OnePass
 

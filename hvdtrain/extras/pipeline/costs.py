@@ -16,16 +16,18 @@ from hvdtrain.comm.on_all_ranks import on_rank_0
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import fold
 from hvdtrain.errors import UserError, first_line
+from hvdtrain.extras.pipeline.cuts import operations_of, refuse_changed_buffers
+from hvdtrain.extras.pipeline.keys import PipelineKeys
+from hvdtrain.extras.pipeline.schedule import Seconds, UnitCost
+from hvdtrain.extras.pipeline.stages import Autocast, Stage, units_of
 from hvdtrain.frameworks.torch.buffers import copied_buffers
 from hvdtrain.frameworks.torch.call import only_one
 from hvdtrain.frameworks.torch.check_outputs import check_outputs, example
 from hvdtrain.frameworks.torch.device import pick_device
 from hvdtrain.frameworks.torch.model import normed_model
-from hvdtrain.frameworks.torch.parallel.pipeline.cuts import operations_of, refuse_changed_buffers
-from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Seconds, UnitCost
-from hvdtrain.frameworks.torch.parallel.pipeline.stages import Autocast, Stage, Unit, units_of
 from hvdtrain.frameworks.torch.precision import pick_precision
 from hvdtrain.frameworks.torch.private_api import tree_leaves
+from hvdtrain.frameworks.torch.units import Unit
 from hvdtrain.tasks.task import Task
 
 # loads the weights of a unit, if they are not in memory
@@ -72,7 +74,7 @@ def unit_costs(config: Config, task: Task, samples: int) -> list[UnitCost]:
 def samples_of_pass(config: Config, pipelines: int) -> int:
     """Returns the largest micro-batch of the job's first step; config.batch.size is resolved."""
     share = -(-config.batch.size // pipelines)
-    parallel = config.parallel
+    parallel = PipelineKeys.of(config)
     if isinstance(config.batch.micro, int):
         return min(share, config.batch.micro)
     return -(-share // (parallel.micro_batches or 2 * parallel.pipeline))

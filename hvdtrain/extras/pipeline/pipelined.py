@@ -14,19 +14,20 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.order import SameOrder
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import WHOLE, Cut
-from hvdtrain.frameworks.learner import CurrentPass, TimedPass, Waited
-from hvdtrain.frameworks.torch.parallel.pipeline.executor import Pipeline
-from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Schedule, timeline
-from hvdtrain.frameworks.torch.parallel.pipeline.stages import (
+from hvdtrain.extras.pipeline.executor import Pipeline
+from hvdtrain.extras.pipeline.keys import PipelineKeys
+from hvdtrain.extras.pipeline.schedule import Schedule, timeline
+from hvdtrain.extras.pipeline.stages import (
     Autocast,
     Stage,
-    Unit,
     stages_of,
     tied_parameters,
     units_of,
 )
-from hvdtrain.frameworks.torch.parallel.pipeline.times import MarkedRun
+from hvdtrain.extras.pipeline.times import MarkedRun
+from hvdtrain.frameworks.learner import CurrentPass, TimedPass, Waited
 from hvdtrain.frameworks.torch.strategy import NamedParameters, Shard
+from hvdtrain.frameworks.torch.units import Unit
 
 MOST_RUNS = 16  # whose times a GPU may not have reached yet
 
@@ -54,13 +55,14 @@ class Pipelined:
         stage in the same order. Raises UserError if a parameter is in no unit, or if the engine has
         no messages."""
         where = config.where("parallel.pipeline")
+        keys = PipelineKeys.of(config)
         stages = stages_of(model, first, where)
         own: dict[int, Any] = {
             n: _InPrecision(stage, autocast)
             for n, stage in enumerate(stages)
             if n % pipe.size == pipe.rank
         }
-        self._pipeline = Pipeline(own, pipe, config.parallel.schedule, device, where)
+        self._pipeline = Pipeline(own, pipe, keys.schedule, device, where)
         self._pipe = pipe
         self._orders = orders
         self._tied = tied_parameters(model, stages)
@@ -69,19 +71,13 @@ class Pipelined:
         for number, stage in enumerate(stages):
             for p in stage.parameters():
                 self._ranks.setdefault(p, set()).add(number % pipe.size)
-        self._virtual = config.parallel.stages_of_rank
+        self._virtual = keys.stages_of_rank
         self._waited = Waited(0.0, 0.0, 0.0)
         self._runs: list[MarkedRun] = []  # whose times are not in `waited` yet
-        self._schedule: Schedule = config.parallel.schedule
+        self._schedule: Schedule = keys.schedule
         self._predicted: dict[int, float] = {}  # share of waiting, by the number of micro-batches
-        how = (
-            "as in parallel.balance"
-            if isinstance(config.parallel.balance, list)
-            else f"by {config.parallel.balance}"
-        )
-        self.summary = (
-            f"{config.parallel.schedule}, stages {how} {_stages(units_of(model, where), first)}"
-        )
+        how = "as in parallel.balance" if isinstance(keys.balance, list) else f"by {keys.balance}"
+        self.summary = f"{keys.schedule}, stages {how} {_stages(units_of(model, where), first)}"
 
     def updates(self, p: nn.Parameter) -> bool:
         """Whether this rank is the first that has the parameter. That rank updates it and sends it

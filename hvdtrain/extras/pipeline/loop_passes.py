@@ -10,9 +10,9 @@ import torch
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.core.metrics import Sums
 from hvdtrain.errors import UserError
+from hvdtrain.extras.pipeline.pipelined import Pipelined
 from hvdtrain.frameworks.torch.forward import in_type
 from hvdtrain.frameworks.torch.loop_passes import Found, LoopPasses
-from hvdtrain.frameworks.torch.parallel.pipeline.pipelined import Pipelined
 from hvdtrain.frameworks.torch.strategy import OnePass
 
 _WHERE_CALLED = "model(...) with parallel.pipeline"
