@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, MutableMapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -106,12 +107,19 @@ class DeviceMessages:
     messages to higher ranks have a process group, and those to lower ranks another one.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int, backend: str, device: torch.device) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        backend: str,
+        device: torch.device,
+        timeout: timedelta,
+    ) -> None:
         """ranks: numbers in the job, which all call it; rank: this one's place among them; device:
-        this rank's."""
+        this rank's; timeout: of a message."""
         self._rank = rank
         self._groups = [
-            dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+            dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
             for _ in ("to lower ranks", "to higher ranks")
         ]
         # NCCL connects two ranks in their first message, where the host of one waits for the other:

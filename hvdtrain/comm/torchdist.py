@@ -103,7 +103,7 @@ def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
     timeout = timedelta(seconds=comm.timeout_s)
     if place.size == 1:
         _start_process_group(dist.HashStore(), place, timeout)
-        return TorchDistCommunicator(place, None, None)
+        return TorchDistCommunicator(place, None, None, timeout=timeout)
     found = find_rendezvous(place, os.environ, comm.address)
     mpi_communicator = None
     if found is None:
@@ -192,7 +192,8 @@ class TorchDistCommunicator(StartedCollectives):
         """secret: the job's, signs objects. The side channel uses MPI if MPI started the ranks,
         else the store; a single rank has neither.
 
-        timeout, rendezvous, gloo: only for the communicator of all ranks, not for a group.
+        timeout: of a collective. rendezvous, gloo: only for the communicator of all ranks, not for
+        a group.
         """
         self._timeout = timeout
         self._rendezvous = rendezvous
@@ -372,7 +373,8 @@ class TorchDistCommunicator(StartedCollectives):
         ranks = list(range(self.size))
         if self._group is not None:
             ranks = dist.get_process_group_ranks(self._group)
-        return DeviceMessages(ranks, self.rank, "xccl" if has_oneccl() else "nccl", device)
+        backend = "xccl" if has_oneccl() else "nccl"
+        return DeviceMessages(ranks, self.rank, backend, device, self._timeout)
 
     def side_channel_gather(self, message: str, wait_s: float) -> list[str | None] | None:
         if self._mpi is not None:
@@ -397,9 +399,10 @@ class TorchDistCommunicator(StartedCollectives):
         for members in (
             groups.members
         ):  # every rank creates all of them, so that torch gives them the same names everywhere
-            group = dist.new_group(members)
+            group = dist.new_group(members, self._timeout)
             if self.rank in members:
-                own = TorchDistCommunicator(groups.place(self.rank), None, None, self.secret)
+                place = groups.place(self.rank)
+                own = TorchDistCommunicator(place, None, None, self.secret, self._timeout)
                 own._group = group
         return own
 

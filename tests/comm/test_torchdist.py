@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -38,6 +38,7 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.engines import Feature, Installed, needed_features, select_engine
 from hvdtrain.comm.launcher_variables import NO_LAUNCHER, SUBMITIT, Placement
 from hvdtrain.comm.meeting import ALL, wait_for_all_ranks
+from hvdtrain.comm.mesh import one_group
 from hvdtrain.comm.rendezvous import (
     LOOPBACK,
     PORTS,
@@ -55,8 +56,11 @@ from hvdtrain.comm.rendezvous import (
 from hvdtrain.comm.signed import SignedStore, unpack
 from hvdtrain.comm.torch_groups import _connected, connect_gloo_lazily, extremes
 from hvdtrain.config.read import configure
+from hvdtrain.config.sections.comm import CommConfig
 from hvdtrain.errors import UserError
+from hvdtrain.frameworks.stopwatch import HostStopwatch
 from hvdtrain.frameworks.torch.device import check_shared, shared_gpu
+from hvdtrain.frameworks.torch.parallel.whole_model import select_strategy
 
 DATA = ["data.name=synthetic", "data.shape=[8,8,3]", "data.samples=96", "data.val_samples=30"]
 DATA += ["model.name=mlp", "batch.size=16", "speed.precision=fp64"]
@@ -725,6 +729,33 @@ def test_ranks_with_and_without_nccl_agree_whether_one_may_be_lost() -> None:
     in_host_memory = on_ranks("torchdist", 2, "nccl_on_ranks:ready", False)
     # this MPI may have been started without ULFM
     assert in_host_memory[0] == in_host_memory[1] and "NCCL" not in in_host_memory[0]
+
+
+def test_every_group_has_the_timeout_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's default is 30 minutes, and 10 with NCCL."""
+    made: list[Any] = []
+    new_group = dist.new_group
+
+    def by_gloo(ranks: Any = None, timeout: Any = None, backend: Any = None, **options: Any) -> Any:
+        made.append(new_group(ranks, timeout, "gloo", **options))
+        return made[-1]
+
+    monkeypatch.setattr(dist, "new_group", by_gloo)  # there is no GPU here
+    ranks = torchdist.connect(NO_LAUNCHER, CommConfig(timeout_s=77))
+    try:
+        group: Any = ranks.split(0)
+        for each in (cast(Any, ranks), group):
+            each.device_messages(torch.device("cpu"))
+        model = torch.nn.Linear(2, 1)
+        config = configure(None, ["comm.engine=torchdist", "comm.reduce=ddp", "comm.timeout_s=77"])
+        optimizer = torch.optim.SGD(model.parameters())
+        named = list(model.named_parameters())
+        strategy = select_strategy(config, one_group(ranks), named, optimizer, HostStopwatch())
+        strategy.wrap(model, optimizer)
+        timeouts = [each._get_backend(torch.device("cpu")).options._timeout for each in made]
+    finally:
+        ranks.close()
+    assert timeouts == [timedelta(seconds=77)] * (1 + 2 * 2 + 1)
 
 
 class _Ranks8192(torchdist.TorchDistCommunicator):

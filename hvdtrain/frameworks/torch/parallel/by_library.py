@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Sequence, Sized
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -36,8 +37,10 @@ class Ddp(Strategy):
     summary = "gradients by DDP"
     waits_in_passes = True
 
-    def __init__(self, named: NamedParameters, bucket_mb: float) -> None:
+    def __init__(self, named: NamedParameters, bucket_mb: float, timeout: timedelta) -> None:
+        """timeout: of a collective."""
         self._named = named
+        self._timeout = timeout
         self._bucket_mb = bucket_mb
         self._is_called = (
             # whether DDP's module was called since the last step; calling the inner module would
@@ -59,7 +62,7 @@ class Ddp(Strategy):
         self._ddp = DistributedDataParallel(
             forward,
             # a separate group, so that its collectives do not wait for others, whatever their order
-            process_group=dist.new_group(),
+            process_group=dist.new_group(timeout=self._timeout),
             bucket_cap_mb=self._bucket_mb,
             gradient_as_bucket_view=True,
             **no_buffers,

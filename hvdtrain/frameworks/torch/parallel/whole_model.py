@@ -3,6 +3,8 @@ choose how gradients are reduced."""
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 
 from hvdtrain.comm.communicator import Communicator
@@ -60,7 +62,7 @@ def select_strategy(
     if comm.reduce == "distributed_optimizer" and unfit:
         raise UserError(unfit, config.where("comm.reduce"), "comm.reduce=auto")
     if comm.reduce == "ddp":
-        return Ddp(named, bucket_bytes / 2**20)
+        return Ddp(named, bucket_bytes / 2**20, timedelta(seconds=comm.timeout_s))
     if communicator.size == 1 and comm.reduce == "auto":
         return Strategy(named)
     if comm.local_steps > 1:
