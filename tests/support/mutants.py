@@ -63,7 +63,7 @@ class Verdict(NamedTuple):
 
     @property
     def first_failed(self) -> str:
-        found = re.search(r"^FAILED (\S+)", self.output, re.MULTILINE)
+        found = re.search(r"^(?:FAILED|ERROR) (\S+)", self.output, re.MULTILINE)
         return found[1] if found else f"no end within {LIMIT_S} s" if self.status is None else ""
 
 

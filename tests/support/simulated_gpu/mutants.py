@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # tests/support
 
-from mutants import Mutant, troubles, try_out
+from mutants import Mutant, check_unchanged, troubles, try_out
 
 ONE = "tests/simulated_gpu/test_simulated_jobs.py::test_a_job_of_one_process"
 TWO = "tests/simulated_gpu/test_simulated_jobs.py::test_a_job_of_two_ranks"
@@ -139,6 +139,7 @@ def main(names: list[str]) -> int:
     mutants = [mutant for mutant in GPU_MUTANTS if not names or mutant.name in names]
     if found := troubles(mutants):
         raise SystemExit("\n".join(found))
+    check_unchanged(mutants)
     survived = [mutant.name for mutant in mutants if not try_out(mutant)]
     print(f"{len(mutants) - len(survived)} of {len(mutants)} found", *survived)
     return int(bool(survived))
