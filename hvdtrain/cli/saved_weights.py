@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,8 @@ from hvdtrain.tasks.several_inputs import transforms_of_facts
 from hvdtrain.tasks.transform import Transforms, transform_of_facts
 from hvdtrain.training.checkpoint import files, prune
 from hvdtrain.training.checkpoint.files import Checkpoint, Damaged
+from hvdtrain.training.checkpoint.ranges import CheckpointInParts
+from hvdtrain.training.checkpoint.resume import GoodCheckpoint, Reading
 
 _LONGEST_NAME = 1000
 # name in the file -> key of identity["data"]
@@ -46,15 +48,20 @@ class Metadata(NamedTuple):
     notes: list[str]  # for people: unknown values
 
 
-def read_checkpoint(
-    run: Path, which: str, *, mapped: bool = False, on_piece: Callable[[], None] = lambda: None
-) -> LoadedCheckpoint:
-    """Reads a checkpoint of a run.
+def read_checkpoint(run: Path, which: str) -> LoadedCheckpoint:
+    """Reads a checkpoint of a run; which and errors as in find_checkpoint()."""
+    found = find_checkpoint(run, which, Reading(sys.maxsize))
+    assert not isinstance(found.arrays, CheckpointInParts), "not asked for"
+    return LoadedCheckpoint(found.checkpoint, found.arrays, found.notes)
+
+
+def find_checkpoint(run: Path, which: str, reading: Reading) -> GoodCheckpoint:
+    """Finds a checkpoint of a run, and reads it.
 
     which: newest or best, which skip damaged checkpoints; or a name; empty: the checkpoint whose
         weights are the result of the run
-    mapped: map only the weights, so that the checkpoint may be larger than this machine's memory
-    on_piece: as in files.read_arrays()
+    reading: if mapped, maps only the weights, so that the checkpoint may be larger than this
+        machine's memory
 
     Raises UserError if there is no checkpoint, Damaged if the named one is damaged.
     """
@@ -68,13 +75,13 @@ def read_checkpoint(
     if not which:
         which = "best" if _is_set(run, "stop.restore_best") and prune.best(folders, 1) else "newest"
     if which == "newest":
-        return _first_undamaged(run, reversed(folders), [], mapped, on_piece)
+        return _first_undamaged(run, reversed(folders), [], reading)
     if which == "best":
         best_first, notes = _best_first(run, folders)
-        return _first_undamaged(run, best_first, notes, mapped, on_piece)
+        return _first_undamaged(run, best_first, notes, reading)
     for folder in folders:
         if folder.name == which:
-            return _load(folder, [], mapped, on_piece)
+            return _load(folder, [], reading)
     raise UserError(
         f"{run} has no checkpoint {which}",
         "--checkpoint",
@@ -83,11 +90,11 @@ def read_checkpoint(
 
 
 def _first_undamaged(
-    run: Path, folders: Iterable[Path], notes: list[str], mapped: bool, on_piece: Callable[[], None]
-) -> LoadedCheckpoint:
+    run: Path, folders: Iterable[Path], notes: list[str], reading: Reading
+) -> GoodCheckpoint:
     for folder in folders:
         try:
-            return _load(folder, notes, mapped, on_piece)
+            return _load(folder, notes, reading)
         except Damaged as error:
             notes.append(_skipped(folder, error))
     what = f"no checkpoint of {run} is good: {notes[0]}"
@@ -120,19 +127,21 @@ def _skipped(folder: Path, error: Damaged) -> str:
     )
 
 
-def _load(
-    folder: Path, notes: list[str], mapped: bool, on_piece: Callable[[], None]
-) -> LoadedCheckpoint:
+def _load(folder: Path, notes: list[str], reading: Reading) -> GoodCheckpoint:
     """Loads a checkpoint, and compares every file with its checksum. Raises Damaged, UserError."""
     checkpoint = files.read_numbers(folder)
-    if mapped:
-        return LoadedCheckpoint(
-            checkpoint,
-            files.read_arrays(
-                folder, sys.maxsize, files.ARRAYS[:1], mapped=True, on_piece=on_piece
-            ),
-            notes,
+    parts = reading.find_parts(folder)
+    if parts is not None:
+        return GoodCheckpoint(checkpoint, parts, notes)
+    if reading.mapped:
+        weights = files.read_arrays(
+            folder,
+            reading.limit_bytes,
+            files.ARRAYS[:1],
+            mapped=True,
+            on_piece=reading.on_piece,
         )
+        return GoodCheckpoint(checkpoint, weights, notes)
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     needed_bytes = 0
     with contextlib.suppress(OSError):  # reported by read_arrays()
@@ -143,9 +152,8 @@ def _load(
             "memory"
         )
         raise UserError(what, str(folder), "export it on a machine with more memory")
-    return LoadedCheckpoint(
-        checkpoint, files.read_arrays(folder, memory_bytes, on_piece=on_piece), notes
-    )
+    arrays = files.read_arrays(folder, memory_bytes, on_piece=reading.on_piece)
+    return GoodCheckpoint(checkpoint, arrays, notes)
 
 
 def model_state(arrays: Arrays, checkpoint: Checkpoint) -> Arrays:

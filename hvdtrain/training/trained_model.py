@@ -3,9 +3,13 @@ without targets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -14,7 +18,7 @@ from hvdtrain.comm.on_all_ranks import long_on_rank_0, on_rank_0
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.parallel import ParallelConfig
 from hvdtrain.config.sections.shard import ShardConfig
-from hvdtrain.core.arrays import Arrays, Batch
+from hvdtrain.core.arrays import ArrayInFile, Arrays, Batch
 from hvdtrain.data.around_source import AroundSource
 from hvdtrain.data.field import Field, Padding, check_numbers
 from hvdtrain.data.packed import PADDING, TOKENS, each_alone, is_packed
@@ -22,17 +26,18 @@ from hvdtrain.data.source import Source, arrays_in_memory
 from hvdtrain.data.user_data.arrays import TARGETS, as_images, is_array
 from hvdtrain.data.user_data.as_source import as_source
 from hvdtrain.errors import MEMORY, UserError, exit_code_of
-from hvdtrain.frameworks.learner import Learner, check_fit
+from hvdtrain.frameworks.learner import Learner, Shapes, check_fit
 from hvdtrain.optim.weight_average import averages
 from hvdtrain.tasks.task import Task
 from hvdtrain.tasks.transform import is_image
 from hvdtrain.training.build import build_learner, restore_task
 from hvdtrain.training.checkpoint.files import Checkpoint, Damaged
-from hvdtrain.training.replicas.broadcast import broadcast_state
+from hvdtrain.training.checkpoint.load import OwnElements, all_ranks_see
+from hvdtrain.training.checkpoint.ranges import CheckpointInParts, open_arrays
+from hvdtrain.training.checkpoint.resume import GoodCheckpoint, Reading
+from hvdtrain.training.replicas.broadcast import broadcast_state, common_digest
 
-if TYPE_CHECKING:
-    from hvdtrain.core.arrays import Batch
-
+T = TypeVar("T")
 IN_PARTS = (
     "on several ranks (mpirun -np N) shard.stage=3 comm.engine=mpi gives each its parts of the "
     "weights"
@@ -54,69 +59,141 @@ class TrainedModel(NamedTuple):
 def load_trained_model(
     config: Config,
     communicator: Communicator,
-    read: Callable[[bool, Callable[[], None]], tuple[Checkpoint, Arrays, list[str]]],
+    find: Callable[[Reading], GoodCheckpoint],
     restore: Callable[[Config, dict[str, Any]], Task] = restore_task,
     go_on: Callable[[], None] = lambda: None,
 ) -> TrainedModel:
-    """Builds the model of the configuration, and loads the weights that read(mapped, on_piece)
+    """Builds the model of the configuration, and loads the weights of the checkpoint that find()
     returns on rank 0. Every rank calls it.
 
-    restore: creates the task from the checkpoint's Task.facts(). go_on: called on every rank while
-    rank 0 reads or sends, so that the time does not count towards limits.
+    find: called again for another checkpoint if a rank reads a damaged part of this one. restore:
+    creates the task from the checkpoint's Task.facts(). go_on: called on every rank as reading
+    progresses, so that the time does not count towards limits.
 
-    With shard.stage=3 on several ranks each keeps its shard of the weights. Rank 0 sends arrays one
-    by one from disk (mapped), so no rank holds all of them. Raises UserError on all ranks if read()
-    does, or if the weights do not fit the model.
+    With shard.stage=3 on several ranks each keeps its shard of the weights, and none holds all of
+    them: if several ranks wrote the checkpoint, each reads its own elements; otherwise rank 0 sends
+    arrays one by one from disk. Without it, each rank has all weights, and of a checkpoint that
+    several wrote it reads a part and sends it to the others. Raises UserError on all ranks if
+    find() does, or if the weights do not fit the model.
     """
-    in_parts = config.shard.stage == 3 and communicator.size > 1
-    if in_parts and config.optim.ema is not None:
+    sharded = config.shard.stage == 3 and communicator.size > 1
+    if sharded and config.optim.ema is not None:
         what = "the averages of optim.ema cannot be read with shard.stage=3"
         raise UserError(
             what,
             config.where("shard.stage"),
             "shard.stage=0, or optim.ema=null for the weights without averaging",
         )
-    if not in_parts:  # stages 1 and 2 only shard training state
+    if not sharded:  # stages 1 and 2 only shard training state
         config = config.replace(shard=ShardConfig())
     try:
-        return _load(
-            config, communicator, lambda on_piece: read(in_parts, on_piece), restore, go_on
-        )
+        return _load(config, communicator, find, restore, go_on, mapped=sharded)
     except Exception as error:
-        if exit_code_of(error) == MEMORY and not in_parts and config.framework in ("torch", "jax"):
+        if exit_code_of(error) == MEMORY and not sharded and config.framework in ("torch", "jax"):
             error.add_note(f"hvdtrain: the model is whole on each rank; {IN_PARTS}")
         raise
+
+
+class _Found(NamedTuple):
+    """The checkpoint that rank 0 found."""
+
+    checkpoint: Checkpoint
+    notes: list[str]
+    parts: CheckpointInParts | None  # if each rank reads its own elements
+    # on rank 0
+    shapes: Shapes
+    weights: Arrays  # empty if each rank reads its own
 
 
 def _load(
     config: Config,
     communicator: Communicator,
-    read: Callable[[Callable[[], None]], tuple[Checkpoint, Arrays, list[str]]],
+    find: Callable[[Reading], GoodCheckpoint],
     restore: Callable[[Config, dict[str, Any]], Task],
     go_on: Callable[[], None],
+    *,
+    mapped: bool,
 ) -> TrainedModel:
+    damaged: dict[str, str] = {}  # why, by the name of the checkpoint's folder
+    in_parts = communicator.size > 1
+    while True:
+        reading = Reading(sys.maxsize, mapped, in_parts=in_parts, damaged=damaged)
+        found = _find(config, communicator, find, reading, go_on)
+        if found.parts is not None and not all_ranks_see(communicator, found.parts):
+            in_parts = False
+            continue
+        task = task_of(config, found.checkpoint, restore)
+        learner = build_learner(config.replace(parallel=ParallelConfig()), task, communicator)
+        own = {piece.name: piece.shape for piece in learner.pieces() if piece.name[:2] != "s."}
+        on_rank_0(communicator, partial(check_fit, own, found.shapes))
+        why = _load_weights(config, communicator, learner, found, go_on)
+        if not why:
+            notes = [*found.notes, *getattr(learner, "notes", ())]
+            return TrainedModel(learner, task, found.checkpoint, notes)
+        damaged[found.checkpoint.folder.name] = why
+
+
+def _find(
+    config: Config,
+    communicator: Communicator,
+    find: Callable[[Reading], GoodCheckpoint],
+    reading: Reading,
+    go_on: Callable[[], None],
+) -> _Found:
+    shapes: Shapes = {}
     weights: Arrays = {}
 
-    def read_on_rank_0(moved: Callable[[], None]) -> tuple[Checkpoint, list[str]]:
-        nonlocal weights
-        checkpoint, arrays, notes = read(moved)
-        weights = {name: array for name, array in arrays.items() if not name.startswith("s.")}
-        if config.optim.ema is not None and checkpoint.train_state.progress.step:
-            weights |= averages(arrays)
-        return checkpoint, notes
+    def find_on_rank_0(
+        moved: Callable[[], None],
+    ) -> tuple[Checkpoint, list[str], CheckpointInParts | None]:
+        nonlocal shapes, weights
+        good = find(reading._replace(on_piece=moved))
+        shapes = _of_model(config, good.checkpoint, good.shapes)
+        if isinstance(good.arrays, CheckpointInParts):
+            # each rank reads the shapes itself
+            return good.checkpoint, good.notes, good.arrays._replace(shapes={})
+        weights = _of_model(config, good.checkpoint, good.arrays)
+        return good.checkpoint, good.notes, None
 
-    checkpoint, notes = long_on_rank_0(communicator, read_on_rank_0, go_on)
-    task = task_of(config, checkpoint, restore)
-    learner = build_learner(config.replace(parallel=ParallelConfig()), task, communicator)
-    shapes = {
-        piece.name: piece.shape for piece in learner.pieces() if not piece.name.startswith("s.")
-    }
-    on_rank_0(
-        communicator,
-        lambda: check_fit(shapes, {name: array.shape for name, array in weights.items()}),
-    )
-    broadcast_state(communicator, learner, weights, only_weights=True, on_array=go_on)
-    return TrainedModel(learner, task, checkpoint, [*notes, *getattr(learner, "notes", ())])
+    return _Found(*long_on_rank_0(communicator, find_on_rank_0, go_on), shapes, weights)
+
+
+def _load_weights(
+    config: Config,
+    communicator: Communicator,
+    learner: Learner,
+    found: _Found,
+    go_on: Callable[[], None],
+) -> str:
+    """Returns what is wrong with the checkpoint; empty once its weights are loaded. A
+    collective."""
+    if found.parts is None:
+        broadcast_state(communicator, learner, found.weights, only_weights=True, on_array=go_on)
+        return ""
+    open_file = partial(_open_weights, config, found.checkpoint, found.parts.folder)
+    failures = OwnElements(communicator, learner, go_on).load(open_file, is_partial=True)
+    if failures:
+        return failures[0].what
+    common_digest(communicator, learner)
+    return ""
+
+
+def _of_model(config: Config, checkpoint: Checkpoint, state: Mapping[str, T]) -> dict[str, T]:
+    """Returns what a state has for the weights, averaged if the run averages them, and buffers."""
+    found = {name: each for name, each in state.items() if not name.startswith("s.")}
+    if config.optim.ema is not None and checkpoint.train_state.progress.step:
+        found |= averages(state)
+    return found
+
+
+@contextlib.contextmanager
+def _open_weights(
+    config: Config, checkpoint: Checkpoint, folder: Path
+) -> Iterator[dict[str, ArrayInFile]]:
+    """Inside, this rank can read the arrays of _of_model(). Raises Damaged, and so does reading
+    one."""
+    with open_arrays(folder, sys.maxsize) as arrays:
+        yield _of_model(config, checkpoint, arrays)
 
 
 def task_of(

@@ -8,7 +8,6 @@ import io
 import json
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from hvdtrain.__main__ import main
 from hvdtrain.cli.evaluate.arguments import read_former_run
 from hvdtrain.cli.evaluate.command import USAGE, evaluate
-from hvdtrain.cli.saved_weights import read_checkpoint
+from hvdtrain.cli.saved_weights import find_checkpoint
 from hvdtrain.comm import on_all_ranks
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import Assignment, configure, read_argument, read_file
@@ -32,6 +31,7 @@ from hvdtrain.core.process import command_line
 from hvdtrain.data.datasets import digits
 from hvdtrain.errors import UserError
 from hvdtrain.training.checkpoint.files import Checkpoint, Damaged
+from hvdtrain.training.checkpoint.resume import Reading
 from hvdtrain.training.conflicts import refuse_conflicts
 from hvdtrain.training.progress.train_state import Progress, TrainState
 from hvdtrain.training.trained_model import load_trained_model, task_of
@@ -563,12 +563,12 @@ def test_ranks_with_parts_of_the_weights_evaluate_what_one_with_all_does(
 
 
 def test_without_memory_for_the_whole_model_parts_are_advised() -> None:
-    def read(mapped: bool, on_piece: Callable[[], None]) -> Any:
-        assert not mapped, "of one process"
+    def find(reading: Reading) -> Any:
+        assert not reading.mapped, "of one process"
         raise MemoryError
 
     with pytest.raises(MemoryError) as caught:
-        load_trained_model(configure(None, ["shard.stage=3"]), SingleProcessCommunicator(), read)
+        load_trained_model(configure(None, ["shard.stage=3"]), SingleProcessCommunicator(), find)
     (note,) = caught.value.__notes__
     assert note.startswith(
         "hvdtrain: the model is whole on each rank; on several ranks (mpirun -np N) shard.stage=3 "
@@ -584,10 +584,12 @@ def test_no_time_limit_ends_a_rank_while_a_checkpoint_is_read_and_sent(
     beats = list[int]()
     pieces = list[int]()
 
-    def read(mapped: bool, on_piece: Callable[[], None]) -> Any:
-        found = read_checkpoint(
-            run, "newest", mapped=mapped, on_piece=lambda: (pieces.append(1), on_piece())
-        )
+    def find(reading: Reading) -> Any:
+        def count() -> None:
+            pieces.append(1)
+            reading.on_piece()
+
+        found = find_checkpoint(run, "newest", reading._replace(on_piece=count))
         assert len(beats) == len(pieces) > 0
         return found
 
@@ -595,7 +597,7 @@ def test_no_time_limit_ends_a_rank_while_a_checkpoint_is_read_and_sent(
     load_trained_model(
         configure(None, [*TRAIN, "framework=numpy"]),
         SingleProcessCommunicator(),
-        read,
+        find,
         go_on=lambda: beats.append(1),
     )
     assert len(beats) == len(pieces) + 2, "a weight and a bias"

@@ -12,7 +12,7 @@ from typing import Any
 from hvdtrain.cli.evaluate.arguments import Arguments, parse, read_former_run
 from hvdtrain.cli.evaluate.class_results import evaluation_fields, evaluation_lines
 from hvdtrain.cli.output import print_result, with_json_value
-from hvdtrain.cli.saved_weights import read_checkpoint
+from hvdtrain.cli.saved_weights import find_checkpoint
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.section import COMMAND_LINE
 from hvdtrain.core.process import command_line, path_argument
@@ -152,7 +152,7 @@ def load_checkpoint(
     return load_trained_model(
         unstaged(rank.config),
         rank.communicator,
-        lambda mapped, on_piece: read_checkpoint(run, which, mapped=mapped, on_piece=on_piece),
+        lambda reading: find_checkpoint(run, which, reading),
         restore,
         rank.heartbeat.go_on,
     )

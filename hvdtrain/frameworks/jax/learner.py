@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.on_all_ranks import same_on_all_ranks
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import (
     ArrayInFile,
@@ -22,6 +23,7 @@ from hvdtrain.core.arrays import (
     Batch,
     Piece,
     as_stream,
+    digests,
     elements,
 )
 from hvdtrain.core.metrics import Sums, host_value, zero_sums
@@ -83,7 +85,7 @@ class JaxLearner(Learner):
         self.target = target
         self.data = self.readers = communicator
         if config.shard.stage == 3:  # otherwise a rank could have parts of different weights
-            model = model._replace(start=[_of_rank_0(communicator, p) for p in model.start])
+            model = model._replace(start=_as_on_rank_0(communicator, model.start))
         self.model = model._replace(start=[])  # frees their memory after the first step
         self.notes = model.functions.notes  # lines for the header
         # auto was rejected before
@@ -440,12 +442,17 @@ def make_optimizer(config: Config, model: JaxModel) -> AnyOptimizer:
     return user_optimizer
 
 
-def _of_rank_0(communicator: Communicator, array: np.ndarray) -> np.ndarray:
-    """Broadcasts rank 0's array. A collective."""
-    if not array.size:
-        return array
-    found: np.ndarray = communicator.broadcast(array.reshape(-1), "weights.start")
-    return found.reshape(array.shape)
+def _as_on_rank_0(communicator: Communicator, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns rank 0's arrays. If ranks have computed the same numbers from one seed, they exchange
+    only digests. A collective."""
+    numbers = digests((str(index), array) for index, array in enumerate(arrays))
+    is_same = same_on_all_ranks(communicator, list(numbers.values()))
+    return [
+        array
+        if same or not array.size
+        else communicator.broadcast(array.reshape(-1), "weights.start").reshape(array.shape)
+        for array, same in zip(arrays, is_same, strict=True)
+    ]
 
 
 def largest_micro_batch(batch: int, micro: int | None, size: int) -> int:

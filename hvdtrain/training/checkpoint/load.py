@@ -82,12 +82,7 @@ def load_found(
             state = {name: array for name, array in restored.items() if name not in extra}
             digest = broadcast_state(communicator, learner, state, on_array=go_on)
             return LoadedState(found, digest, _broadcast(communicator, extra))
-        if blind := _blind_ranks(communicator, parts):
-            if communicator.rank == 0:
-                warn(
-                    f"rank {blind[0]} does not see {parts.folder} as rank 0 does: rank 0 reads the "
-                    "whole checkpoint and sends it; give run= a folder that all hosts share"
-                )
+        if not all_ranks_see(communicator, parts):
             in_parts = False
             continue
         own = OwnElements(communicator, learner, go_on, is_extra)
@@ -97,10 +92,16 @@ def load_found(
         damaged[parts.folder.name] = failures[0].what
 
 
-def _blind_ranks(communicator: Communicator, parts: CheckpointInParts) -> list[int]:
-    """Returns the ranks that do not see rank 0's checkpoint. A collective."""
+def all_ranks_see(communicator: Communicator, parts: CheckpointInParts) -> bool:
+    """Whether all ranks see rank 0's checkpoint; warns if not. A collective."""
     seen = communicator.allgather(np.array([sees(parts)], np.uint8), "checkpoint.seen")
-    return np.flatnonzero(seen == 0).tolist()
+    blind: list[int] = np.flatnonzero(seen == 0).tolist()
+    if blind and communicator.rank == 0:
+        warn(
+            f"rank {blind[0]} does not see {parts.folder} as rank 0 does: rank 0 reads the "
+            "whole checkpoint and sends it; give run= a folder that all hosts share"
+        )
+    return not blind
 
 
 class _FailedElsewhere(Exception):

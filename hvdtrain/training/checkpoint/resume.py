@@ -67,12 +67,16 @@ class Reading(NamedTuple):
 
     def read(self, folder: Path) -> Arrays | CheckpointInParts:
         """Reads the checkpoint's arrays. Raises Damaged."""
-        if folder.name in self.damaged:
-            raise Damaged(self.damaged[folder.name], str(folder))
-        found = find_parts(folder, self.limit_bytes) if self.in_parts else None
-        return found or files.read_arrays(
+        return self.find_parts(folder) or files.read_arrays(
             folder, self.limit_bytes, mapped=self.mapped, on_piece=self.on_piece
         )
+
+    def find_parts(self, folder: Path) -> CheckpointInParts | None:
+        """Returns what each rank needs to read its own elements; None if rank 0 reads all of them.
+        Raises Damaged."""
+        if folder.name in self.damaged:
+            raise Damaged(self.damaged[folder.name], str(folder))
+        return find_parts(folder, self.limit_bytes) if self.in_parts else None
 
 
 class GoodCheckpoint(NamedTuple):
