@@ -134,6 +134,7 @@ class ZeroStrategy(Strategy):
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
         self._stopwatch.enter("communication")
+        # docs/design.md says why the next forward pass does not overlap with this
         for spread in [bucket.start_spread() for bucket in self._buckets]:
             spread()
         self._stopwatch.enter("update")
