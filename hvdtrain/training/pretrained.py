@@ -90,7 +90,7 @@ def load_pretrained(
     all of them.
 
     Rank 0 matches the names. Then each rank reads its own elements of safetensors files that all
-    ranks see. Of other files rank 0 sends the arrays one by one.
+    ranks see. Rank 0 sends the other arrays one by one.
     """
     names = learner.state_dict_names()
     pieces = {piece.name: piece for piece in learner.pieces()}
@@ -99,7 +99,7 @@ def load_pretrained(
     where = config.where("model.weights")
     arrays: dict[str, Readable] = {}
 
-    def read() -> tuple[list[str], dict[str, WeightPlace]]:
+    def read() -> tuple[list[str], dict[str, WeightPlace], int]:
         nonlocal arrays
         path = Path(str(config.model.weights)).expanduser()
         file = read_weights(path, where)
@@ -114,7 +114,8 @@ def load_pretrained(
         _check_kinds(arrays, names, dtypes, config)
         said = _lines(path, match, len(set(names.values())))
         lines = [*file.lines, *renamed, *said, *of_adapters, *_other_stats(path, config)]
-        return lines, _places(file, arrays)
+        places = _places(file, arrays)
+        return lines, places, len(arrays) - len(places)
 
     def check(own: str, array: Readable) -> None:
         for numbers in pieces_of(array, _CHECKED):
@@ -125,14 +126,19 @@ def load_pretrained(
             check(own, array)
             moved()
 
-    lines, places = on_rank_0(communicator, read)
+    lines, places, others = on_rank_0(communicator, read)
     if communicator.size > 1:
         why = why_one_rank_reads(communicator, places, where, go_on)
         if not why:
-            arrays.clear()
+            arrays = {own: array for own, array in arrays.items() if own not in places}
             digest = load_own_elements(communicator, learner, places, where, check, go_on)
-            return Loaded(digest, [*lines, "        each rank reads a part of them from the file"])
-        lines = [*lines, f"        rank 0 reads and sends them: {why}"]
+            lines = [*lines, "        each rank reads a part of them from the file"]
+            if not others:
+                return Loaded(digest, lines)
+            what = f"        rank 0 sends {others} that the file has in another form"
+            lines = [*lines, what]
+        else:
+            lines = [*lines, f"        rank 0 reads and sends them: {why}"]
     long_on_rank_0(communicator, check_all, go_on)
     return Loaded(
         broadcast_state(communicator, learner, arrays, only_weights=True, on_array=go_on), lines
@@ -140,11 +146,10 @@ def load_pretrained(
 
 
 def _places(file: File, arrays: Mapping[str, Readable]) -> dict[str, WeightPlace]:
-    """Where the arrays lie in files; empty if one of them is not in a file as it is."""
+    """Where the arrays lie in files that have them as they are."""
     of_arrays = {id(array): file.places.get(name) for name, array in file.arrays.items()}
     places = {own: of_arrays.get(id(array)) for own, array in arrays.items()}
-    found = {own: place for own, place in places.items() if place is not None}
-    return found if len(found) == len(places) else {}
+    return {own: place for own, place in places.items() if place is not None}
 
 
 def _is_of_library(path: Path) -> bool:
@@ -266,11 +271,10 @@ def _of_index(folder: Path, name: str, where: str) -> File:
 def _of_run(run: Path) -> File:
     checkpoint, arrays, notes = newest_good(run, sys.maxsize, mapped=True)
     config = {assignment.key: assignment.value for assignment in read_run_config(run)}
-    is_averaged = config.get("optim.ema") is not None
-    if is_averaged:
-        arrays = newest_good(run, sys.maxsize)[1]
-        arrays |= averages(arrays)
     names = checkpoint.names or plain_names(arrays)
+    sources = {own: own for own in arrays}  # by the names of a state
+    if config.get("optim.ema") is not None:
+        sources |= averages(sources)
     if absent := [own for own in names.values() if own not in arrays]:
         raise UserError(
             f"{checkpoint.folder} lacks {_some(absent)}, although its list of arrays names them",
@@ -278,9 +282,12 @@ def _of_run(run: Path) -> File:
             "another checkpoint",
         )
     lines = [*notes, f"weights of step {checkpoint.train_state.progress.step} of {run}"]
-    found: dict[str, Readable] = {name: arrays[own] for name, own in names.items()}
-    path = (checkpoint.folder / files.file_of("p.")).absolute()
-    places = {} if is_averaged else {name: WeightPlace(path, own) for name, own in names.items()}
+    found: dict[str, Readable] = {name: arrays[sources[own]] for name, own in names.items()}
+    folder = checkpoint.folder.absolute()
+    places = {
+        name: WeightPlace(folder / files.file_of(sources[own]), sources[own])
+        for name, own in names.items()
+    }
     return File(found, lines, scale_of(config), places)
 
 

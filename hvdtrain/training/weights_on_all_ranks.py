@@ -66,12 +66,11 @@ def why_one_rank_reads(
     """Names a rank that cannot open the files; empty if every rank can read its own elements. A
     collective.
 
-    places: of all arrays; empty if one of them is not in a file. Copies are compared by their
-    digests; one rank reads each. Raises UserError on all ranks if they differ. go_on: called as
-    reading progresses.
+    places: of the arrays that lie in files. Copies are compared by their digests; one rank reads
+    each. Raises UserError on all ranks if they differ. go_on: called as reading progresses.
     """
     if not places:
-        return "they are not all plain arrays of safetensors files"
+        return "none of them is a plain array of a safetensors file"
     paths = list(dict.fromkeys(place.path for place in places.values()))
     problem, statuses = _look(paths)
     seen: list[_Seen] = communicator.allgather_object(

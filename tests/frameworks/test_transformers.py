@@ -177,7 +177,7 @@ def test_names_of_the_file_are_others(tmp_path: Path, capsys: pytest.CaptureFixt
         assert capsys.readouterr().out.count(hint) == count
     ten = {**data, "y": np.arange(12) % 4}
     with pytest.raises(
-        UserError, match=r"classifier.weight is \(10, 16\) in .*, the model has \(4, 16\)"
+        UserError, match=r"classifier.weight is \(10, 16\) in .*, but \(4, 16\) in the model"
     ):
         train(tmp_path / "other", [*name, f"model.weights={folder}"], ten)
     train(
@@ -212,11 +212,13 @@ def test_names_of_the_file_are_others(tmp_path: Path, capsys: pytest.CaptureFixt
 
 @needs_mpirun
 def test_any_number_of_ranks_begins_with_them(tmp_path: Path) -> None:
-    """Rank 0 reads; what is trained is that of one process, also where ranks have parts of the
-    weights."""
+    """Each rank reads its part of what the library only renames; what is trained is that of one
+    process, also where ranks have parts of the weights."""
     folder = saved(lambda: vit(num_channels=1, image_size=8, patch_size=4), tmp_path / "folder")
     done = mpirun(2, alone("pretrained_on_ranks:library_jobs", str(folder)))
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("each rank reads a part of them from the file") == 2
+    assert "rank 0 sends" not in done.stdout
     words = [*LIBRARY, f"model.name=transformers:{folder}", f"model.weights={folder}"]
     expected = hvdtrain.train({"run": str(tmp_path / "one"), "stop.steps": 5}, *words).weights
     for number in range(2):

@@ -52,7 +52,9 @@ class Learner:
 
     def load(self, state: ArrayStream) -> None:
         loaded = {}
-        assert state.shapes == {piece.name: piece.shape for piece in self._found}
+        shapes = {piece.name: piece.shape for piece in self._found}
+        assert state.shapes.items() <= shapes.items()
+        assert state.is_partial or state.shapes == shapes
         for name, array in state.arrays:
             piece = next(each for each in self._found if each.name == name)
             loaded[name] = (
@@ -61,7 +63,10 @@ class Learner:
                 else elements(array, piece.cut, piece.start, piece.stop)
             )
         self._found = [
-            piece._replace(read=lambda array=loaded[piece.name]: array) for piece in self._found
+            piece._replace(read=lambda array=loaded[piece.name]: array)
+            if piece.name in loaded
+            else piece
+            for piece in self._found
         ]
         self.loads += 1
 

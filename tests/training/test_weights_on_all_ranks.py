@@ -42,8 +42,17 @@ class PretrainedLearner(Learner):
     def state_dict_names(self) -> dict[str, str]:
         return NAMES
 
-    def own_names(self, found: Any) -> None:
+    def own_names(self, found: Any) -> Any:
         return None
+
+
+class LibraryLearner(PretrainedLearner):
+    """Renames `theirs.*`, and joins the halves of one array."""
+
+    def own_names(self, found: Any) -> Any:
+        own = {name.removeprefix("theirs."): array for name, array in found.items()}
+        halves = [own.pop(name) for name in ("columns.0", "columns.1")]
+        return own | {"columns": np.concatenate(halves)}
 
 
 class Sender(Counting):
@@ -58,11 +67,11 @@ class Sender(Counting):
     def broadcast_object(self, thing: Any, root: int = 0) -> Any:
         found = super().broadcast_object(thing, root)
         match found:
-            case ((lines, dict() as places), failure) if self.rank == 1 and self.elsewhere:
+            case ((lines, dict() as places, others), failure) if self.rank and self.elsewhere:
                 moved = {
                     own: WeightPlace(self.elsewhere, place.name) for own, place in places.items()
                 }
-                return (lines, moved), failure
+                return (lines, moved, others), failure
         return found
 
 
@@ -108,14 +117,18 @@ def write(path: Path, found: Mapping[str, torch.Tensor]) -> Path:
 
 
 def start(
-    path: Path, ranks: int, expected: Arrays, elsewhere: Path | None = None
+    path: Path,
+    ranks: int,
+    expected: Arrays,
+    elsewhere: Path | None = None,
+    kind: type[PretrainedLearner] = PretrainedLearner,
 ) -> tuple[list[int], list[str]]:
     """Checks the weights of each rank; returns the bytes that each one sent, and the lines."""
 
     def of_rank(rank: ThreadRank) -> tuple[int, list[str]]:
         sender = Sender(rank._ranks, rank.rank)
         sender.elsewhere = elsewhere
-        learner: Any = PretrainedLearner(rank.rank, rank.size)
+        learner: Any = kind(rank.rank, rank.size)
         config = configure(None, [f"model.weights={path}"])
         loaded = load_pretrained(config, sender, learner, lambda: None)  # type: ignore[arg-type]
         for ours, theirs in zip(
@@ -163,8 +176,28 @@ def test_rank_0_sends_what_others_cannot_read(tmp_path: Path) -> None:
     )
     sent, lines = start(write(tmp_path / "w.pt", found), 2, of_file(found))
     assert sent == [total, 0] and lines[-1] == (
-        "        rank 0 reads and sends them: they are not all plain arrays of safetensors files"
+        "        rank 0 reads and sends them: none of them is a plain array of a safetensors file"
     )
+
+
+def test_rank_0_sends_what_a_library_joins(tmp_path: Path) -> None:
+    """Of arrays that it renames each rank reads its part."""
+    found = tensors()
+    whole = found.pop("columns")
+    theirs = {f"theirs.{name}": tensor for name, tensor in found.items()}
+    halves = dict(zip(("columns.0", "columns.1"), whole.tensor_split(2), strict=True))
+    parts = {f"theirs.{name}": half.contiguous() for name, half in halves.items()}
+    path = write(tmp_path / "w.safetensors", theirs | parts)
+    sent, lines = start(path, 2, of_file(tensors()), kind=LibraryLearner)
+    assert lines[-2:] == [
+        "        each rank reads a part of them from the file",
+        "        rank 0 sends 1 that the file has in another form",
+    ]
+    everywhere = WEIGHTS["p.everywhere"].nbytes
+    small = sum(array.nbytes for array in WEIGHTS.values() if array.nbytes < CHUNK_BYTES)
+    joined = WEIGHTS["p.columns"].nbytes
+    assert sum(sent) == everywhere + small + joined
+    assert joined < sent[0] < joined + 0.1 * sum(array.nbytes for array in WEIGHTS.values())
 
 
 def test_copies_are_compared(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.core.arrays import Readable
+from hvdtrain.core.arrays import Readable, digests
 from hvdtrain.core.import_torchvision import define_missing_operators
 from hvdtrain.errors import BUG, UserError, exit_code_of, first_line, nearest, short
 from hvdtrain.frameworks.torch.foreign.config_json import check_options, read_config
@@ -271,8 +271,9 @@ def in_names_of(
     """Returns the arrays of a transformers file, by the names in `model`; None if the model is from
     another library.
 
-    Its from_pretrained() renames and joins them. An unused array keeps its name in the file; for an
-    array with another shape, only the shape is right. Raises UserError if it fails.
+    Its from_pretrained() renames and joins them. An array with the numbers of one in `found` is
+    that one, so that ranks can read it from the file. An unused array keeps its name in the file;
+    for an array with another shape, only the shape is right. Raises UserError if it fails.
     """
     transformers: Any = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
@@ -318,7 +319,29 @@ def in_names_of(
     loaded = {
         name: _array(tensor) for name, tensor in fresh.state_dict().items() if name not in absent
     }
-    return {**loaded, **shapes, **unknown}
+    return {**_as_found(loaded, found, tensors, widest), **shapes, **unknown}
+
+
+def _as_found(
+    loaded: Mapping[str, np.ndarray],
+    found: Mapping[str, Readable],
+    tensors: Mapping[str, torch.Tensor],
+    widest: torch.dtype,
+) -> dict[str, Readable]:
+    """Replaces each loaded array by one of the file that has the same numbers, if there is one: the
+    library does not tell which array it renamed to which.
+
+    tensors: of the arrays in the file, by their names.
+    """
+    sources: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        converted = tensor.to(widest) if tensor.is_floating_point() else tensor
+        sources[digests([("", _array(converted))])[""]] = name
+    numbers = digests(loaded.items())
+    return {
+        name: found[sources[numbers[name]]] if numbers[name] in sources else array
+        for name, array in loaded.items()
+    }
 
 
 def _tensors(found: Mapping[str, Readable]) -> dict[str, torch.Tensor]:
