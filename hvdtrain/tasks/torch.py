@@ -17,6 +17,7 @@ from hvdtrain.tasks.task import DeviceAndDtype, Each, TaskPart, outputs_of
 from hvdtrain.tasks.transform import Transform
 
 Tensors = Mapping[str, torch.Tensor]
+OPTIONAL = "?"  # begins the name of an input that only models with a parameter of that name get
 
 
 class TorchInputs:
@@ -360,11 +361,13 @@ class TorchLanguage:
         self.by_name = (TOKENS, SEGMENTS) if packed else ()
 
     def inputs(self, batch: Tensors) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Returns int64 (n, T), and the segments of packed rows by name. Padding below 0 is not a
-        token; the model gets 0 there."""
+        """Returns int64 (n, T), and by name the segments of packed rows, or optionally the mask of
+        padded ones. Padding below 0 is not a token; the model gets 0 there."""
         tokens = batch["tokens"][:, :-1].long()
         if self._mask is not None:
-            tokens = tokens.masked_fill(~batch[self._mask][:, :-1] & (tokens < 0), 0)
+            mask = batch[self._mask][:, :-1]
+            tokens = tokens.masked_fill(~mask & (tokens < 0), 0)
+            return {TOKENS: tokens, f"{OPTIONAL}{self._mask}": mask}
         return {TOKENS: tokens, SEGMENTS: batch[SEGMENTS][:, :-1]} if self.by_name else tokens
 
     def each(self, outputs: torch.Tensor | CutLogits, batch: Tensors, training: bool) -> Each:

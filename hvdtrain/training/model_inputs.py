@@ -57,12 +57,34 @@ def names_to_keep(config: Config) -> tuple[str, ...]:
 
 def _names(config: Config, fields: Mapping[str, Field], nested: tuple[str, ...]) -> tuple[str, ...]:
     if config.data.inputs:
-        return tuple(config.data.inputs)
+        return (*config.data.inputs, *_attention_mask(config, config.data.inputs, fields))
     asked = asked_by_forward(config)
+    if "attention_mask" in asked and "attention_mask" not in fields:
+        others = tuple(name for name in asked if name != "attention_mask")
+        others = X if len(others) == 1 and others[0] not in fields else others
+        if mask := _attention_mask(config, others, fields):
+            return (*others, *mask)
     is_named = len(asked) == 1 and asked[0] in fields and asked[0] not in ("x", *TARGETS)
     if len(asked) > 1 or is_named or (asked == X and _masks_with_default(config, asked, fields)):
         return (*asked, *_masks_with_default(config, asked, fields))
-    return nested or X
+    names = nested or X
+    return (*names, *_attention_mask(config, names, fields))
+
+
+def _attention_mask(
+    config: Config, names: Iterable[str], fields: Mapping[str, Field]
+) -> tuple[str, ...]:
+    """Returns the mask of the only padded input, if the model has a parameter attention_mask for
+    it. A model of transformers by name is checked when it is made."""
+    masks = _masks(names, fields)
+    if len(masks) != 1 or masks[0] in names or "attention_mask" in names:
+        return ()
+    forward = _forward(config)
+    takes = forward is not None and "attention_mask" in inspect.signature(forward).parameters
+    is_of_transformers = config.framework == "torch" and config.model.name.startswith(
+        "transformers:"
+    )
+    return tuple(masks) if takes or is_of_transformers else ()
 
 
 def _masks_with_default(

@@ -1,14 +1,19 @@
-"""Language models of transformers: adapters of Conv1D, with transformers' own modules as the
-reference."""
+"""Language models of transformers: adapters of Conv1D, packed rows, masks of padding, with the
+library's own modules as the reference."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import language_models_on_ranks
 import numpy as np
 import pytest
 import torch
+from language_models_on_ranks import JOBS, LORA, SEQUENCES, VOCABULARY, train
+from pool import alone
+from ranks import mpirun, needs_mpirun
 from torch.nn import functional
 
 import hvdtrain
@@ -16,21 +21,14 @@ from hvdtrain.core.adapters import is_adapter, merged
 from hvdtrain.core.import_torchvision import define_missing_operators
 from hvdtrain.data.source import NamedArrays
 from hvdtrain.errors import UserError
+from hvdtrain.training.pretrained import read_weights
 
 define_missing_operators()  # transformers imports torchvision
 transformers: Any = pytest.importorskip(
     "transformers", reason="transformers is not installed: make test-keras"
 )
 
-VOCABULARY = 50
-WORDS = [
-    "task.name=language",
-    "optim.name=sgd",
-    "optim.momentum=0",
-    "optim.base_lr=0.5",
-    "speed.precision=fp64",
-    "log.display=lines",
-]
+WORDS = ["task.name=language", *language_models_on_ranks.WORDS]
 TOKENS = np.random.default_rng(1).integers(0, VOCABULARY, (24, 13))
 DATA = NamedArrays({"tokens": TOKENS}, {"tokens": VOCABULARY})
 
@@ -47,6 +45,35 @@ def gpt2() -> Any:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **no_dropout, **ends))
 
 
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 24,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
+def llama() -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=1))
+
+
+def mistral() -> Any:
+    """Each token sees three tokens before it."""
+    config = transformers.MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=4)
+    return transformers.MistralForCausalLM(config)
+
+
+def bert() -> Any:
+    dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(**SIZES, **dropouts, num_labels=3)
+    )
+
+
 def saved(model: Any, folder: Path) -> Path:
     """A folder of save_pretrained(), whose weights are those of no constructor."""
     torch.manual_seed(7)
@@ -57,11 +84,9 @@ def saved(model: Any, folder: Path) -> Path:
     return folder
 
 
-def loaded(folder: Path, kind: str = "AutoModelForCausalLM") -> Any:
-    return getattr(transformers, kind).from_pretrained(folder, dtype=torch.float64).eval()
-
-
-LORA = ["model.lora=['*c_attn','*c_fc','*c_proj']", "model.lora_rank=4", "model.lora_alpha=8"]
+def loaded(folder: Path, kind: str = "AutoModelForCausalLM", **options: Any) -> Any:
+    options |= {"dtype": torch.float64}
+    return getattr(transformers, kind).from_pretrained(folder, **options).eval()
 
 
 def test_adapters_of_conv1d_train_as_their_formula(tmp_path: Path) -> None:
@@ -135,3 +160,209 @@ def test_adapters_of_conv1d_train_as_their_formula(tmp_path: Path) -> None:
             hvdtrain.train(
                 {"run": str(tmp_path / "wrong")}, *trained, wrong, train_data=DATA, val_data=DATA
             )
+
+
+@pytest.fixture
+def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms and softmax without the library's rounding to float32, which makes bits depend on the
+    shape of a batch."""
+    softmax = functional.softmax
+
+    def exact_softmax(x: torch.Tensor, dim: int, dtype: Any = None) -> torch.Tensor:
+        return softmax(x, dim)
+
+    def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+        root = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * (x * root)
+
+    monkeypatch.setattr(functional, "softmax", exact_softmax)
+    models = transformers.models
+    monkeypatch.setattr(models.llama.modeling_llama.LlamaRMSNorm, "forward", norm)
+    monkeypatch.setattr(models.mistral.modeling_mistral.MistralRMSNorm, "forward", norm)
+
+
+def losses_alone(model: Any) -> torch.Tensor:
+    """The mean loss of all predicted tokens, of one sequence after the other."""
+    losses = []
+    for sequence in SEQUENCES:
+        tokens = torch.from_numpy(sequence)
+        losses.append(
+            functional.cross_entropy(
+                model(tokens[None, :-1]).logits[0], tokens[1:], reduction="sum"
+            )
+        )
+    return torch.stack(losses).sum() / sum(len(sequence) - 1 for sequence in SEQUENCES)
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("make", [gpt2, llama, mistral])
+def test_packed_rows_are_each_sequence_alone(make: Any, attention: str, tmp_path: Path) -> None:
+    """The gradient of a step over all rows, and the loss after it."""
+    folder = saved(make(), tmp_path / "folder")
+    run = hvdtrain.train(
+        {"run": str(tmp_path / "run"), "stop.steps": 1, "model.name": f"transformers:{folder}"},
+        *WORDS,
+        *(f"model.weights={folder}", f"model.attn_implementation={attention}"),
+        *("data.pack=17", "batch.size=8"),
+        train_data={"tokens": SEQUENCES},
+        val_data={"tokens": SEQUENCES},
+    )
+    model = loaded(folder, attn_implementation=attention)
+    losses_alone(model).backward()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            p.sub_(0.5 * p.grad)
+            np.testing.assert_allclose(run.weights[name], p, rtol=0, atol=1e-14, err_msg=name)
+        assert run.last == pytest.approx(losses_alone(model).item(), rel=0, abs=1e-13)
+
+
+def opt() -> Any:
+    """Counts positions itself."""
+    sizes = {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}
+    return transformers.OPTForCausalLM(transformers.OPTConfig(**sizes))
+
+
+def lfm2() -> Any:
+    """Has a convolution over tokens."""
+    sizes = {**SIZES, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}
+    return transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**sizes))
+
+
+def mamba() -> Any:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": VOCABULARY, "state_size": 4}
+    return transformers.MambaForCausalLM(transformers.MambaConfig(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (opt, "OPTForCausalLM of transformers: the tokens of a sequence change the outputs"),
+        (lfm2, "Lfm2ForCausalLM of transformers: the tokens of a sequence change the outputs"),
+        (mamba, "MambaForCausalLM of transformers: its forward.. has no parameter position_ids"),
+    ],
+)
+def test_models_that_cannot_keep_sequences_apart(make: Any, why: str, tmp_path: Path) -> None:
+    data = {"tokens": SEQUENCES}
+    words = [word for word in WORDS if not word.startswith("speed.")]  # in float32
+    with pytest.raises(UserError, match=f"data.pack does not support {why}") as caught:
+        hvdtrain.train(
+            {"run": str(tmp_path / "run")},
+            *words,
+            *("data.pack=17", "batch.size=8"),
+            model=make(),
+            train_data=data,
+            val_data=data,
+        )
+    assert caught.value.fix == "data.pad={tokens: 0} instead of data.pack"
+
+
+class ByHand(torch.nn.Module):
+    """Has a parameter for the mask of padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(VOCABULARY, 4)
+        self.out = torch.nn.Linear(4, 3)
+
+    def forward(self, ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        assert attention_mask.dtype == torch.bool
+        total = (self.words(ids) * attention_mask[:, :, None]).sum(1)
+        mean: torch.Tensor = self.out(total / attention_mask.sum(1, keepdim=True))
+        return mean
+
+
+class Next(torch.nn.Module):
+    """Predicts tokens; how it was called is in `masks`."""
+
+    masks: ClassVar[list[torch.Tensor | None]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(VOCABULARY, VOCABULARY)
+
+    def forward(
+        self, tokens: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        self.masks.append(attention_mask)
+        logits: torch.Tensor = self.words(tokens)
+        return logits
+
+
+@pytest.mark.parametrize("way", ["sdpa", "eager", "object", "user"])
+def test_padding_is_masked_by_name(way: str, tmp_path: Path) -> None:
+    """The gradient of a step and the outputs after it are those of each sequence alone."""
+    data = {"x": SEQUENCES, "y": np.arange(len(SEQUENCES)) % 3}
+    words = [word for word in WORDS if word != "task.name=language"]
+    words += ["data.pad={x: 0}", "batch.size=15", "batch.micro=5"]
+    model: Any = ByHand().double()
+    job: dict[str, Any] = {"model": copy.deepcopy(model)}
+    if way != "user":
+        folder = saved(bert(), tmp_path / "folder")
+        kind = "AutoModelForSequenceClassification"
+        attention = "sdpa" if way == "object" else way
+        model = loaded(folder, kind, attn_implementation=attention)
+        job = {"model": loaded(folder, kind)}
+        if way != "object":
+            words += [f"model.name=transformers:{folder}", f"model.weights={folder}"]
+            words += [f"model.attn_implementation={way}"]
+            job = {}
+    run = hvdtrain.train(
+        {"run": str(tmp_path / "run"), "stop.steps": 1},
+        *words,
+        **job,
+        train_data=data,
+        val_data=data,
+    )
+
+    def outputs_of(sequence: np.ndarray) -> torch.Tensor:
+        tokens = torch.from_numpy(sequence)[None]
+        outputs = model(tokens, torch.ones_like(tokens, dtype=torch.bool))
+        logits: torch.Tensor = outputs if way == "user" else outputs.logits
+        return logits
+
+    for sequence, label in zip(SEQUENCES, data["y"], strict=True):
+        (functional.cross_entropy(outputs_of(sequence), torch.tensor([label])) / 15).backward()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                p.sub_(0.5 * p.grad)
+            np.testing.assert_allclose(run.weights[name], p, rtol=0, atol=1e-14, err_msg=name)
+        expected = torch.cat([outputs_of(sequence) for sequence in SEQUENCES]).numpy()
+    np.testing.assert_allclose(hvdtrain.predict(run, SEQUENCES), expected, rtol=0, atol=1e-13)
+
+
+def test_a_language_model_gets_the_mask_if_it_has_the_parameter(tmp_path: Path) -> None:
+    data = {"tokens": SEQUENCES}
+    hvdtrain.train(
+        {"run": str(tmp_path / "run"), "stop.steps": 1},
+        *WORDS,
+        *("data.pad={tokens: 0}", "batch.size=15"),
+        model=Next(),
+        train_data=data,
+        val_data=data,
+    )
+    # the last of 16 tokens is only predicted
+    masks = [mask for mask in Next.masks if mask is not None and len(mask) == 15]
+    real = sorted(min(len(sequence), 15) for sequence in SEQUENCES)
+    assert None not in Next.masks and len(masks) >= 2
+    assert all(sorted(mask.sum(1).tolist()) == real for mask in masks)
+    Next.masks.clear()
+
+
+@needs_mpirun
+def test_the_same_on_two_ranks(tmp_path: Path) -> None:
+    """Adapters in packed rows, whole and in parts, and padded batches, resumed."""
+    for make in (gpt2, bert):
+        saved(make(), tmp_path / make.__name__)
+    done = mpirun(2, alone("language_models_on_ranks:jobs", str(tmp_path)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    expected: dict[str, Any] = {}
+    for number, (name, words) in enumerate(JOBS):
+        if "shard.stage=3" not in words:
+            expected = train(tmp_path, number, tmp_path / f"one{number}", 4).weights
+        found = read_weights(tmp_path / f"{number}", "")[0]
+        assert found.keys() == expected.keys()
+        for key, array in found.items():
+            np.testing.assert_allclose(array, expected[key], rtol=0, atol=1e-13, err_msg=name)

@@ -12,8 +12,20 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.own_line import own_line
 from hvdtrain.data.field import Field
+from hvdtrain.data.packed import is_packed
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.call import Called, call, shapes_of, takes_by_name
+from hvdtrain.frameworks.torch.call import (
+    ATTENTION_MASK,
+    PACKED_IN_TRANSFORMERS,
+    Called,
+    call,
+    is_of_transformers,
+    padding_mask,
+    shapes_of,
+    takes_by_name,
+    without_optional,
+)
+from hvdtrain.frameworks.torch.check_packing import cannot_pack, check_packing
 from hvdtrain.frameworks.torch.forward import first_of, whole_outputs
 from hvdtrain.frameworks.torch.private_api import FakeTensor, TorchDispatchMode
 from hvdtrain.tasks.task import DeviceAndDtype, Task, TaskPart, part_of, wrong_shapes
@@ -51,7 +63,7 @@ def check_outputs(
     for count in (2, 0) if config.norm.kind == "sync" else (2,):
         batch = zeros(count, task, first)
         inputs = part.inputs(batch)
-        _check_names(model, part, where)
+        _check_names(model, part, inputs, where)
         kind = "images" if isinstance(inputs, torch.Tensor) and inputs.ndim == 4 else "inputs"
         try:
             with torch.no_grad(), masks:
@@ -83,15 +95,28 @@ def check_outputs(
             )
         if first.device.type != "meta":  # shapes() has no numbers
             _check_loss(part, outputs, batch, config, task)
+    if has_numbers and is_packed(task.fields) and is_of_transformers(model):
+        check_packing(model, task, first.device, where)
     if task.examples is not None and first.device.type != "meta":
         _check_functions(model, part, task.fields, task.examples, first)
 
 
-def _check_names(model: torch.nn.Module, part: TaskPart, where: str) -> None:
+def _check_names(model: torch.nn.Module, part: TaskPart, inputs: Called, where: str) -> None:
     """Raises UserError if forward() lacks a parameter of an input that a model has to take by
     its name."""
-    names = getattr(part, "by_name", ())
-    if not takes_by_name(model, names):
+    is_padded = isinstance(inputs, dict) and padding_mask(without_optional(inputs))
+    if is_padded and is_of_transformers(model) and not takes_by_name(model, [ATTENTION_MASK]):
+        raise UserError(
+            f"{type(model).__name__} of transformers has no parameter {ATTENTION_MASK}, so it "
+            "would see the padding",
+            where,
+            "a model that has one, or samples of one length",
+        )
+    names: tuple[str, ...] = getattr(part, "by_name", ())
+    if names and is_of_transformers(model):
+        if not takes_by_name(model, PACKED_IN_TRANSFORMERS):
+            raise cannot_pack(model, "its forward() has no parameter position_ids", where)
+    elif not takes_by_name(model, names):
         what = (
             f"the job passes {' and '.join(names)} to forward() of {type(model).__name__}, which "
             "has no such parameters"
@@ -159,6 +184,7 @@ def _check_loss(
 def _sizes(inputs: Called) -> str:
     """Describes input shapes: (n, 1, 8, 8): n images of 1 channel and 8x8 pixels; x.flatten(1) is
     (n, 64)."""
+    inputs = without_optional(inputs)
     if not isinstance(inputs, torch.Tensor):
         return ", ".join(
             f"{name} {str(each.dtype).removeprefix('torch.')} "

@@ -29,6 +29,7 @@ from hvdtrain.frameworks.learner import (
 )
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch.buffers import Buffers
+from hvdtrain.frameworks.torch.call import without_optional
 from hvdtrain.frameworks.torch.device import gpu, no_such_kernel, seed_layers
 from hvdtrain.frameworks.torch.forward import Forward
 from hvdtrain.frameworks.torch.inputs import DeviceBatch
@@ -192,7 +193,7 @@ class TorchLearner(RankModel, DrawsTokens, Learner):
 
     def begin_with(self, batch: DeviceBatch) -> None:
         model: Any = self.model
-        model.begin_with(self.forward.inputs_of(batch))
+        model.begin_with(without_optional(self.forward.inputs_of(batch)))
         self.strategy.weights_changed()
 
     def trains_one_sample(self) -> bool:

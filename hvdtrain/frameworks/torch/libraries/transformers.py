@@ -24,6 +24,8 @@ from hvdtrain.frameworks.torch.foreign.config_json import check_options, read_co
 from hvdtrain.frameworks.torch.foreign.counted import TooLarge, made_within_limits
 from hvdtrain.frameworks.torch.foreign.downloads import is_download
 
+_BESIDE_CONFIGURATION = ("num_labels", "attn_implementation")  # options that to_dict() lacks
+
 
 def model_of(name: str, where: str) -> Callable[..., torch.nn.Module]:
     """Returns a function that creates the model of a folder with config.json, or of a class whose
@@ -107,7 +109,7 @@ def _configuration(
             (
                 option
                 for option in options
-                if option not in own.to_dict() and option != "num_labels"
+                if option not in own.to_dict() and option not in _BESIDE_CONFIGURATION
             ),
             None,
         ):

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from hvdtrain.frameworks.model_options import check_gpt
+from hvdtrain.frameworks.torch.call import positions_of
 from hvdtrain.frameworks.torch.units import Unit
 
 STD = 0.02
@@ -210,8 +211,7 @@ class GPT(nn.Module):
         """Runs forward() for rows with several sequences. Positions count from the first token of
         each sequence, and no sequence attends to another."""
         at = torch.arange(tokens.shape[1], device=tokens.device)
-        begins = functional.pad(segments[:, 1:] != segments[:, :-1], (1, 0))
-        positions = at - torch.where(begins, at, 0).cummax(1).values  # (n, m)
+        positions = positions_of(segments)  # (n, m)
         # (n, 1, m, m)
         seen = ((segments[:, :, None] == segments[:, None]) & (at[:, None] >= at))[:, None]
         x = self.dropout(self.tokens(tokens) + self.positions(positions))
