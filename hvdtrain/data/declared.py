@@ -12,6 +12,7 @@ import numpy as np
 
 from hvdtrain.data.around_source import AroundSource, inner_source, where_of
 from hvdtrain.data.field import Field, check_numbers
+from hvdtrain.data.grid import Grid
 from hvdtrain.data.source import LabelledImages, NamedArrays, Source
 from hvdtrain.data.subset import Subset
 
@@ -41,6 +42,9 @@ class CheckedSource(AroundSource):
 
     def known_labels(self) -> np.ndarray | None:
         return self.source.known_labels()
+
+    def known_grid(self, text: str) -> Grid | None:
+        return self.source.known_grid(text)
 
     def _checked(self, batch: Batch, indices: np.ndarray) -> Batch:
         for name, kind in self.fields.items():

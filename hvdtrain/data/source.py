@@ -15,6 +15,7 @@ from hvdtrain.core.arrays import digest
 from hvdtrain.core.progress import fold
 from hvdtrain.data.channel_stats import ChannelStats, channel_stats, sampled_stats
 from hvdtrain.data.field import Channels, Field, check_numbers, describe
+from hvdtrain.data.grid import Grid
 from hvdtrain.data.labels import digest_of_labels, first_outside, read_labels
 from hvdtrain.errors import UserError
 
@@ -153,6 +154,11 @@ class Source(ABC):
     ) -> np.ndarray | None:
         """Returns mean and deviation of a field over all or some samples, float64 (2, C) along the
         axis of its channels, if the source knows them."""
+        return None
+
+    def known_grid(self, text: str) -> Grid | None:
+        """Returns the axes of an array of the file with their coordinates, cut as data.fields cuts
+        it, such as "/u[:, 0:3]"; None if there are several files, or none with such an array."""
         return None
 
     def known_array(self, name: str) -> np.ndarray | None:

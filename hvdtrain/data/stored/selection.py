@@ -46,6 +46,15 @@ class Selection:
     # selection within the box; an integer removes its axis
     inside: tuple[slice | int | np.ndarray, ...]
 
+    @property
+    def places(self) -> list[np.ndarray | int]:
+        """Returns the selected positions of each axis of the array, the samples first, int64 (n,);
+        an integer where an axis is removed."""
+        found: list[np.ndarray | int] = [self.first + self.step * np.arange(self.samples)]
+        for low, high, part in zip(self.box.first, self.box.last, self.inside, strict=True):
+            found.append(low + part if isinstance(part, int) else np.arange(low, high)[part])
+        return found
+
     def pick(self, rows: np.ndarray) -> np.ndarray:
         """Returns the selected part of rows: (n, *box.shape) -> (n, *selected)."""
         for axis in reversed(range(len(self.inside))):

@@ -16,11 +16,12 @@ import numpy as np
 from hvdtrain.core.arrays import digest
 from hvdtrain.core.progress import fold
 from hvdtrain.data.field import Channels, Field, channel_count, check_numbers
+from hvdtrain.data.grid import Grid
 from hvdtrain.data.labels import smallest
 from hvdtrain.data.source import Foresight, Source, check_indices
 from hvdtrain.data.stored.ahead import SamplesAhead
 from hvdtrain.data.stored.cache import BlockCache
-from hvdtrain.data.stored.selection import Selection
+from hvdtrain.data.stored.selection import Selection, name_and_words, select
 from hvdtrain.data.stored.statistics import ReadingRanks, kept, mean_and_std
 from hvdtrain.data.stored.stored_array import Blocks, PlainRows, StoredArray, StoredFile
 from hvdtrain.data.worker_pool import WorkerPool
@@ -366,9 +367,20 @@ class StoredSource(Source):
             )
         )
 
+    def known_grid(self, text: str) -> Grid | None:
+        if self.file is None or len(self.samples.parts) != 1:
+            return None
+        name, words = name_and_words(text)
+        if name.strip("/") not in {known.strip("/") for known in self.file.names}:
+            return None
+        grid = self.file.grid(name)
+        return (
+            None if grid is None else grid.cut(select(words, grid.shape, text, self.where).places)
+        )
+
     def known_array(self, name: str) -> np.ndarray | None:
         """Raises UserError if the files have no such array."""
-        return None if self.file is None else self.file.values(name)
+        return None if self.file is None else self.file.plane(name)
 
     def digests(self, seed: int) -> dict[str, str]:
         """Returns a digest of all labels and of samples at fixed positions."""

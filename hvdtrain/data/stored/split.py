@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import Split
+from hvdtrain.data.stored.dates import dates_of
 from hvdtrain.data.stored.options import Wanted
 from hvdtrain.data.stored.selection import name_and_words, select
 from hvdtrain.data.stored.source import FileSamples
@@ -20,28 +23,37 @@ from hvdtrain.errors import UserError
 _TRUTH = {"true": True, "false": False}
 _VALIDATE = ("val", "valid", "validation")
 _TRAIN = ("train", "training")
+_DATE = r"\d{4,}(?:-\d\d(?:-\d\d(?:T\d\d(?::\d\d(?::\d\d)?)?)?)?)?"  # or its beginning
+_TO = "/"  # between the ends of a range of dates, which may have colons
+
+
+class SplitColumn(NamedTuple):
+    """The values of data.split_by for all samples, (n,)."""
+
+    values: np.ndarray
+    are_dates: bool  # texts of a time coordinate
 
 
 def split_values(
     files: list[StoredFile], paths: list[Path], parts: tuple[FileSamples, ...], text: str
-) -> np.ndarray:
-    """Returns the values of data.split_by for all samples, (n,)."""
+) -> SplitColumn:
+    """Returns the values of data.split_by. Raises UserError if the files do not match."""
     found = [_split_values_of(*one, text) for one in zip(files, paths, parts, strict=True)]
-    kinds = {values.dtype.kind == "U" for values in found}
+    kinds = {(one.values.dtype.kind == "U", one.are_dates) for one in found}
     if len(kinds) > 1:
         raise UserError(
             f"data.split_by={text} has texts in some files and numbers in others",
             str(paths[0].parent),
             "one kind in all files",
         )
-    values = np.concatenate(found)
+    values = np.concatenate([one.values for one in found])
     are_truth = values.dtype.kind == "U" and np.isin(np.char.lower(values), list(_TRUTH)).all()
-    return np.char.lower(values) == "true" if are_truth else values
+    return SplitColumn(np.char.lower(values) == "true" if are_truth else values, found[0].are_dates)
 
 
-def _split_values_of(file: StoredFile, path: Path, part: FileSamples, text: str) -> np.ndarray:
-    """Returns the values for the samples of a file. Raises UserError if their numbers differ, or if
-    a value is missing."""
+def _split_values_of(file: StoredFile, path: Path, part: FileSamples, text: str) -> SplitColumn:
+    """Returns the values for the samples of a file; of a time coordinate its dates. Raises
+    UserError if their numbers differ, or if a value is missing."""
     name, words = name_and_words(text)
     values = file.values(name)
     if values.ndim != 1:
@@ -69,11 +81,14 @@ def _split_values_of(file: StoredFile, path: Path, part: FileSamples, text: str)
             str(path),
             "fill them, or remove these samples",
         )
-    return column
+    grid = file.grid(name)
+    dates = None if grid is None else dates_of(column, grid.attributes)
+    return SplitColumn(column if dates is None else dates, dates is not None)
 
 
-def in_neither(values: np.ndarray, split: Split, key: str) -> Iterator[str]:
+def in_neither(column: SplitColumn, split: Split, key: str) -> Iterator[str]:
     """Returns a note if samples belong to neither the training nor the validation set."""
+    values = column.values
     if split != "train" or values.dtype.kind != "U":
         return
     others = values[~np.isin(np.char.lower(values), (*_TRAIN, *_VALIDATE))]
@@ -85,9 +100,34 @@ def in_neither(values: np.ndarray, split: Split, key: str) -> Iterator[str]:
 
 
 def _is_range(value: bool | int | str, known: np.ndarray) -> bool:
-    """Whether it is FIRST:LAST, FIRST: or :LAST, and not one of the values itself."""
-    is_text = isinstance(value, str) and value not in known.tolist()
-    return is_text and known.dtype.kind != "b" and str(value).count(":") == 1
+    """Whether it is FIRST:LAST, FIRST: or :LAST, and not one of the values, or in their form, such
+    as 12:30 among times of a day."""
+    if not isinstance(value, str) or value.count(":") != 1 or known.dtype.kind == "b":
+        return False
+    return known.dtype.kind != "U" or _form(value) not in set(map(_form, known.tolist()))
+
+
+def _form(text: str) -> str:
+    return re.sub(r"\d", "0", text)
+
+
+def _as_range(date: bool | int | str) -> str:
+    """Returns FIRST:LAST for a date, such as 2003-06, or a range of dates. Raises OptionError for
+    anything else."""
+    text = str(date).replace(" ", "T")
+    if re.fullmatch(_DATE, text):
+        return f"{text}{_TO}{text}"
+    match = re.fullmatch(f"({_DATE})?:({_DATE})?", text)
+    if match is None or not any(match.groups()):
+        what = f"data.split_val has {date}, but data.split_by is a time coordinate"
+        fix = "dates and ranges of dates, as in 2003, 2003-06 or 2003-06-30:2005"
+        raise OptionError(what, "split_val", fix)
+    return _TO.join(part or "" for part in match.groups())
+
+
+def _ends(value: bool | int | str) -> tuple[str, str]:
+    first, _, last = str(value).partition(_TO if _TO in str(value) else ":")
+    return first.strip(), last.strip()
 
 
 def _inside(value: bool | int | str, values: np.ndarray) -> np.ndarray:
@@ -96,8 +136,7 @@ def _inside(value: bool | int | str, values: np.ndarray) -> np.ndarray:
 
     Raises OptionError for an end that is not a number, for a column of numbers.
     """
-    ends: list[str] = str(value).split(":")
-    first, last = (end.strip() for end in ends)
+    first, last = _ends(value)
     if values.dtype.kind == "U":
         return ((values >= first) | (not first)) & (
             (values.astype(f"U{max(1, len(last))}") <= last) | (not last)
@@ -114,38 +153,49 @@ def _inside(value: bool | int | str, values: np.ndarray) -> np.ndarray:
     return (values >= low) & (values <= high)
 
 
+def _validates(
+    column: SplitColumn, wanted: Wanted, listed: Sequence[bool | int | str]
+) -> np.ndarray:
+    """Returns which samples have a value of data.split_val, bool (n,). Raises OptionError for one
+    that no sample has."""
+    values = column.values
+    known = np.unique(values)
+    chosen_values = [
+        _TRUTH.get(str(value).lower(), value) if known.dtype.kind == "b" else value
+        for value in listed
+    ]
+    of_range = np.zeros(len(values), bool)
+    ranges = [value for value in chosen_values if column.are_dates or _is_range(value, known)]
+    for value in ranges:
+        inside = _inside(_as_range(value) if column.are_dates else value, values)
+        if not inside.any():
+            what = f"no sample is in {value}: {wanted.split_by} is {known[0]} to {known[-1]}"
+            raise OptionError(what, "split_val", "FIRST:LAST, with values of that column")
+        of_range |= inside
+    chosen_values = [value for value in chosen_values if value not in ranges]
+    absent = [value for value in chosen_values if value not in known.tolist()]
+    if absent:
+        what = (
+            f"no sample has {', '.join(map(str, absent))}: {wanted.split_by} has the values "
+            f"{', '.join(map(str, known[:12].tolist()))}"
+        )
+        raise OptionError(what, "split_val", "values of that column")
+    chosen = np.array(chosen_values, values.dtype) if values.dtype.kind in "iufb" else chosen_values
+    return np.asarray(of_range | np.isin(values, chosen))
+
+
 def samples_of_split(
-    values: np.ndarray, paths: list[Path], wanted: Wanted, split: Split
+    column: SplitColumn, paths: list[Path], wanted: Wanted, split: Split
 ) -> np.ndarray:
     """Returns the samples of a split, int64 (n,), by the values of a column. Raises UserError if
     there are none."""
+    values = column.values
     if wanted.split_val is not None:
-        known = np.unique(values)
-        chosen_values = [
-            _TRUTH.get(str(value).lower(), value) if known.dtype.kind == "b" else value
-            for value in wanted.split_val
-        ]
-        of_range = np.zeros(len(values), bool)
-        ranges = [value for value in chosen_values if _is_range(value, known)]
-        for value in ranges:
-            inside = _inside(value, values)
-            if not inside.any():
-                what = f"no sample is in {value}: {wanted.split_by} is {known[0]} to {known[-1]}"
-                raise OptionError(what, "split_val", "FIRST:LAST, with values of that column")
-            of_range |= inside
-        chosen_values = [value for value in chosen_values if value not in ranges]
-        absent = [value for value in chosen_values if value not in known.tolist()]
-        if absent:
-            what = (
-                f"no sample has {', '.join(map(str, absent))}: {wanted.split_by} has the values "
-                f"{', '.join(map(str, known[:12].tolist()))}"
-            )
-            raise OptionError(what, "split_val", "values of that column")
-        mask = np.isin(
-            values,
-            np.array(chosen_values, values.dtype) if values.dtype.kind in "iufb" else chosen_values,
-        )
-        chosen = np.flatnonzero((mask | of_range) == (split == "val"))
+        chosen = np.flatnonzero(_validates(column, wanted, wanted.split_val) == (split == "val"))
+    elif column.are_dates:
+        what = f"{wanted.split_by} has dates: which of them mark validation samples?"
+        fix = f'data.split_val=["{np.unique(values)[-1][:4]}"]'
+        raise OptionError(what, "split_by", fix)
     elif values.dtype.kind == "U":
         chosen = np.flatnonzero(
             np.isin(np.char.lower(values), _TRAIN if split == "train" else _VALIDATE)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from hvdtrain.data.grid import Grid
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
 from hvdtrain.data.stored.selection import SelectionBox
 from hvdtrain.data.user_data.arrays import TARGETS
@@ -102,6 +103,16 @@ class StoredFile(ABC):
         """Reads a whole column of numbers or strings (n,). Raises UserError if it does not
         exist."""
 
+    def plane(self, name: str) -> np.ndarray:
+        """Reads a whole array (n,) or (H, W), such as the areas of points. Raises UserError if it
+        does not exist."""
+        return self.values(name)
+
+    def grid(self, name: str) -> Grid | None:
+        """Returns the axes of an array with their coordinates, and what describes it; None if the
+        format does not name axes. Raises UserError if it does not exist."""
+        return None
+
     @property
     def without_numbers(self) -> Collection[str]:
         """Returns the names of arrays that `names` excludes because they are not numbers."""
@@ -181,6 +192,15 @@ def check_dtype(dtype: np.dtype[Any], name: str, path: Path, has_texts: bool = F
     if dtype.kind == "O" and not has_texts:
         what += "; objects are never read: unpickling them could run code"
     raise UserError(what, str(path), fix)
+
+
+def check_axes(shape: tuple[int, ...], most_axes: int, name: str, path: Path) -> None:
+    """Raises UserError for an array with more axes than are read whole, or none."""
+    if 1 <= len(shape) <= most_axes:
+        return
+    expected = "one value for each sample" if most_axes == 1 else "one or two axes"
+    fix = "another array as data.split_by" if most_axes == 1 else "another array"
+    raise UserError(f"{name} is of shape {shape}, expected {expected}", str(path), fix)
 
 
 def no_such(name: str, names: list[str], path: Path) -> UserError:

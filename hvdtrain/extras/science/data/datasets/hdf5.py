@@ -9,12 +9,13 @@ import math
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 
 from hvdtrain.data.files.staging import Staging
+from hvdtrain.data.grid import Grid, GridVariable
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import build_stored
@@ -25,12 +26,14 @@ from hvdtrain.data.stored.stored_array import (
     PlainRows,
     StoredArray,
     StoredFile,
+    check_axes,
     check_dtype,
     check_shape,
     no_such,
 )
 from hvdtrain.errors import UserError, first_line
 from hvdtrain.extras.science.chunks import block_edges, check_chunks
+from hvdtrain.extras.science.grids import described, grid_of, text_of
 from hvdtrain.extras.science.netcdf_numbers import WORDS, is_packed, unpacked, unpacked_dtype
 
 # HDF5's filter numbers
@@ -154,7 +157,7 @@ class Hdf5File(StoredFile):
         names = []
         for name in self.names:
             with self._dataset(name) as dataset:
-                if _text(dataset.attrs.get("CLASS")) == "DIMENSION_SCALE":
+                if text_of(dataset.attrs.get("CLASS")) == "DIMENSION_SCALE":
                     names.append(name)
         return names
 
@@ -170,8 +173,7 @@ class Hdf5File(StoredFile):
 
     def array(self, name: str) -> StoredArray:
         with self._dataset(name) as dataset:
-            has_texts = _h5py().check_string_dtype(dataset.dtype) is not None
-            check_dtype(dataset.dtype, name, self.file.path, has_texts)
+            check_dtype(dataset.dtype, name, self.file.path, _has_texts(dataset))
             return self._array(dataset, name)
 
     def _array(self, dataset: Any, name: str) -> StoredArray:
@@ -295,11 +297,36 @@ class Hdf5File(StoredFile):
             fix,
         )
 
-    def values(self, name: str) -> np.ndarray:
+    def grid(self, name: str) -> Grid | None:
         with self._dataset(name) as dataset:
-            if len(dataset.shape) != 1:
-                what = f"{name} is of shape {dataset.shape}, expected one value for each sample"
-                raise UserError(what, str(self.file.path), "another array as data.split_by")
+            axes = _axes(dataset)
+            shape = tuple(dataset.shape)
+            attributes = dict(dataset.attrs)
+        return grid_of(name, axes, shape, attributes, self._variable)
+
+    def _variable(self, name: str) -> GridVariable | None:
+        """Returns a coordinate with its axes; None if there is no such array of numbers or
+        texts."""
+        with _opened(self.file) as file:
+            found = self._found(file, name)
+            if found is None or not hasattr(found, "chunks") or _is_elsewhere(found):
+                return None
+            is_plain = found.dtype.kind in "iuf" or (len(found.shape) == 1 and _has_texts(found))
+            if not is_plain or not 1 <= len(found.shape) <= 2 or _has_no_values(found):
+                return None
+            axes = tuple(_axes(found))
+            attributes = described(dict(found.attrs))
+        return GridVariable(PurePosixPath(name).name, axes, self.plane(name), attributes)
+
+    def values(self, name: str) -> np.ndarray:
+        return self._values(name, 1)
+
+    def plane(self, name: str) -> np.ndarray:
+        return self._values(name, 2)
+
+    def _values(self, name: str, most_axes: int) -> np.ndarray:
+        with self._dataset(name) as dataset:
+            check_axes(dataset.shape, most_axes, name, self.file.path)
             if dataset.dtype.kind in "SO":
                 return np.array([text.strip("\0 ") for text in dataset.asstr()[:]], str)
             attributes = _attributes(dataset)
@@ -309,6 +336,25 @@ class Hdf5File(StoredFile):
                 unpacked_dtype(dataset.dtype, attributes),
                 f"{name} of {self.file.path}",
             )
+
+
+def _axes(dataset: Any) -> list[str]:
+    """Returns the name of each axis, from the scale that is attached to it; empty without one."""
+    if text_of(dataset.attrs.get("CLASS")) == "DIMENSION_SCALE" and len(dataset.shape) == 1:
+        return [PurePosixPath(dataset.name).name]
+    return [
+        PurePosixPath(scales[0].name).name if len(scales) else str(scales.label)
+        for scales in dataset.dims
+    ]
+
+
+def _has_texts(dataset: Any) -> bool:
+    return _h5py().check_string_dtype(dataset.dtype) is not None
+
+
+def _has_no_values(dataset: Any) -> bool:
+    """Whether it is the dimension of netCDF without a coordinate."""
+    return text_of(dataset.attrs.get("NAME")).startswith("This is a netCDF dimension but not")
 
 
 def _is_elsewhere(dataset: Any) -> bool:
@@ -337,10 +383,6 @@ def _attributes(dataset: Any) -> dict[str, Any]:
     if fill is not None and dataset.fillvalue == fill:
         attributes.setdefault("_FillValue", dataset.fillvalue)
     return attributes
-
-
-def _text(attribute: Any) -> str:
-    return attribute.decode(errors="replace") if isinstance(attribute, bytes) else str(attribute)
 
 
 def _unwritten(dataset: Any) -> tuple[int, int]:

@@ -19,6 +19,7 @@ import numpy as np
 
 from hvdtrain.core.folder import WrongKind, check_regular
 from hvdtrain.data.files.staging import Staging
+from hvdtrain.data.grid import Grid, GridVariable
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import build_stored
@@ -28,11 +29,13 @@ from hvdtrain.data.stored.selection import SelectionBox
 from hvdtrain.data.stored.stored_array import (
     StoredArray,
     StoredFile,
+    check_axes,
     check_dtype,
     no_such,
 )
 from hvdtrain.errors import UserError, first_line
 from hvdtrain.extras.science.chunks import block_edges, check_chunks
+from hvdtrain.extras.science.grids import described, grid_of
 from hvdtrain.extras.science.netcdf_numbers import is_packed, unpacked, unpacked_dtype
 
 _CODEC_KEYS = ("filters", "compressor", "codecs", "index_codecs")
@@ -269,14 +272,34 @@ class ZarrGroup(StoredFile):
             raise UserError(what, str(self.path), fix)
         return member
 
-    def values(self, name: str) -> np.ndarray:
+    def grid(self, name: str) -> Grid | None:
         array = self.opened(name)
-        if len(array.shape) != 1:
-            raise UserError(
-                f"{name} is of shape {array.shape}, expected one value for each sample",
-                str(self.path),
-                "another array",
-            )
+        axes = _axes(array)
+        return grid_of(name, axes, tuple(array.shape), dict(array.attrs), self._variable)
+
+    def _variable(self, name: str) -> GridVariable | None:
+        """Returns a coordinate with its axes; None if there is no such array of numbers or
+        texts."""
+        names = {one.strip("/"): one for one in (*self.names, *self.without_numbers)}
+        if (stored := names.get(name.strip("/"))) is None:
+            return None
+        array = self.opened(stored)
+        is_plain = array.dtype.kind in "iuf" or (len(array.shape) == 1 and array.dtype.kind in "UT")
+        if not is_plain or not 1 <= len(array.shape) <= 2:
+            return None
+        attributes = described(dict(array.attrs))
+        values = self.plane(stored)
+        return GridVariable(PurePosixPath(name).name, tuple(_axes(array)), values, attributes)
+
+    def values(self, name: str) -> np.ndarray:
+        return self._values(name, 1)
+
+    def plane(self, name: str) -> np.ndarray:
+        return self._values(name, 2)
+
+    def _values(self, name: str, most_axes: int) -> np.ndarray:
+        array = self.opened(name)
+        check_axes(tuple(array.shape), most_axes, name, self.path)
         try:
             found = np.asarray(array[:])
         except Exception as error:
@@ -361,6 +384,13 @@ def _dimensions(array: Any) -> list[Any]:
     format in version 3."""
     found = array.attrs.get("_ARRAY_DIMENSIONS", getattr(array.metadata, "dimension_names", None))
     return list(found) if isinstance(found, (list, tuple)) else []
+
+
+def _axes(array: Any) -> list[str]:
+    """Returns the name of each axis; empty without one."""
+    names = _dimensions(array)
+    whole = len(names) == len(array.shape)
+    return [str(name or "") for name in names] if whole else [""] * len(array.shape)
 
 
 def _attributes(array: Any) -> dict[str, Any]:
