@@ -9,6 +9,9 @@ import numpy as np
 from hvdtrain.training.shown_masks import GAP, LINE, NO_CLASS, PAPER, TILE, sized, with_text
 
 MOST_CHANNELS = 3
+_MARGIN = 8  # pixels
+_BAR = 10  # pixels of the height of the bars of colours
+_LEAST_WIDTH = 380  # pixels, for the titles
 _COLUMNS = ("truth", "prediction", "prediction - truth")
 # dark to light, as of matplotlib's viridis, at equal distances
 _VALUES = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
@@ -76,11 +79,14 @@ def _coloured(
 
 
 def _page(rows: list[np.ndarray], titles: list[str]) -> np.ndarray:
-    """Puts rows of three tiles, uint8 (3, H, W, 3), below each other, each with its title."""
+    """Puts rows of three tiles, uint8 (3, H, W, 3), below each other, each with its title; then the
+    colours."""
     _, height, width, _ = rows[0].shape
     row_height = LINE + height + GAP
-    column = width + GAP
-    page = np.full((LINE + len(rows) * row_height, 3 * column - GAP, 3), PAPER, np.uint8)
+    column = max(width, _LEAST_WIDTH // 3) + GAP
+    end = LINE + len(rows) * row_height
+    shape = (end + _BAR + LINE, max(3 * column - GAP, _LEAST_WIDTH), 3)
+    page = np.full(shape, PAPER, np.uint8)
     texts = [(number * column, 2, name) for number, name in enumerate(_COLUMNS)]
     for number, (tiles, title) in enumerate(zip(rows, titles, strict=True)):
         y = LINE + number * row_height
@@ -88,4 +94,14 @@ def _page(rows: list[np.ndarray], titles: list[str]) -> np.ndarray:
         for place, tile in enumerate(tiles):
             x = place * column
             page[y + LINE : y + LINE + height, x : x + width] = tile
-    return with_text(page, texts)
+    page[end : end + _BAR, : column + width] = _bar(column + width, _VALUES)
+    page[end : end + _BAR, 2 * column : 2 * column + width] = _bar(width, _DIFFERENCES)
+    texts += [(0, end + _BAR + 2, "lowest to highest truth")]
+    texts += [(2 * column, end + _BAR + 2, "too low, too high")]
+    margins = ((_MARGIN, _MARGIN), (_MARGIN, _MARGIN), (0, 0))
+    return np.pad(with_text(page, texts), margins, constant_values=PAPER[0])
+
+
+def _bar(width: int, colours: tuple[tuple[int, int, int], ...]) -> np.ndarray:
+    """Returns the colours from low to high, uint8 (_BAR, width, 3)."""
+    return _coloured(np.tile(np.linspace(0.0, 1.0, width), (_BAR, 1)), 0.0, 1.0, colours)

@@ -664,8 +664,10 @@ def test_a_picture_of_maps_has_their_colours() -> None:
     true = np.array([[0.0, 10.0], [5.0, np.nan]])[None, None]
     said = np.array([[0.0, 12.0], [1.0, 3.0]])[None, None]
     page = picture_of_maps(MapSamples(np.array([7]), true, said, ("t",)))
-    tiles = [page[40:232, x : x + 192][48::96, 48::96] for x in (0, 198, 396)]
+    tiles = [page[48:240, x : x + 192][48::96, 48::96] for x in (8, 206, 404)]
     assert tiles[0].tolist() == [[[68, 1, 84], [253, 231, 37]], [[33, 145, 140], [205] * 3]]
     assert tiles[1][0].tolist() == [[68, 1, 84], [253, 231, 37]]
     assert tiles[2].tolist() == [[[247] * 3, [244, 165, 130]], [[33, 102, 172], [205] * 3]]
+    bars = page[250, [8, 397, 404, 499, 595]].tolist()
+    assert bars == [[68, 1, 84], [253, 231, 37], [33, 102, 172], bars[3], [178, 24, 43]]
     assert part_of_maps(np.zeros((1, 5, 1000, 600))).shape == (1, 3, 334, 200)
