@@ -45,8 +45,8 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config import plugins
 from hvdtrain.config.sections.comm import CommConfig
+from hvdtrain.extras.tensor.plan import cut_model, plan_of
 from hvdtrain.frameworks.torch.models import gpt
-from hvdtrain.frameworks.torch.parallel.tensor.plan import cut_model, plan_of
 
 LR = 0.05
 WARM_UP = 2

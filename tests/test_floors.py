@@ -37,6 +37,7 @@ ALLOWED = {  # the only files that may import these
         "extras/pipeline/",
         "extras/plan/of_torch/",
         "extras/servers/",
+        "extras/tensor/",
         "frameworks/torch/",
         "horovod/",
         "tasks/loss_modules.py",

@@ -15,6 +15,7 @@ OF_STEPS = (
     "hvdtrain/extras/dense/",
     "hvdtrain/extras/pipeline/",
     "hvdtrain/extras/servers/",
+    "hvdtrain/extras/tensor/",
 )
 
 

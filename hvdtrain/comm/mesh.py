@@ -126,17 +126,17 @@ def place_of(rank: int, size: int, parallel: ParallelConfig) -> str:
     every rank has a whole model."""
     if parallel.ranks == 1:
         return ""
-    stage, data, tensor = coordinates(rank, size // parallel.ranks, parallel.tensor)
+    stage, data, tensor = coordinates(rank, size // parallel.ranks, parallel.part_ranks)
     names = (
         [f"stage {stage}"] * parallel.has_stages
         + [f"data {data}"]
-        + [f"tensor {tensor}"] * (parallel.tensor > 1)
+        + [f"tensor {tensor}"] * (parallel.part_ranks > 1)
     )
     return ", ".join(names)
 
 
 def _of_layers(world: Communicator, config: Config) -> Mesh:
-    own = coordinates(world.rank, world.size // config.parallel.ranks, config.parallel.tensor)
+    own = coordinates(world.rank, world.size // config.parallel.ranks, config.parallel.part_ranks)
     return mesh_of_layers(world, config, lambda color: _group(world, color(own)))
 
 
@@ -148,17 +148,19 @@ def mesh_of_layers(
     """group: returns this rank's communicator for a color computed from coordinates."""
     parallel = config.parallel
     readers = world.size // parallel.ranks
-    data = group(lambda rank: rank.stage * parallel.tensor + rank.tensor)
-    tensor = group(lambda rank: rank.stage * readers + rank.data) if parallel.tensor > 1 else ALONE
+    data = group(lambda rank: rank.stage * parallel.part_ranks + rank.tensor)
+    tensor = (
+        group(lambda rank: rank.stage * readers + rank.data) if parallel.part_ranks > 1 else ALONE
+    )
     pipe = (
-        group(lambda rank: rank.data * parallel.tensor + rank.tensor)
+        group(lambda rank: rank.data * parallel.part_ranks + rank.tensor)
         if parallel.has_stages
         else ALONE
     )
     table = (tuple(range(data.size)),)
     if config.shard.stage:
         return Mesh(world, data, tensor, world, data, ALONE, table, pipe)
-    several = parallel.tensor > 1 and parallel.has_stages
+    several = parallel.part_ranks > 1 and parallel.has_stages
     if several:
         parts = group(lambda rank: rank.data)
     elif parallel.has_stages:

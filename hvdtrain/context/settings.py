@@ -32,7 +32,6 @@ KEYS = (
     ),
     *(f"comm.{name}" for name in ("hierarchical", "cycle_ms", "fusion_mb", "device_memory")),
     *(f"shard.{name}" for name in ("stage", "group", "offload", "reshard")),
-    *(f"parallel.{name}" for name in ("tensor", "sequence")),
     *("optim.clip_norm", "optim.clip_value"),
     *(
         f"data.{name}"

@@ -124,7 +124,6 @@ PAD = JobFeature(
     what="data.pad does not support {set}: " + ONE_SHAPE,
     fix="leave {key} out; or pad all samples to one length in the data, and leave data.pad out",
     why=ONE_SHAPE,
-    excludes=(Exclusion("parallel.sequence", among(True), words="parallel.tensor=2"),),
 )
 
 
@@ -168,7 +167,6 @@ PACK = JobFeature(
         of_rows(
             "data.sample_weights", other_than(None, "balanced"), "a row contains several samples"
         ),
-        of_rows("parallel.tensor", above(1), PLAIN_TOKENS),
         of_rows(
             "log.noise_scale",
             among(True),

@@ -32,8 +32,6 @@ NOT_TORCH: dict[str, Supported] = {
     "comm.tune": Supported((False,), True),
     "comm.device_memory": Supported(("auto",), "host"),
     "comm.reduce": Supported(("auto",), "bucket"),
-    "parallel.tensor": Supported((1,), 2),
-    "parallel.sequence": Supported((False,), True),
     "shard.stage": Supported((0,), 1),
     "shard.group": Supported(("all",), "node", "shard.stage=1"),
     "shard.offload": Supported(("none",), "optimizer", "shard.stage=1"),

@@ -1,11 +1,11 @@
-"""A feature of a job: the words that turn it on, what it excludes, as data, and what the header and
-the event "start" report about it."""
+"""A feature of a job: the words that turn it on, what it excludes, as data, and what the header
+reports about it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hvdtrain.comm.engines import Feature
 from hvdtrain.config.exclusion import Exclusion, When, as_set, worded
@@ -89,6 +89,8 @@ class JobFeature:
     keys_of_custom_loops: tuple[str, ...] = ()  # its keys that a custom loop supports
     # "module:class" of framework=torch: how the model is distributed
     arrangement: str | Callable[[Config], str] = ""
+    # "module:class" of framework=torch: how ranks of mesh.tensor divide layers
+    layer_division: str | Callable[[Config], str] = ""
     # "module:function" of framework=torch that creates its StepAddition, as assemble.py calls it
     step_addition: str = ""
     gauge: str = ""  # "module:function" that creates its measurement, as telemetry.py calls it
@@ -98,7 +100,6 @@ class JobFeature:
     lines_of_recipe: Callable[[Config, Recipe, int], Sequence[str]] = (
         lambda config, recipe, samples: ()
     )
-    fields_of_start: Callable[[Config, int], Mapping[str, Any]] = lambda config, ranks: {}
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -113,9 +114,16 @@ class JobFeature:
 
     def arrangement_in(self, config: Config) -> str:
         """Returns the "module:class" of how it distributes the model; empty if it does not."""
+        return self._class(self.arrangement, config)
+
+    def layer_division_in(self, config: Config) -> str:
+        """Returns the "module:class" of how it divides layers; empty if it does not."""
+        return self._class(self.layer_division, config)
+
+    def _class(self, name: str | Callable[[Config], str], config: Config) -> str:
         if not self.on(config):
             return ""
-        return self.arrangement if isinstance(self.arrangement, str) else self.arrangement(config)
+        return name if isinstance(name, str) else name(config)
 
     def count_words(self, config: Config) -> str:
         """Returns what the header shows after the numbers of samples."""
@@ -129,10 +137,6 @@ class JobFeature:
         """Returns lines of the header below the line of the recipe; samples: of the training
         set."""
         return self.lines_of_recipe(config, recipe, samples) if self.on(config) else ()
-
-    def start_fields(self, config: Config, ranks: int) -> Mapping[str, Any]:
-        """Returns its fields of the event "start", also when it is off."""
-        return self.fields_of_start(config, ranks)
 
     def conflicts(self, job: PlannedJob) -> Iterator[UserError]:
         """Yields every conflict of this feature in a job, in order."""

@@ -43,7 +43,6 @@ SHRINK = JobFeature(
     why="the partition of a dead rank cannot be recovered",
     what="{chosen} cannot continue on fewer ranks with {set}",
     excludes=(
-        fewer_ranks("parallel.tensor", above(1)),
         fewer_ranks("shard.stage", among(3), "shard.stage=2"),
         fewer_ranks("shard.group", among("node"), "shard.group=all", words="shard.stage=1"),
         fewer_ranks("comm.reduce", among("ddp"), why="DDP keeps its initial process group"),

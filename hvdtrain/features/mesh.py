@@ -1,5 +1,4 @@
-"""The mesh: ranks that share one model and read the same samples. parallel.tensor and
-parallel.sequence."""
+"""The mesh: ranks that share one model and read the same samples."""
 
 from __future__ import annotations
 
@@ -28,6 +27,7 @@ def _whole(config: Config) -> str:
     return " ".join(f"parallel.{name}=1" for name, size in config.parallel.axes.items() if size > 1)
 
 
+PARTS = "hvdtrain.frameworks.torch.parallel.divided_model:DividedModel"
 _NAMES = 10  # columns of the header
 
 
@@ -46,16 +46,16 @@ def mesh_lines(parallel: ParallelConfig, hosts: Sequence[str]) -> list[str]:
     columns = [
         _column(parallel, stage, part)
         for stage in range(parallel.pipe_ranks)
-        for part in range(parallel.tensor)
+        for part in range(parallel.part_ranks)
     ]
     rows = [["", *columns], *([f"data {i}"] for i in range(readers))]
     split = False
     for rank, host in enumerate(hosts):
-        place = coordinates(rank, readers, parallel.tensor)
+        place = coordinates(rank, readers, parallel.part_ranks)
         rows[1 + place.data].append(f"{rank} on {host}")
         split |= host != hosts[rank - place.tensor]
     width = 2 + max(len(cell) for row in rows for cell in row[1:])
-    lines = [f"mesh    {mesh_summary(parallel.pipe_ranks, readers, parallel.tensor)}"]
+    lines = [f"mesh    {mesh_summary(parallel.pipe_ranks, readers, parallel.part_ranks)}"]
     lines += [
         "        " + (name.ljust(_NAMES) + "".join(cell.ljust(width) for cell in row)).rstrip()
         for name, *row in rows
@@ -73,29 +73,31 @@ def mesh_fields(parallel: ParallelConfig, ranks: int) -> dict[str, Any]:
     """Returns fields of the event "start": the number of ranks along each axis, and [stage, data,
     tensor] of each rank if several ranks share one model."""
     readers = ranks // parallel.ranks
-    sizes = (parallel.pipe_ranks, readers, parallel.tensor)
+    sizes = (parallel.pipe_ranks, readers, parallel.part_ranks)
     axes = dict(zip(AXES, sizes, strict=True))
     if parallel.ranks == 1:
         return {"mesh": axes}
     return {
         "mesh": axes,
         "coordinates_of_rank": [
-            list(coordinates(rank, readers, parallel.tensor)) for rank in range(ranks)
+            list(coordinates(rank, readers, parallel.part_ranks)) for rank in range(ranks)
         ],
     }
 
 
 def _column(parallel: ParallelConfig, stage: int, part: int) -> str:
-    names = [f"stage {stage}"] * parallel.has_stages + [f"tensor {part}"] * (parallel.tensor > 1)
+    names = [f"stage {stage}"] * parallel.has_stages + [f"tensor {part}"] * (
+        parallel.part_ranks > 1
+    )
     return ", ".join(names)
 
 
-PARTS = "hvdtrain.frameworks.torch.parallel.tensor.arrangement:TensorParts"
-MESH = JobFeature(
-    key="parallel.tensor",
+# What every way to share one model among ranks has in common: a feature with these values turns it
+# on. Its name and its exclusions are those of all axes of the mesh together.
+SHARED_MODEL = JobFeature(
+    key="",
     on=lambda config: config.parallel.ranks > 1,
     arrangement=lambda config: "" if config.parallel.has_stages else PARTS,
-    examples=("parallel.tensor=2",),
     chosen=lambda config: config.parallel.summary(),
     off=_whole,
     why="no rank has the whole model",
@@ -125,24 +127,4 @@ MESH = JobFeature(
         Exclusion("speed.compile", other_than("none", "default"), why="not implemented yet"),
     ),
     lines_of_ranks=lambda config, hosts: mesh_lines(config.parallel, hosts),
-    fields_of_start=lambda config, ranks: mesh_fields(config.parallel, ranks),
-)
-
-
-# parallel.sequence: between the divided layers, each rank of a tensor group has its part of the
-# positions.
-SEQUENCE = JobFeature(
-    key="parallel.sequence",
-    on=lambda config: config.parallel.sequence,
-    examples=("parallel.sequence=true parallel.tensor=2",),
-    off="parallel.sequence=false",
-    rules=(
-        Exclusion(
-            "parallel.tensor",
-            among(1),
-            what="{chosen} divides positions over the ranks of a tensor group, but this is {set}",
-            fix="parallel.tensor=2, or parallel.sequence=false",
-            where="parallel.sequence",
-        ),
-    ),
 )

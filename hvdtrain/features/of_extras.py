@@ -36,22 +36,13 @@ def with_features_of_extras(features: Sequence[JobFeature]) -> tuple[JobFeature,
     Skips rows for keys that this copy does not have because an extra is not installed.
     """
     found = list(features)
-    excludes = {id(feature): list(feature.excludes) for feature in features}
+    rows: list[AddedRows] = []
     for extra in modules("features").values():
+        rows += extra.ROWS
         for added in extra.FEATURES:
             place = _place(found, added)
             found[place:place] = added.features
-            excludes |= {id(feature): list(feature.excludes) for feature in added.features}
-        for added in extra.ROWS:
-            for feature in added.features:
-                _insert(excludes[id(feature)], added)
-    return tuple(
-        replace(
-            feature,
-            excludes=tuple(row for row in excludes[id(feature)] if row.key in known_keys()),
-        )
-        for feature in found
-    )
+    return tuple(replace(feature, excludes=_excludes(feature, rows)) for feature in found)
 
 
 def _place(features: Sequence[JobFeature], added: Added) -> int:
@@ -61,7 +52,20 @@ def _place(features: Sequence[JobFeature], added: Added) -> int:
     return features.index(added.before)
 
 
-def _insert(rows: list[Exclusion], added: AddedRows) -> None:
-    places = [place for place, row in enumerate(rows, 1) if row.key == added.behind]
-    place = 0 if not added.behind else places[-1] if places else len(rows)
-    rows[place:place] = added.rows
+def _excludes(feature: JobFeature, added: Sequence[AddedRows]) -> tuple[Exclusion, ...]:
+    """Returns the rows of a feature with those that extras add; rows that others follow come
+    first."""
+    rows = list(feature.excludes)
+    left = [each for each in added if feature in each.features]
+    while left:
+        each = next((each for each in left if not _follows(each, left)), left[0])
+        left.remove(each)
+        places = [place for place, row in enumerate(rows, 1) if row.key == each.behind]
+        place = 0 if not each.behind else places[-1] if places else len(rows)
+        rows[place:place] = each.rows
+    return tuple(row for row in rows if row.key in known_keys())
+
+
+def _follows(one: AddedRows, left: Sequence[AddedRows]) -> bool:
+    """Whether others add the row that it follows."""
+    return any(row.key == one.behind for each in left if each is not one for row in each.rows)

@@ -45,7 +45,6 @@ MUON = JobFeature(
             when=lambda config: config.framework == "jax",
             words="framework=jax model.name=mlp",
         ),
-        Exclusion("parallel.tensor", above(1)),
         Exclusion(
             "framework",
             among("numpy"),
@@ -87,7 +86,6 @@ EMA = JobFeature(
             fix="shard.stage=2, or leave optim.ema out",
             when=lambda config: config.framework != "jax",
         ),
-        Exclusion("parallel.tensor", above(1), where="optim.ema"),
     ),
     lines_of_recipe=lambda config, recipe, samples: [
         f"evaluations of averaged weights, optim.ema={config.optim.ema:g}"
@@ -188,15 +186,5 @@ LORA = JobFeature(
             "model.lora_train": ["head.*"],
         },
         fix="model.lora=['*.fc1']",
-    ),
-    excludes=(
-        Exclusion(
-            "parallel.tensor",
-            above(1),
-            what="model.lora does not support {set}: an adapter needs the whole inputs and "
-            "outputs of its layer on each rank",
-            where="model.lora",
-            why="an adapter needs the whole inputs and outputs of its layer on each rank",
-        ),
     ),
 )

@@ -340,8 +340,7 @@ _NONE = -100  # a target that is not predicted
 
 
 class CutLogits(Protocol):
-    """Logits partitioned by vocabulary among the tensor ranks
-    (frameworks/torch/parallel/tensor/collectives.py)."""
+    """Logits partitioned by vocabulary among the ranks that compute each layer together."""
 
     def cross_entropy(self, targets: torch.Tensor, smoothing: float, ignore: int) -> torch.Tensor:
         """Returns the cross entropy of each target, (n, T), like functional.cross_entropy() with

@@ -19,6 +19,7 @@ from hvdtrain.data.sampler import share_bounds
 from hvdtrain.errors import DONE, REQUEUE, short
 from hvdtrain.events import redaction
 from hvdtrain.features.every_feature import FEATURES
+from hvdtrain.features.mesh import mesh_fields
 from hvdtrain.frameworks.by_name import decay
 from hvdtrain.frameworks.learner import Gpu
 from hvdtrain.recipe.summary import batch_summary, lr_summary, noise_summary
@@ -119,9 +120,6 @@ def _ranks_of_hosts(hosts: Sequence[str]) -> str:
 def fields_of_ranks(config: Config, engine: str, hosts: list[str]) -> dict[str, Any]:
     """Returns fields of the event "start", for the trainer and for custom loops. hosts: of each
     rank."""
-    of_features = [
-        field for feature in FEATURES for field in feature.start_fields(config, len(hosts)).items()
-    ]
     whole = {
         "engine": engine,
         "schema": SCHEMA,
@@ -129,7 +127,7 @@ def fields_of_ranks(config: Config, engine: str, hosts: list[str]) -> dict[str, 
         "ranks": len(hosts),
         "hosts": sorted(set(hosts)),
     }
-    return {**whole, "host_of_rank": hosts, **dict(of_features)}
+    return {**whole, "host_of_rank": hosts, **mesh_fields(config.parallel, len(hosts))}
 
 
 def lines_of_ranks(

@@ -15,7 +15,6 @@ from hvdtrain.config.read import configure, to_yaml
 from hvdtrain.config.sections.batch import BatchConfig
 from hvdtrain.config.sections.log import LogConfig
 from hvdtrain.config.sections.model import ModelConfig
-from hvdtrain.config.sections.parallel import ParallelConfig
 from hvdtrain.errors import UserError
 
 
@@ -150,13 +149,6 @@ def test_resume_takes_the_configuration_of_its_run(tmp_path: Path) -> None:
     assert now.optim.origin("base_lr").startswith(f"{tmp_path}/config.yaml:")
     with pytest.raises(UserError, match="there is no run folder nowhere"):
         configure(None, ["resume=nowhere"])
-
-
-def test_a_run_leaves_behind_what_says_nothing_without_its_mesh(tmp_path: Path) -> None:
-    mesh = ["parallel.tensor=2", "parallel.sequence=true"]
-    (tmp_path / "config.yaml").write_text(to_yaml(read(*mesh)))
-    assert configure(None, [f"resume={tmp_path}", "batch.size=16"]).parallel.sequence
-    assert configure(None, [f"resume={tmp_path}", "parallel.tensor=1"]).parallel == ParallelConfig()
 
 
 def test_provenance_names_file_and_line(tmp_path: Path) -> None:

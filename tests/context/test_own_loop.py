@@ -362,10 +362,10 @@ def test_ranks_that_have_the_model_together(tmp_path: Path) -> None:
         f"until=8 {run} parallel.pipeline=2",
         f"{run} parallel.dense=a",
     ]
-    of_tokens = [
+    of_tokens = of_this_copy(
         f"gpt parallel.tensor=2 parallel.sequence=true {words}"
         for words in rows_of_today(("", "shard.stage=3"))
-    ]
+    )
     layouts = (
         "",
         "shard.stage=2",
@@ -413,10 +413,10 @@ def test_ranks_that_have_the_model_together(tmp_path: Path) -> None:
 @pytest.mark.ranks4
 def test_pairs_of_ranks_that_have_the_model_together(tmp_path: Path) -> None:
     whole, tokens = in_ways(tmp_path, 1, "seed=0", "gpt")
-    of_tokens = [
+    of_tokens = of_this_copy(
         f"gpt parallel.tensor=2 {words}"
-        for words in ("", *of_this_copy(["parallel.sequence=true parallel.pipeline=2"]))
-    ]
+        for words in ("", "parallel.sequence=true parallel.pipeline=2")
+    )
     for result in in_ways(tmp_path, 4, *of_tokens):
         assert_near(result, tokens)
     ways = [

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from ranks import Job, in_full_rounds, mpirun, needs_mpirun, python
+from ranks import Job, in_full_rounds, mpirun, needs_extra, needs_mpirun, python
 from waiting import wait_until
 
 from hvdtrain.__main__ import main
@@ -168,6 +168,7 @@ def test_two_ranks_draw_what_one_draws_and_stop_meanwhile(tmp_path: Path) -> Non
 @in_full_rounds
 @needs_mpirun
 @pytest.mark.ranks4
+@needs_extra("tensor")
 def test_ranks_of_a_tensor_group_draw_what_one_process_draws(tmp_path: Path) -> None:
     """And go on where one process stopped, and one process where they did."""
     words = (

@@ -17,7 +17,7 @@ import torch
 from documented_events import check_documented
 from pipeline_jobs_on_ranks import FEW, JOBS
 from pool import on_ranks
-from ranks import FULL, Job, in_full_rounds, mpirun, needs_mpirun
+from ranks import FULL, Job, in_full_rounds, mpirun, needs_extra, needs_mpirun, of_this_copy
 from same_curve import check_same
 from torch import nn
 from waiting import wait_until
@@ -43,7 +43,7 @@ SCHEDULES = [  # interleaved with an odd number of micro-batches, of which none 
 ]
 FOUR = [  # buckets so small that there are several
     f"{TWO},comm.bucket_mb=0.004",
-    f"{TWO},parallel.tensor=2",
+    *(f"{TWO},{words}" for words in of_this_copy(["parallel.tensor=2"])),
     f"{TWO},shard.stage=1,comm.bucket_mb=0.004",
     f"{TWO},shard.stage=2,parallel.schedule=zero_bubble",
     "parallel.pipeline=4",
@@ -123,6 +123,7 @@ def test_every_pipeline_is_one_process(
         check_same(name, job, one)
 
 
+@needs_extra("tensor")
 def test_the_picture_of_a_mesh_with_stages() -> None:
     parallel = configure(None, ["parallel.pipeline=2", "parallel.tensor=2"]).parallel
     assert mesh_lines(parallel, ["n1", "n1", "n1", "n1", "n2", "n2", "n2", "n2"]) == [
@@ -379,6 +380,7 @@ def test_a_model_without_units_is_refused_on_all_ranks(tmp_path: Path) -> None:
 
 @slow
 @needs_mpirun
+@needs_extra("tensor")
 @pytest.mark.ranks4
 def test_a_job_in_a_mesh_says_who_waits(tmp_path: Path) -> None:
     run = tmp_path / "run"

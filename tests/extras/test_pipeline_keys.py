@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from ranks import needs_extra, of_this_copy
 from refusals import refusal_of_job
 
 from hvdtrain.config.read import configure, to_yaml
@@ -14,11 +15,14 @@ from hvdtrain.extras.pipeline.keys import PipelineKeys
 
 # (the configuration, the engine, ranks, what the message says, the key that it names, how to fix
 # it)
-REFUSED = [
+WITH_TENSOR = [
     ("parallel.pipeline=2 "
      "parallel.tensor=2", "mpi", 6, "parallel.pipeline=2 x parallel.tensor=2 does not divide the "
                                     "6 ranks of the job",
      "parallel.tensor", "a multiple of 4 ranks, or another parallel.tensor"),
+] if of_this_copy(["parallel.tensor=2"]) else []  # fmt: skip
+REFUSED = [
+    *WITH_TENSOR,
     ("parallel.pipeline=2", "horovod", 2, "parallel.pipeline=2 needs sends between ranks, which "
     "the horovod engine does not support",
      "comm.engine", "comm.engine=mpi with the same mpirun, or comm.engine=torchdist"),
@@ -79,14 +83,15 @@ def test_wrong_values(word: str, what: str, fix: str) -> None:
     assert fix in caught.value.fix
 
 
+@needs_extra("tensor")
 def test_a_run_leaves_behind_what_says_nothing_without_its_mesh(tmp_path: Path) -> None:
     mesh = ["tensor=2", "pipeline=2", "sequence=true", "schedule=gpipe", "balance=1,2"]
     (tmp_path / "config.yaml").write_text(
         to_yaml(configure(None, [f"parallel.{word}" for word in mesh]))
     )
-    assert configure(None, [f"resume={tmp_path}", "batch.size=16"]).parallel.sequence
+    assert configure(None, [f"resume={tmp_path}", "batch.size=16"]).parallel.divides_positions
     now = PipelineKeys.of(configure(None, [f"resume={tmp_path}", "parallel.tensor=1"]))
-    assert (now.sequence, now.schedule, now.balance) == (False, "gpipe", [1, 2])
+    assert (now.divides_positions, now.schedule, now.balance) == (False, "gpipe", [1, 2])
     assert (
         configure(None, [f"resume={tmp_path}", "parallel.tensor=1", "parallel.pipeline=1"]).parallel
         == ParallelConfig()

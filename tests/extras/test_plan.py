@@ -398,6 +398,7 @@ assert not loaded, loaded
     assert result.returncode == 0, result.stderr
 
 
+@needs_extra("tensor")
 def test_the_layout_of_a_model_over_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -100,6 +100,7 @@ def test_seconds_of_a_pipeline_by_hand() -> None:
 
 
 @needs_extra("pipeline")
+@needs_extra("tensor")
 def test_which_meshes_there_are() -> None:
     words = [mesh.words for mesh in meshes(4, has_dense_part=True)]
     assert words[:7] == [
@@ -162,6 +163,7 @@ def test_links_and_measurements(tmp_path: Path) -> None:
     assert found.between[1:] == (pytest.approx(1e-3), pytest.approx(1e6))
 
 
+@needs_extra("tensor")
 def test_a_plan_names_what_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--parallel", *MLP, "optim.name=adam", *MACHINE, "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -13,13 +13,11 @@ from torch import nn
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.on_all_ranks import same_on_all_ranks
-from hvdtrain.core.arrays import Cut
 from hvdtrain.frameworks.torch import deferred
 from hvdtrain.frameworks.torch.models.gpt import GPT
 from hvdtrain.frameworks.torch.parallel import block_by_block
 from hvdtrain.frameworks.torch.parallel.block_by_block import BlockByBlock, make_block_by_block
 from hvdtrain.frameworks.torch.parallel.blocks import units
-from hvdtrain.frameworks.torch.parallel.tensor.plan import TensorParallelLayers
 from hvdtrain.frameworks.torch.same_weights import as_on_rank_0
 
 TOKENS = torch.arange(12).view(2, 6) % 17
@@ -104,33 +102,6 @@ def test_a_rank_has_what_it_takes_and_the_shapes_of_the_rest() -> None:
             assert torch.equal(p, other), name
         else:
             assert p.untyped_storage().nbytes() == 8, name
-
-
-class SecondOfTwo(SingleProcessCommunicator):
-    rank = 1
-    size = 2
-
-    def allreduce(self, x: Any, name: str, op: Any = "sum") -> Any:
-        return x  # as if the other rank had the same
-
-
-def test_layers_are_cut_before_they_have_memory() -> None:
-    expected = whole()
-    blocks = made()
-    blocks.end()
-    plan = {name: how for name, how in expected.tensor_plan().items() if how != "sequence"}  # type: ignore[operator]
-    layers = TensorParallelLayers(blocks.model, plan, SecondOfTwo(), "tests")
-    layers.cut(blocks.model)
-    assert layers.cuts and all(p.is_meta or p.numel() < 64 for p in layers.cuts)
-    blocks.cut({part: (one, layers.cuts[part]) for one, part in layers.parts.items()})
-    placed = blocks.place()
-    cuts: dict[str, Cut] = layers.names
-    for (name, p), other in zip(
-        blocks.model.named_parameters(), expected.parameters(), strict=True
-    ):
-        assert torch.equal(p, cuts[name].take(other) if name in cuts else other), name
-        assert p.untyped_storage().nbytes() == p.nbytes, name
-    assert {placed[part] for part in layers.cuts} <= set(blocks.model.parameters())
 
 
 class ReadsWeights(nn.Module):

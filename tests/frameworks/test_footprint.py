@@ -151,6 +151,7 @@ def test_a_dense_part_over_ranks_is_predicted() -> None:
     )
 
 
+@needs_extra("tensor")
 def test_parts_of_the_positions_are_predicted() -> None:
     """The block keeps 4 A between its cut layers, of which a rank of two has half; what is gathered
     at the peak takes some of it."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from half_types_on_ranks import COLOURS, WIDTH
 from pool import on_ranks
-from ranks import FULL, needs_mpirun
+from ranks import FULL, needs_mpirun, of_this_copy
 
 GPT = "task.name=language model.name=gpt model.layers=2 model.width=32 model.heads=2"
 ODD = "model.name=half_types_on_ranks:Odd"
@@ -16,7 +16,9 @@ LIKE_STAGE_0 = [
     f"{GPT} shard.offload=parameters",
     "model.name=wide_resnet model.widths=[4,4,8,8] speed.channels_last=false norm.kind=sync",
     ODD,
-    *[f"{GPT} shard.reshard=false", f"{GPT} parallel.tensor=2 parallel.sequence=true"] * FULL,
+    *of_this_copy(
+        [f"{GPT} shard.reshard=false", f"{GPT} parallel.tensor=2 parallel.sequence=true"] * FULL
+    ),
 ]
 
 

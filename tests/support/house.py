@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2] / "hvdtrain"
 FEATURES = {  # a word of each, and the files that are its own
     "pipeline": ("pipeline", "telemetry/mesh.py"),
-    r"parallel\.tensor|parallel\.sequence|mesh\.tensor": ("parallel/tensor", "mesh.py"),
+    r"parallel\.tensor|parallel\.sequence|mesh\.tensor": ("extras/tensor", "mesh.py"),
     "ema": ("optim/weight_average.py",),
     "elastic|shrink": ("elastic", "lost.py"),
     "servers": ("extras/servers",),

@@ -20,9 +20,9 @@ from torch.nn import functional
 
 from hvdtrain.comm.communicator import Buffer, Communicator, CompletedHandle, Handle, Op, part_of
 from hvdtrain.core.arrays import Cut
+from hvdtrain.extras.tensor.collectives import whole_logits
+from hvdtrain.extras.tensor.plan import cut_model, plan_of
 from hvdtrain.frameworks.torch.models import gpt, mlp
-from hvdtrain.frameworks.torch.parallel.tensor.collectives import whole_logits
-from hvdtrain.frameworks.torch.parallel.tensor.plan import cut_model, plan_of
 from hvdtrain.frameworks.torch.recompute import recompute_blocks
 from hvdtrain.frameworks.torch.sampling import continue_sequences
 from hvdtrain.tasks.torch import TorchLanguage

@@ -94,8 +94,8 @@ def test_a_job_on_ranks_is_compared_with_the_one_that_has_its_numbers() -> None:
     )
     alone = plan(PAIRS["comm.local_steps=2 + optim.clip_norm=0.05"])
     assert isinstance(alone, Planned) and alone.twin is None
-    refused = plan(PAIRS["parallel.tensor=2 + comm.tune=true"])
-    assert refused == Found("refused", "parallel.tensor=2 does not support comm.tune=true")
+    refused = plan(PAIRS["shard.stage=1 + comm.tune=true"])
+    assert refused == Found("refused", "shard.stage=1 does not support comm.tune=true")
 
 
 def test_only_what_rounds_more_may_differ_more() -> None:

@@ -112,7 +112,7 @@ def test_loss_curves_are_those_of_one_rank(curves: dict, engine: str, size: int)
 @pytest.mark.parametrize(
     ("engine", "size", "job", "way"),
     [
-        ("mpi", 2, TIED, "parallel.tensor=2"),
+        pytest.param("mpi", 2, TIED, "parallel.tensor=2", marks=needs_extra("tensor")),
         pytest.param("mpi", 2, TIED, "parallel.pipeline=2", marks=needs_extra("pipeline")),
         pytest.param("horovod", 2, SGD, "comm.reduce=distributed_optimizer", marks=needs_horovod),
     ],

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from drawn_job import Limits, Place, draw
 from random_jobs import ONE, Part, Verdict, compared, judged, run_jobs, shown, train
-from ranks import needs_mpirun
+from ranks import needs_mpirun, of_this_copy
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
@@ -54,7 +54,7 @@ def test_a_seed_gives_one_job_and_few_jobs_are_refused() -> None:
     assert refused <= 3
     assert {
         "shard.stage",
-        "parallel.tensor",
+        *of_this_copy(["parallel.tensor"]),
         "optim.ema",
         "optim.clip_norm",
         "recipe.growth",
@@ -103,8 +103,6 @@ def test_a_refusal_is_one_with_code_2_that_names_a_key() -> None:
         and judged(2, "no.key is wrong") is None
         and judged(2, f"Traceback\n{text}") is None
     )
-    config = draw(0, ON_2).words.split()
-    assert (
-        judged(**train(SingleProcessCommunicator(), "unused", [*config, "parallel.tensor=2"]))
-        is not None
-    )
+    for words in of_this_copy(["parallel.tensor=2"]):
+        config = [*draw(0, ON_2).words.split(), words]
+        assert judged(**train(SingleProcessCommunicator(), "unused", config)) is not None

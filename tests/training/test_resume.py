@@ -332,6 +332,7 @@ def test_the_table(matrix: Matrix) -> None:
         Path(out).write_text(text)
 
 
+IN_PARTS = "parallel.tensor=2"
 IN_STAGES = "parallel.pipeline=2 parallel.micro_batches=5"
 
 
@@ -344,11 +345,14 @@ IN_STAGES = "parallel.pipeline=2 parallel.micro_batches=5"
         pytest.param(
             "torch",
             [
-                (4, "mpi", "shard.stage=3 parallel.tensor=2"),
-                (3, "torchdist", "shard.stage=0 parallel.tensor=1"),
+                *((4, "mpi", f"shard.stage=3 {words}") for words in of_this_copy([IN_PARTS])),
+                (3, "torchdist", " ".join(["shard.stage=0", *of_this_copy(["parallel.tensor=1"])])),
                 *((2, "mpi", words) for words in of_this_copy([IN_STAGES])),
                 (1, "single", " ".join(["shard.stage=1", *of_this_copy(["parallel.pipeline=1"])])),
-                *[(2, "horovod", "shard.stage=2"), (2, "mpi", "shard.stage=0 parallel.tensor=2")]
+                *[
+                    (2, "horovod", "shard.stage=2"),
+                    (2, "mpi", " ".join(["shard.stage=0", *of_this_copy([IN_PARTS])])),
+                ]
                 * FULL,
             ],
             marks=pytest.mark.ranks4,

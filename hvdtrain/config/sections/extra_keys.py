@@ -78,7 +78,11 @@ def _subclass(kind: type[S], bases: tuple[Any, ...], **fields: Any) -> type[S]:
 
 
 def _in_order(kind: type[S], added: Iterable[type[Section]]) -> type[S]:
-    for each in added:
+    left = list(added)
+    while left:  # keys that others follow come first
+        behind = {name for each in left for name in each.model_fields}
+        each = next((each for each in left if each.behind not in behind), left[0])
+        left.remove(each)
         _move(kind, list(each.model_fields), each.behind)
     return kind
 

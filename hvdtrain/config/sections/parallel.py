@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Self
-
-from pydantic import Field
+from typing import Self
 
 from hvdtrain.config.sections.extra_keys import with_keys_of_extras
-from hvdtrain.config.sections.section import Owners, Section
+from hvdtrain.config.sections.section import Section
 
 
 @with_keys_of_extras
@@ -17,35 +15,26 @@ class ParallelConfig(Section):
     parallel."""
 
     section = "parallel"
-    dividing: ClassVar[tuple[str, ...]] = ("parallel.tensor",)
-    owners: ClassVar[Owners] = {"parallel.sequence": ("parallel.tensor", 1)}
-    tensor: int = Field(
-        default=1,
-        ge=1,
-        le=10**6,
-        description="number of ranks that compute each layer together, each with part of its "
-        "neurons and attention heads (Shoeybi 2019, arXiv:1909.08053). These "
-        "ranks read the same samples and exchange activations in every layer, so "
-        "keep them within a host. For models with a tensor plan: gpt, mlp",
-    )
-    sequence: bool = Field(
-        default=False,
-        description="with parallel.tensor: in norms, dropout and residual connections each "
-        "rank computes only its part of the positions, instead of all of them "
-        "(sequence parallelism: Korthikanti 2022, arXiv:2205.05198); needs less "
-        "memory for activations, same results. For models whose plan supports it: "
-        "gpt",
-    )
 
     @property
     def axes(self) -> dict[str, int]:
         """The number of ranks along each axis of the mesh over which layers are divided."""
-        return {"tensor": self.tensor}
+        return {}
 
     @property
     def ranks(self) -> int:
         """The number of ranks that share one model and read the same samples."""
         return math.prod(self.axes.values())
+
+    @property
+    def part_ranks(self) -> int:
+        """The number of ranks that compute each layer together, with a part of it each."""
+        return 1
+
+    @property
+    def divides_positions(self) -> bool:
+        """Whether these ranks divide positions between the layers."""
+        return False
 
     @property
     def pipe_ranks(self) -> int:
@@ -75,7 +64,7 @@ class ParallelConfig(Section):
         return ranks // self.ranks
 
     def summary(self) -> str:
-        """Returns the settings, for people: parallel.tensor=2; several are joined by x."""
+        """Returns the settings, for people: parallel.AXIS=2; several are joined by x."""
         sizes = reversed(self.axes.items())
         return " x ".join(f"parallel.{name}={size}" for name, size in sizes if size > 1)
 

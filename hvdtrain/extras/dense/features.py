@@ -7,7 +7,7 @@ from hvdtrain.config.exclusion import Exclusion, Values, above, among, no_effect
 from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config
 from hvdtrain.extras.dense.keys import DenseKeys
-from hvdtrain.features import data, frameworks, lost, mesh, optim, tasks
+from hvdtrain.features import data, frameworks, lost, optim, shards, tasks
 from hvdtrain.features.job_feature import Conflict, JobFeature
 from hvdtrain.features.of_extras import Added, AddedRows
 
@@ -117,7 +117,7 @@ DENSE_UPDATES = JobFeature(
     ),
 )
 
-FEATURES = (Added((DENSE, DENSE_UPDATES), behind=mesh.MESH),)
+FEATURES = (Added((DENSE, DENSE_UPDATES), behind=shards.SHARDS),)
 
 _KEY = "parallel.dense"
 _ANY = other_than("none", "a")

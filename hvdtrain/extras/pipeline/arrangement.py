@@ -20,10 +20,9 @@ from hvdtrain.extras.pipeline.pipelined import Pipelined
 from hvdtrain.extras.pipeline.schedule import Seconds, timeline
 from hvdtrain.extras.pipeline.stages import stages_of, units_of
 from hvdtrain.frameworks.torch.call import only_one
-from hvdtrain.frameworks.torch.layer import Layer, LayerCut
 from hvdtrain.frameworks.torch.loop_passes import LoopPasses
 from hvdtrain.frameworks.torch.parallel.divided import Divided
-from hvdtrain.frameworks.torch.parallel.tensor.arrangement import TensorParts
+from hvdtrain.frameworks.torch.parallel.divided_model import DividedModel
 from hvdtrain.frameworks.torch.parallel.whole_model import WholeModel
 from hvdtrain.frameworks.torch.step import Passes
 from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy
@@ -31,15 +30,15 @@ from hvdtrain.frameworks.torch.units import Unit
 from hvdtrain.tasks.task import Task
 
 
-class PipelineStages(TensorParts):
+class PipelineStages(DividedModel):
     """The arrangement of parallel.pipeline."""
 
     def cut(self) -> None:
         """Divides the model into stages. Raises UserError if it does not define its units, or they
         compute something else."""
-        plan = self._plan()
+        division = self._division()
         self._first = self._first_units()
-        self._divide(plan)
+        self._divide(division)
         self.pipelined = self._in_stages(self._first)
 
     @torch.no_grad()
@@ -104,7 +103,7 @@ class PipelineStages(TensorParts):
             [p for _, p in named],
             self._cuts,
             self.pipelined,
-            self.making.config.parallel.sequence,
+            self.making.config.parallel.divides_positions,
         )
 
     def passes(self, strategy: Strategy, *of_passes: Any) -> Passes:
@@ -151,11 +150,3 @@ class PipelineStages(TensorParts):
             transfers=transfers,
         )
         return passes.seconds, passes.bubble
-
-    @classmethod
-    def layout_cuts(
-        cls, model: torch.nn.Module, config: Config, ranks: int, layers: Sequence[Layer]
-    ) -> dict[str, LayerCut]:
-        if config.parallel.tensor == 1:
-            return {}
-        return super().layout_cuts(model, config, ranks, layers)

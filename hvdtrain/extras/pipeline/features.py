@@ -4,13 +4,16 @@ micro-batches."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from hvdtrain.config.exclusion import Exclusion, Values, above, among, as_yaml, options, other_than
+from hvdtrain.config.schema import known_keys
 from hvdtrain.errors import UserError
 from hvdtrain.extras.pipeline.keys import PipelineKeys
-from hvdtrain.features import data, frameworks, lost, optim
+from hvdtrain.features import data, frameworks, lost, optim, shards
 from hvdtrain.features.comm import not_on_horovod
 from hvdtrain.features.job_feature import Conflict, JobFeature, PlannedJob, needs_engine
+from hvdtrain.features.mesh import SHARED_MODEL
 from hvdtrain.features.of_extras import Added, AddedRows
 
 
@@ -128,7 +131,17 @@ PIPELINE = JobFeature(
     ),
 )
 
-FEATURES = (Added((PIPELINE,), before=optim.MUON),)
+# what all ways to share one model have in common; parallel.tensor has it for all of them
+_SHARED = replace(
+    SHARED_MODEL,
+    key="parallel.pipeline",
+    is_value=True,
+    examples=("parallel.pipeline=2 parallel.micro_batches=2",),
+)
+FEATURES = (
+    Added(() if "parallel.tensor" in known_keys() else (_SHARED,), behind=shards.SHARDS),
+    Added((PIPELINE,), before=optim.MUON),
+)
 
 _KEY = "parallel.pipeline"
 _ANY = above(1)

@@ -18,6 +18,7 @@ class PipelineKeys(Parallel):
     """How the layers of a model are divided into the stages of a pipeline."""
 
     section = "parallel"
+    behind = "dense_updates"
     dividing = ("parallel.pipeline",)
     owners: ClassVar[Owners] = {
         f"parallel.{name}": ("parallel.pipeline", 1)

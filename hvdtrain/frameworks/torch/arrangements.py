@@ -1,4 +1,5 @@
-"""The arrangement of a model on ranks: the class that a feature names, or the whole model."""
+"""The arrangement of a model on ranks, and the division of its layers: the classes that features
+name."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from hvdtrain.config.plugins import named
 from hvdtrain.config.schema import Config
 from hvdtrain.features.every_feature import FEATURES
 from hvdtrain.frameworks.torch.arrangement import Arrangement
+from hvdtrain.frameworks.torch.layer_division import LayerDivision
 
 WHOLE = "hvdtrain.frameworks.torch.parallel.whole_model:WholeModel"
 
@@ -16,3 +18,12 @@ def arrangement_of(config: Config) -> type[Arrangement]:
     asked = (feature.arrangement_in(config) for feature in FEATURES)
     arrangement: type[Arrangement] = named(next(filter(None, asked), WHOLE))
     return arrangement
+
+
+def layer_division_of(config: Config) -> type[LayerDivision] | None:
+    """Returns the class that divides layers over the ranks of mesh.tensor; None if every rank has
+    whole layers."""
+    asked = (feature.layer_division_in(config) for feature in FEATURES)
+    name = next(filter(None, asked), "")
+    division: type[LayerDivision] | None = named(name) if name else None
+    return division

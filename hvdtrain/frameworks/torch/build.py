@@ -22,7 +22,7 @@ from hvdtrain.frameworks.footprint import Footprint, PlannedStep, PlannedWork
 from hvdtrain.frameworks.learner import Learner, fair_threads
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch.arrangement import Making
-from hvdtrain.frameworks.torch.arrangements import arrangement_of
+from hvdtrain.frameworks.torch.arrangements import arrangement_of, layer_division_of
 from hvdtrain.frameworks.torch.assemble import assemble, make_optimizer
 from hvdtrain.frameworks.torch.check_outputs import check_outputs
 from hvdtrain.frameworks.torch.communicators import timed_mesh
@@ -114,6 +114,7 @@ def load_libraries(config: Config) -> None:
     if config.model.recompute != "none" or config.shard.stage == 3:
         import torch._dynamo  # noqa: F401  # torch.utils.checkpoint imports it when it is first called, and fully_shard()
     arrangement_of(config)
+    layer_division_of(config)
 
 
 def check_optimizer(config: Config) -> None:

@@ -82,7 +82,7 @@ def planned_mesh(
 ) -> Mesh:
     """Returns the mesh of this number of ranks for the first rank in a pipeline stage; its messages
     are appended to `moved`."""
-    tensor = config.parallel.tensor
+    tensor = config.parallel.part_ranks
     readers = ranks // config.parallel.ranks
     own = coordinates(stage * readers * tensor, readers, tensor)
 

@@ -100,7 +100,9 @@ def _bounds(first: Sequence[TimedPass], second: Sequence[TimedPass]) -> tuple[fl
 def stages_of_ranks(parallel: ParallelConfig, ranks: int) -> np.ndarray:
     """Returns (ranks,): the stage of each. Ranks of one stage do the same work."""
     readers = ranks // parallel.ranks
-    return np.array([coordinates(rank, readers, parallel.tensor).stage for rank in range(ranks)])
+    return np.array(
+        [coordinates(rank, readers, parallel.part_ranks).stage for rank in range(ranks)]
+    )
 
 
 def medians_of_stages(values: np.ndarray, stages: np.ndarray) -> np.ndarray:

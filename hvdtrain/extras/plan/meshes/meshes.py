@@ -104,7 +104,8 @@ def meshes(ranks: int, has_dense_part: bool) -> Iterator[MeshShape]:
     """Returns all possible meshes; those without tensor and pipeline parallelism first."""
     # this copy may lack the extra
     for pipeline in _divisors(ranks) if "parallel.pipeline" in known_keys() else [1]:
-        for tensor in _divisors(ranks // pipeline):
+        divisors = _divisors(ranks // pipeline)
+        for tensor in divisors if "parallel.tensor" in known_keys() else [1]:
             data = ranks // pipeline // tensor
             if data == 1:
                 stages = range(1)
@@ -133,10 +134,11 @@ def with_mesh(config: Config, mesh: MeshShape, original: Config) -> Config:
             "pipeline": mesh.pipeline,
             "balance": _balance(original, mesh.pipeline),
         }
-    sequence = original.parallel.sequence and mesh.tensor > 1
+    of_tensor = {}
+    if mesh.tensor > 1:
+        of_tensor = {"tensor": mesh.tensor, "sequence": original.parallel.divides_positions}
     parallel = config.parallel.replace(
-        tensor=mesh.tensor,
-        sequence=sequence,
+        **of_tensor,
         **of_pipeline,
         **({} if mesh.dense == "none" else {"dense": mesh.dense}),
     )

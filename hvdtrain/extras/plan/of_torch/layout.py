@@ -37,7 +37,7 @@ def layout(config: Config, task: Task, ranks: int) -> ParallelLayout:
     stage_of, between = arrangement.layout_stages(model, config, task)
     cuts = arrangement.layout_cuts(model, config, ranks, layers)
     readers = ranks // parallel.ranks
-    places = [coordinates(rank, readers, parallel.tensor) for rank in range(ranks)]
+    places = [coordinates(rank, readers, parallel.part_ranks) for rank in range(ranks)]
     groups = _alike(layers, stage_of, cuts)
     rows = [
         _row(alike, cuts.get(alike[0].name), stage_of.get(alike[0].name, 0), config, places)
@@ -48,7 +48,7 @@ def layout(config: Config, task: Task, ranks: int) -> ParallelLayout:
         ranks=[place_of(rank, ranks, parallel) or f"data {rank}" for rank in range(ranks)],
         rows=rows,
         together=[
-            0 if arrangement.divides_state else rank // parallel.tensor for rank in range(ranks)
+            0 if arrangement.divides_state else rank // parallel.part_ranks for rank in range(ranks)
         ],
         updates=[
             _updated(rows, rank, place, arrangement, config, readers)
@@ -123,7 +123,7 @@ def _row(
         elif cut.over_all:
             held.append(_part(alike[0].shape[0], rank, len(places)))
         else:
-            part = _part(alike[0].shape[cut.axis] // cut.groups, place.tensor, parallel.tensor)
+            part = _part(alike[0].shape[cut.axis] // cut.groups, place.tensor, parallel.part_ranks)
             held.append(part if config.shard.stage < 3 else _within(part, place.data, readers))
     sent, count = (cut.sent, cut.groups) if cut else ("", 1)
     whole = sum(layer.bytes - layer.weight_bytes for layer in alike) if cut and cut.axis == 1 else 0

@@ -254,7 +254,7 @@ class GPT(nn.Module):
 
     def tensor_plan(self) -> dict[str, str]:
         """Returns how tensor parallelism partitions layers
-        (frameworks/torch/parallel/tensor/plan.py): by heads, hidden neurons, tokens."""
+        (docs/parallel.md): by heads, hidden neurons, tokens."""
         block = self.blocks[0]
         assert isinstance(block, GPTBlock)
         by_heads = f"by {block.attention.head_size}"

@@ -72,7 +72,7 @@ def select_strategy(
         and comm.reduce != "bucket"
         and not unfit
         and not needs_buckets
-        and mesh.tensor.size == 1
+        and config.parallel.part_ranks == 1
     ):
         return HorovodOptimizer(named, communicator)
     buckets = _buckets(config, named, communicator, bucket_bytes, stopwatch)

@@ -11,14 +11,13 @@ from hvdtrain.comm.process_group import start_process_group
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.arrangement import Arrangement, bytes_of
+from hvdtrain.frameworks.torch.arrangements import layer_division_of
 from hvdtrain.frameworks.torch.buffers import copied_buffers
 from hvdtrain.frameworks.torch.call import call
 from hvdtrain.frameworks.torch.deferred import make_deferred
 from hvdtrain.frameworks.torch.layer import Layer, LayerCut
 from hvdtrain.frameworks.torch.parallel.blocks import units
 from hvdtrain.frameworks.torch.parallel.divided import Divided
-from hvdtrain.frameworks.torch.parallel.tensor.layers import give_whole_logits
-from hvdtrain.frameworks.torch.parallel.tensor.layout import tensor_cuts
 from hvdtrain.frameworks.torch.parallel.zero_3.gathered_types import REDUCES_UNREACHED
 from hvdtrain.frameworks.torch.parallel.zero_3.planned import PlannedMesh
 from hvdtrain.frameworks.torch.parallel.zero_3.strategy import (
@@ -57,15 +56,16 @@ class ShardedRows(Arrangement):
         precision = self.making.precision
         if "ddp" not in mesh.world.features:
             if (
-                mesh.tensor.size > 1 and not REDUCES_UNREACHED
+                config.parallel.ranks > 1 and not REDUCES_UNREACHED
             ):  # its DeviceMesh creates its own groups; tried with 2.9.1
+                key = f"parallel.{config.parallel.cut_by}"
                 what = (
-                    "shard.stage=3 with parallel.tensor does not start on this engine with torch "
+                    f"shard.stage=3 with {key} does not start on this engine with torch "
                     f"{torch.__version__}"
                 )
                 raise UserError(
                     what,
-                    config.where("parallel.tensor"),
+                    config.where(key),
                     "torch 2.13 or newer; or comm.engine=torchdist; or shard.stage=2",
                 )
             start_process_group(mesh.world)
@@ -78,8 +78,9 @@ class ShardedRows(Arrangement):
         sharded = shard_model(
             model, deferred, config, mesh, groups, device, precision.weights, communicating
         )
-        if user_model is not None:
-            give_whole_logits(sharded.model)
+        division = layer_division_of(config)
+        if user_model is not None and division is not None:
+            division.give_whole_outputs(sharded.model)
         if deferred is None and user_model is None:
             return sharded._replace(
                 summary=f"{sharded.summary}, made whole first: its constructor reads its own "
@@ -129,11 +130,12 @@ class ShardedRows(Arrangement):
             [p for _, p in named],
             dict(self._sharded.cuts),
             None,
-            config.parallel.sequence,
+            config.parallel.divides_positions,
         )
 
     @classmethod
     def layout_cuts(
         cls, model: torch.nn.Module, config: Config, ranks: int, layers: Sequence[Layer]
     ) -> dict[str, LayerCut]:
-        return tensor_cuts(model, config, layers) if config.parallel.tensor > 1 else {}
+        division = layer_division_of(config)
+        return {} if division is None else division.layout_cuts(model, config, layers)

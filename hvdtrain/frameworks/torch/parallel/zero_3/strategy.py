@@ -25,14 +25,10 @@ from hvdtrain.comm.order import SameOrder
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError
+from hvdtrain.frameworks.torch.arrangements import layer_division_of
 from hvdtrain.frameworks.torch.communicators import Communicating
 from hvdtrain.frameworks.torch.deferred import Deferred
 from hvdtrain.frameworks.torch.parallel.blocks import units
-from hvdtrain.frameworks.torch.parallel.tensor.plan import (
-    TensorParallelLayers,
-    order_of_layers,
-    plan_of,
-)
 from hvdtrain.frameworks.torch.parallel.zero_1_and_2 import of_shards, shard_summary, total_over
 from hvdtrain.frameworks.torch.parallel.zero_3.gathered_types import (
     REDUCES_UNREACHED,
@@ -108,12 +104,10 @@ def shard_model(
         communicating = nullcontext
     layers = None
     orders = [_order(config, mesh, device)]
-    if mesh.tensor.size > 1:
-        where = config.where("parallel.tensor")
-        orders += [order_of_layers(config, mesh, device)]
-        layers = TensorParallelLayers(
-            model, plan_of(model, where), mesh.tensor, where, config.parallel.sequence, orders[1]
-        )
+    division = layer_division_of(config)
+    if division is not None:
+        layers = division(model, config, mesh, device)
+        orders += [layers.order]
     blocks = units(model)
     filled = set[torch.nn.Module]()
 
@@ -180,9 +174,9 @@ def _reduce_unreached(module: Any) -> None:
 
 def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
     """Returns torch's device mesh of the ranks of mesh.data. A collective of all ranks."""
-    if mesh.tensor.size > 1:
+    if mesh.data.size < mesh.world.size:
         # the same layout as coordinates() of comm/mesh.py
-        grid = torch.arange(mesh.world.size, device="cpu").view(-1, mesh.tensor.size)
+        grid = torch.arange(mesh.world.size, device="cpu").view(mesh.data.size, -1)
         return DeviceMesh(device.type, grid, mesh_dim_names=("shard", "tensor"))["shard"]
     if len(mesh.table) > 1:
         return DeviceMesh(device.type, mesh.table, mesh_dim_names=("replicas", "shard"))

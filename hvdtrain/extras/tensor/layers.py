@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from hvdtrain.frameworks.torch.parallel.tensor.collectives import (
+from hvdtrain.extras.tensor.collectives import (
     SequenceLength,
     SplitLogits,
     TensorParallelLink,

@@ -16,20 +16,22 @@ from hvdtrain.comm.order import SameOrder
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.parallel.tensor.collectives import (
+from hvdtrain.extras.tensor.collectives import (
     SequenceLength,
     SplitLogits,
     TensorParallelLink,
     VocabularyRange,
     whole_logits,
 )
-from hvdtrain.frameworks.torch.parallel.tensor.layers import (
+from hvdtrain.extras.tensor.keys import TensorKeys
+from hvdtrain.extras.tensor.layers import (
     ColumnsLinear,
     OwnPositionsEmbedding,
     RowsLinear,
     VocabularyEmbedding,
     VocabularyHead,
 )
+from hvdtrain.frameworks.torch.parallel.divided_model import outputs_of
 from hvdtrain.frameworks.torch.private_api import BatchNorm
 from hvdtrain.frameworks.torch.strategy import runs_ahead
 from hvdtrain.tasks.task import Task
@@ -232,7 +234,7 @@ def order_of_layers(config: Config, mesh: Mesh, device: torch.device) -> SameOrd
     )
     fix += (
         ", which gives them the same numbers"
-        + "; parallel.sequence=false" * config.parallel.sequence
+        + "; parallel.sequence=false" * TensorKeys.of(config).sequence
     )
     return SameOrder(
         mesh.tensor,
@@ -241,21 +243,6 @@ def order_of_layers(config: Config, mesh: Mesh, device: torch.device) -> SameOrd
         fix,
         lags=runs_ahead(device, mesh.tensor),
     )
-
-
-def not_zeros(x: torch.Tensor) -> torch.Tensor:
-    """Returns nonzero numbers with the shape, dtype and device of x, the same on all ranks; tokens
-    are returned unchanged."""
-    return (
-        torch.rand(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(x)
-        if x.is_floating_point()
-        else x
-    )
-
-
-@torch.no_grad()
-def outputs_of(model: nn.Module, x: torch.Tensor) -> Any:
-    return model.eval()(x)
 
 
 def check_cut(

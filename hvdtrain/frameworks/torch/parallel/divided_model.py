@@ -1,40 +1,31 @@
-"""TensorParts: the arrangement of parallel.tensor. Each rank of a group has a part of every
-layer."""
+"""DividedModel: the arrangement of ranks that share one model, with parts of its layers each."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 
-from hvdtrain.comm.order import SameOrder
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Cut
+from hvdtrain.frameworks.torch.arrangements import layer_division_of
 from hvdtrain.frameworks.torch.call import call, only_one
 from hvdtrain.frameworks.torch.layer import Layer, LayerCut
+from hvdtrain.frameworks.torch.layer_division import LayerDivision
 from hvdtrain.frameworks.torch.parallel.block_by_block import (
     BlockByBlock,
     make_block_by_block,
     start_bytes_of,
 )
 from hvdtrain.frameworks.torch.parallel.divided import Divided
-from hvdtrain.frameworks.torch.parallel.tensor.layers import give_whole_logits
-from hvdtrain.frameworks.torch.parallel.tensor.layout import tensor_cuts
-from hvdtrain.frameworks.torch.parallel.tensor.plan import (
-    TensorParallelLayers,
-    check_cut,
-    not_zeros,
-    order_of_layers,
-    outputs_of,
-    plan_of,
-)
 from hvdtrain.frameworks.torch.parallel.whole_model import WholeModel
 from hvdtrain.frameworks.torch.same_weights import take_from_rank_0
 from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy
 
 
-class TensorParts(WholeModel):
-    """The arrangement of parallel.tensor."""
+class DividedModel(WholeModel):
+    """The arrangement of ranks that share one model, with parts of its layers each."""
 
     divides = True
 
@@ -60,24 +51,25 @@ class TensorParts(WholeModel):
         call(model.eval(), self.making.example())
 
     def cut(self) -> None:
-        """Divides the layers. Raises UserError if the model has no plan, or its parts compute
-        something else."""
-        self._divide(self._plan())
+        """Divides the layers. Raises UserError if the model does not define how, or if its parts
+        compute something else."""
+        self._divide(self._division())
 
-    def _plan(self) -> dict[str, str]:
-        """Returns how each layer is divided; empty if none is."""
-        config = self.making.config
-        if config.parallel.tensor == 1:
-            return {}
-        return plan_of(self.model, config.where("parallel.tensor"))
+    def _division(self) -> type[LayerDivision] | None:
+        """Returns how layers are divided; None if every rank has whole layers. Raises UserError if
+        the model does not define it."""
+        division = layer_division_of(self.making.config)
+        if division is not None:
+            division.check_model(self.model, self.making.config)
+        return division
 
-    def _divide(self, plan: dict[str, str]) -> None:
+    def _divide(self, division: type[LayerDivision] | None) -> None:
         """Keeps this rank's parts of the layers, with rank 0's values. A collective."""
         self._cuts = dict[torch.nn.Parameter, Cut]()
         if self._blocks is None and self.making.planned is None:
             take_from_rank_0(self.model, self.making.mesh)
-        if plan:
-            self._cut_layers(plan)
+        if division is not None:
+            self._cut_layers(division)
         if self._blocks is not None:
             self._blocks.end()
             here = self._parameters_here()
@@ -88,10 +80,9 @@ class TensorParts(WholeModel):
         """Returns the parameters that this rank has completely or in part."""
         return set(self.model.parameters())
 
-    def _cut_layers(self, plan: dict[str, str]) -> None:
+    def _cut_layers(self, division: type[LayerDivision]) -> None:
         making = self.making
         model = self.model
-        where = self.making.config.where("parallel.tensor")
         has_numbers = making.planned is None
         x = not_zeros(only_one(making.example())) if has_numbers else None
         if self._blocks is not None:
@@ -99,12 +90,10 @@ class TensorParts(WholeModel):
         expected = outputs_of(model, x) if x is not None else None
         if self._blocks is not None:
             self._blocks.end()
-        order: SameOrder = order_of_layers(making.config, making.mesh, making.device)
-        layers = TensorParallelLayers(
-            model, plan, making.mesh.tensor, where, making.config.parallel.sequence, order
-        )
+        layers = division(model, making.config, making.mesh, making.device)
         layers.cut(model)
-        self._cuts = layers.cuts
+        self._cuts = dict(layers.cuts)
+        order = layers.order
         model.register_forward_hook(
             lambda *_: order.end(
                 "end of the forward pass", backward_follows=torch.is_grad_enabled()
@@ -112,14 +101,14 @@ class TensorParts(WholeModel):
         )
         self.orders = [order]
         if making.user_model is not None:
-            give_whole_logits(model)
+            division.give_whole_outputs(model)
         if self._blocks is not None:
             self._blocks.cut(
                 {part: (whole, layers.cuts[part]) for whole, part in layers.parts.items()}
             )
             self._blocks.begin(agreed=True)
         if x is not None:
-            check_cut(model, x, expected, making.task, where)
+            layers.check(x, expected, making.task)
 
     def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:
         return Divided(
@@ -127,11 +116,27 @@ class TensorParts(WholeModel):
             self.making.mesh,
             [p for _, p in named],
             self._cuts,
-            sequence=self.making.config.parallel.sequence,
+            sequence=self.making.config.parallel.divides_positions,
         )
 
     @classmethod
     def layout_cuts(
         cls, model: torch.nn.Module, config: Config, ranks: int, layers: Sequence[Layer]
     ) -> dict[str, LayerCut]:
-        return tensor_cuts(model, config, layers)
+        division = layer_division_of(config)
+        return {} if division is None else division.layout_cuts(model, config, layers)
+
+
+def not_zeros(x: torch.Tensor) -> torch.Tensor:
+    """Returns nonzero numbers with the shape, dtype and device of x, the same on all ranks; tokens
+    are returned unchanged."""
+    return (
+        torch.rand(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(x)
+        if x.is_floating_point()
+        else x
+    )
+
+
+@torch.no_grad()
+def outputs_of(model: torch.nn.Module, x: torch.Tensor) -> Any:
+    return model.eval()(x)

@@ -20,13 +20,13 @@ from torch.nn import functional
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.models import gpt, linear, mlp
-from hvdtrain.frameworks.torch.parallel.tensor.collectives import (
+from hvdtrain.extras.tensor.collectives import (
     SplitLogits,
     TensorParallelLink,
     VocabularyRange,
 )
-from hvdtrain.frameworks.torch.parallel.tensor.plan import cut_model, plan_of, resolve
+from hvdtrain.extras.tensor.plan import cut_model, plan_of, resolve
+from hvdtrain.frameworks.torch.models import gpt, linear, mlp
 
 RANKS = [
     pytest.param("mpi", 2, marks=[needs_mpirun, pytest.mark.slow]),

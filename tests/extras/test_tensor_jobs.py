@@ -13,7 +13,8 @@ from ranks import FULL, needs_horovod, needs_mpirun, of_this_copy
 from same_curve import check_same
 
 from hvdtrain.config.read import configure
-from hvdtrain.features.mesh import MESH, mesh_lines
+from hvdtrain.extras.tensor.features import TENSOR
+from hvdtrain.features.mesh import mesh_lines
 
 slow = pytest.mark.slow
 FOUR = [
@@ -141,4 +142,4 @@ def test_the_picture_of_a_mesh() -> None:
         "        data 1    2 on n2   3 on n2",
     ]
     assert "a tensor group is on several hosts" in "".join(mesh_lines(parallel, ["n1", "n2"]))
-    assert MESH.ranks_lines(configure(None, []), ["n1", "n1"]) == ()
+    assert TENSOR.ranks_lines(configure(None, []), ["n1", "n1"]) == ()

@@ -8,13 +8,14 @@ from torch import nn
 
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import shown_bytes
+from hvdtrain.extras.tensor.keys import TensorKeys
+from hvdtrain.extras.tensor.plan import plan_of, resolve
 from hvdtrain.frameworks.torch.layer import Layer, LayerCut
-from hvdtrain.frameworks.torch.parallel.tensor.plan import plan_of, resolve
 
 
 def tensor_cuts(model: nn.Module, config: Config, layers: Sequence[Layer]) -> dict[str, LayerCut]:
     """Returns cuts of the layers that the ranks of a tensor group have in parts, by name."""
-    parts = config.parallel.tensor
+    parts = TensorKeys.of(config).tensor
     where = config.where("parallel.tensor")
     by_name = {layer.name: layer for layer in layers}
     cuts = {}
