@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2] / "hvdtrain"
 FEATURES = {  # a word of each, and the files that are its own
-    "pipeline": ("pipeline", "telemetry/mesh.py"),
+    "pipeline": ("pipeline",),
     r"parallel\.tensor|parallel\.sequence|mesh\.tensor": ("extras/tensor", "mesh.py"),
     "ema": ("optim/weight_average.py",),
     "elastic|shrink": ("elastic", "lost.py"),

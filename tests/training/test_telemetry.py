@@ -17,17 +17,15 @@ from typing import Any
 import numpy as np
 import pytest
 from documented_events import check_documented
-from ranks import mpirun, needs_extra, needs_horovod
+from ranks import mpirun, needs_horovod
 
 from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.config.read import configure
-from hvdtrain.config.sections.parallel import ParallelConfig
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import Event, Log
-from hvdtrain.frameworks.learner import TimedPass, Waited
 from hvdtrain.frameworks.stopwatch import PHASES, HostStopwatch, phase_times, total
 from hvdtrain.tasks.classification import Classification, without_statistics
 from hvdtrain.training.progress.event_fields import energy_fields, epoch_energy, job_energy
@@ -35,7 +33,7 @@ from hvdtrain.training.progress.train_state import Reached, TrainState, from_jso
 from hvdtrain.training.progress.triggers import after_evaluation, stop_reason
 from hvdtrain.training.run_folder import MARKER
 from hvdtrain.training.telemetry.energy import Counter, EnergyCounters, EnergyMeter, find_counters
-from hvdtrain.training.telemetry.mesh import MeshGauge, on_one_clock, slowest
+from hvdtrain.training.telemetry.mesh import slowest
 from hvdtrain.training.telemetry.profiler import parse_profile_steps
 from hvdtrain.training.telemetry.telemetry import Telemetry, make_telemetry
 
@@ -201,55 +199,6 @@ def test_ranks_of_a_pipeline_are_compared_with_those_of_their_stage() -> None:
         "work_ms": [10.0, 10.0, 12.0], "slowest_rank": 2, "slowest_host": "n1", "stage_work_ms": [10.0, 30.0], "slowest_stage": 1,  # noqa: E501
     }  # fmt: skip
     assert slowest(np.array([10.0, 30.0]), np.array([0, 1]), ["n1", "n2"])["slowest_rank"] == 1
-
-
-@needs_extra("pipeline")
-def test_the_gauge_of_a_pipeline_says_how_long_its_ranks_wait() -> None:
-    learner: Any = SimpleNamespace(
-        read_waited=lambda: Waited(4.0, 2.0, 0.2), waits_only_in_communication=True
-    )
-    two: Any = SimpleNamespace(rank=0, size=2)
-    one_each = MeshGauge(ParallelConfig(pipeline=2), two, learner, Log([]))
-    assert one_each.values({"communication": 0.5}) == {
-        "rank.passes": 4.0,
-        "rank.waiting": 2.0,
-        "rank.communication": 0.5,
-    }
-    sums = {
-        "rank.passes": np.array([4.0, 4.0]),
-        "rank.waiting": np.array([2.0, 1.0]),
-        "rank.work": np.array([2.0, 3.0]),
-    }
-    sums["rank.communication"] = np.array([0.5, 0.1])
-    assert one_each.fields(sums, 100) == {"bubble": [0.5, 0.25], "bubble_predicted": 0.2}
-    assert one_each.lines() == [
-        "pipeline 38% of the time of its passes idle, 25% to 50% of a rank; 20% by its schedule "
-        "with equal stages",
-        "         stage 1 is slowest: 30 ms of own work a step, stage 0 20; stage 0 waits most: "
-        "50%",
-    ]
-    for waiting, communication in (([20.0, 10.0], [5.0, 1.0]), ([0.0, 0.0], [0.0, 0.0])):
-        of_ranks = one_each.epoch_fields(100)
-        assert (
-            of_ranks["rank_waiting_ms"].tolist() == waiting
-            and of_ranks["rank_communication_ms"].tolist() == communication
-        )
-
-
-def test_passes_of_two_hosts_are_put_on_one_clock() -> None:
-    """Stage 0: forward 0 to 1 s, backward 3 to 4; stage 1 between: what arrives before it was sent
-    tells that its clock is behind."""
-    first = [TimedPass("forward", 0, 0, 0.0, 1.0, 0.0), TimedPass("backward", 0, 0, 1.0, 4.0, 2.0)]
-    second = [TimedPass("forward", 1, 0, 0.0, 2.0, 1.0), TimedPass("backward", 1, 0, 2.0, 3.0, 0.0)]
-    assert on_one_clock([first, second]) == [first, second]
-    behind = [
-        one._replace(start_s=one.start_s - 100.0, stop_s=one.stop_s - 100.0) for one in second
-    ]
-    third = [
-        one._replace(stage=2, start_s=one.start_s + 7.0, stop_s=one.stop_s + 7.0) for one in second
-    ]
-    assert on_one_clock([first, behind]) == [first, second]
-    assert on_one_clock([first, behind, third])[1] == second
 
 
 def test_sums_and_rows_of_ranks_travel_together() -> None:

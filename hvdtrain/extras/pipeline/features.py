@@ -40,6 +40,7 @@ PIPELINE = JobFeature(
         f"parallel.{name}" for name in ("pipeline", "schedule", "virtual", "balance")
     ),
     arrangement="hvdtrain.extras.pipeline.arrangement:PipelineStages",
+    gauge="hvdtrain.extras.pipeline.gauge:pipeline_gauge",
     examples=(
         *("parallel.pipeline=2", "parallel.pipeline=2 parallel.schedule=gpipe"),
         *(

@@ -19,6 +19,7 @@ from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import MOST_STALE, WorkerUpdate
 from hvdtrain.errors import UserError
+from hvdtrain.events.log import Log
 from hvdtrain.extras.servers.keys import ServersConfig
 from hvdtrain.frameworks.learner import Learner, asked_threads, fair_threads
 from hvdtrain.training.telemetry.gauge import Gauge
@@ -208,17 +209,22 @@ _MOST_BARS = 8  # bars in a line
 
 
 def staleness_gauge(
-    config: Config, communicator: Communicator, learner: Learner, run: Path | None, step: int
+    config: Config,
+    communicator: Communicator,
+    learner: Learner,
+    log: Log,
+    run: Path | None,
+    step: int,
 ) -> StalenessGauge:
     """Creates the gauge, with a log of updates if servers.log is set and there is a run folder; the
     job continues with `step`. A collective."""
-    log = None
+    updates = None
     servers = ServersConfig.of(config)
     if servers.log and run is not None:
         threads = asked_threads() or fair_threads(communicator)
         header = Header(servers.count, communicator.size - servers.count, threads, step)
-        log = on_rank_0_only(communicator, lambda: open_update_log(run, header))
-    return StalenessGauge(learner.read_updates, log)
+        updates = on_rank_0_only(communicator, lambda: open_update_log(run, header))
+    return StalenessGauge(learner.read_updates, updates)
 
 
 class StalenessGauge(Gauge):

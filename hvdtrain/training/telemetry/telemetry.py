@@ -90,11 +90,11 @@ def make_gauges(
     rank calls it."""
     gauges: list[Gauge] = []
     if config.parallel.cuts:
-        gauges.append(MeshGauge(config.parallel, communicator, learner, log))
+        gauges.append(MeshGauge(communicator.size, learner))
     for feature in FEATURES:
         if feature.gauge and feature.on(config):
             make = named(feature.gauge)
-            gauges.append(make(config, communicator, learner, run, step))
+            gauges.append(make(config, communicator, learner, log, run, step))
     return gauges
 
 
