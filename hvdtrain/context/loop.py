@@ -26,6 +26,7 @@ from hvdtrain.training.checkpoint.checkpoints import Checkpoints
 from hvdtrain.training.checkpoint.saver import Saver
 from hvdtrain.training.job import make_health, make_saver
 from hvdtrain.training.progress.train_state import TrainState
+from hvdtrain.training.provenance.environment import environment_fields, write_environment
 from hvdtrain.training.replicas.broadcast import broadcast_state
 from hvdtrain.training.run_rank import ConnectedRank
 
@@ -201,11 +202,16 @@ class ScriptLoop:
         lines = loop_events.header(
             fields, self._reason, stream, self.run.path, self.points.now, notes
         )
+        environment: dict[str, Any] = {}
+        if self.communicator.rank == 0 and self.run.path is not None:
+            environment = environment_fields()
+            write_environment(self.run.path, environment)
         self.run.log.emit(
             "start",
             self.step,
             lines=lines,
             **fields,
+            environment=environment,
             seconds=round(self.points.now.seconds, 3),
             run=f"{self.run.path}",
         )

@@ -21,6 +21,7 @@ from hvdtrain.report.compare import (
     is_short,
     scaling_comparisons,
 )
+from hvdtrain.report.environment import differing_environment
 from hvdtrain.report.mesh import mesh_of, stage_summary
 from hvdtrain.report.page_tables import Table
 from hvdtrain.report.run import RunRecord, number, objective_of
@@ -86,6 +87,11 @@ def render_page(
             if run.end_event.get("kind") not in ("end", "stop")
         ],
         settings=[(label, page_tables.settings(run)) for run, label in labelled if run.config],
+        environments=[
+            (label, table)
+            for run, label in labelled
+            if (table := page_tables.environment(run)).rows
+        ],
         command=command,
         version=__version__,
     )
@@ -115,6 +121,12 @@ def _tables(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[tuple[str,
             (
                 "What differs in the configuration",
                 page_tables.differing(differing_keys(runs), labels),
+            )
+        )
+        tables.append(
+            (
+                "What differs in the environment",
+                page_tables.differing(differing_environment(runs), labels),
             )
         )
     return [(title, table) for title, table in tables if table.rows]

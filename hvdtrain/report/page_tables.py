@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from hvdtrain.events import redaction
 from hvdtrain.report import mesh, summary
 from hvdtrain.report.compare import ScalingComparison, Spread, global_batch, spread
+from hvdtrain.report.environment import environment_of
 from hvdtrain.report.groups import RunGroup, group_runs
 from hvdtrain.report.run import (
     RunRecord,
@@ -448,6 +449,12 @@ def _startup_column(run: RunRecord) -> dict[str, float]:
         if isinstance(seconds, dict)
         else {}
     )
+
+
+def environment(run: RunRecord) -> Table:
+    """Returns what the last start ran with: code, packages, hardware, launcher."""
+    rows = [[name, value] for name, value in environment_of(run).items()]
+    return Table(["", "value"], rows)
 
 
 def settings(run: RunRecord) -> Table:

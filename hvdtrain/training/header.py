@@ -32,6 +32,7 @@ from hvdtrain.training.job_memory import line as memory_line
 from hvdtrain.training.progress.event_fields import job_energy
 from hvdtrain.training.progress.train_state import Reached, TrainState
 from hvdtrain.training.progress.triggers import stop_seconds
+from hvdtrain.training.provenance.environment import environment_fields, write_environment
 from hvdtrain.training.start import Start
 from hvdtrain.training.telemetry import energy
 from hvdtrain.version import __version__
@@ -42,7 +43,12 @@ CLASS_NAMES_WIDTH = 40  # letters of class names in the header
 
 
 def emit_start(job: Job, start: Start, engine_reason: str) -> None:
-    """Emits the event "start". engine_reason: why this engine was chosen."""
+    """Emits the event "start", and writes environment.json. engine_reason: why this engine was
+    chosen."""
+    environment: dict[str, Any] = {}
+    if job.communicator.rank == 0 and not start.is_over:
+        environment = environment_fields()
+        write_environment(start.run, environment)
     job.log.emit(
         "start",
         start.train_state.progress.step,
@@ -74,6 +80,7 @@ def emit_start(job: Job, start: Start, engine_reason: str) -> None:
         resumed_from=start.resumed_from,
         config=redaction.redact(flat(job.config.model_dump(exclude=set(PLACE)))),
         changed={change.key: [change.before, change.now] for change in start.changes},
+        environment=environment,
     )
 
 

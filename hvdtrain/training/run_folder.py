@@ -25,6 +25,7 @@ from hvdtrain.version import __version__
 MARKER = ".hvdtrain"  # in every folder that make_run_folder() created
 FILES = (
     "config.yaml",
+    "environment.json",
     "codebook.json",
     "events.jsonl",
     "report.html",

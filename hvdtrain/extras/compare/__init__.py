@@ -1,0 +1,1 @@
+"""hvdtrain compare: what differs between two runs, and from which step on."""

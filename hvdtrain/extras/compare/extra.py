@@ -1,0 +1,15 @@
+"""What the rest of hvdtrain learns of the command compare."""
+
+from hvdtrain.core.extras import Command, Extra
+
+EXTRA = Extra(
+    status="stable",
+    says="Lists what differs between two runs: keys, environment, and the first step that does.",
+    commands={
+        "compare": Command(
+            "hvdtrain.extras.compare.command",
+            "hvdtrain compare RUN RUN [--json [FILE]]                 "
+            "what differs: configuration, environment, the first step",
+        )
+    },
+)
