@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, ratio
@@ -37,6 +39,17 @@ class OnlyInputs(DelegatingTask):
     @property
     def has_user_loss(self) -> bool:
         return self.task.has_user_loss
+
+    @property
+    def mask_label(self) -> str | None:
+        return self.task.mask_label
+
+    @property
+    def map_names(self) -> tuple[str, ...]:
+        return self.task.map_names
+
+    def as_maps(self, values: np.ndarray) -> np.ndarray:
+        return self.task.as_maps(values)
 
     def weight(self, batch: Batch) -> int:
         return len(next(iter(batch.values())))

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 import hvdtrain
 from hvdtrain.__main__ import main
-from hvdtrain.cli.evaluate.predict import read_data_file
+from hvdtrain.cli.evaluate.data_file import read_data_file
 from hvdtrain.cli.evaluate.table import TableFormat
 from hvdtrain.data.source import NamedArrays
 from hvdtrain.errors import UserError

@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from hvdtrain.cli.evaluate.predict import read_data_file
+from hvdtrain.cli.evaluate.data_file import read_data_file
 from hvdtrain.cli.evaluate.table import read_table
 from hvdtrain.core.folder import WrongKind, check_regular
 from hvdtrain.data.datasets import csv, npz, parquet, text

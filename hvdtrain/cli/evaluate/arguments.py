@@ -12,10 +12,13 @@ from hvdtrain.config.sections.section import Given, is_object
 from hvdtrain.errors import UserError, nearest, short
 
 OF_A_FILE = Given("<object of hvdtrain:file>", lambda: None, {})  # predict --data FILE
+# predict --data FILE.nc, with the run's data.fields
+OF_STORED_ARRAYS = Given("<object of hvdtrain:arrays>", lambda: None, {})
 TABLES = ("csv", "parquet")  # data sets whose columns have names
 OF_ROWS = ("data.fields.", "data.delimiter")  # which columns of a file are inputs
 # Keys of the run that define its model and its data. Other keys define the training, which no
 # longer matters.
+_OF_ARRAYS = ("data.fields.", "data.dtypes.", "data.gaps", "data.shift")
 _OF_THE_RUN = (
     "framework",
     "seed",
@@ -134,5 +137,7 @@ def read_former_run(assigned: Sequence[Assignment]) -> list[Assignment]:
         name = given["data.name"]
         if recorded["data.name"] in TABLES and (name in TABLES or is_object(name)):
             remain += OF_ROWS if name == OF_A_FILE.name else OF_ROWS[:1]
+        if name == OF_STORED_ARRAYS.name:
+            remain += _OF_ARRAYS
         kept = [a for a in kept if not a.key.startswith("data.") or a.key.startswith(remain)]
     return kept

@@ -7,26 +7,31 @@ import csv
 import io
 import os
 import sys
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hvdtrain.cli.evaluate.arguments import OF_A_FILE, Arguments, parse, read_former_run
+from hvdtrain.cli.evaluate.arguments import (
+    OF_A_FILE,
+    OF_STORED_ARRAYS,
+    Arguments,
+    parse,
+    read_former_run,
+)
 from hvdtrain.cli.evaluate.command import load_model, run_folder
+from hvdtrain.cli.evaluate.data_file import open_stored, read_data_file, stored_name
+from hvdtrain.cli.evaluate.map_file import check_map_file, is_map_file, maps_of, write_map_file
 from hvdtrain.cli.evaluate.masks import check_folder_of_masks, write_masks
 from hvdtrain.cli.evaluate.of_data import WITHOUT_TARGETS, AskedData, predict_data
-from hvdtrain.cli.evaluate.table import NO_TABLE, TableFormat, read_encoded, read_table, table_of
+from hvdtrain.cli.evaluate.table import table_of
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.section import Given
 from hvdtrain.core.extras import image_files
 from hvdtrain.core.folder import Folder
-from hvdtrain.data.columns.encoding import Encoding
 from hvdtrain.data.columns.record import encoding_of_run
-from hvdtrain.data.datasets import npz
 from hvdtrain.data.images.decode import SUFFIXES
 from hvdtrain.data.images.image_source import (
     FoundImages,
@@ -35,8 +40,7 @@ from hvdtrain.data.images.image_source import (
     find_images,
     left_out_note,
 )
-from hvdtrain.data.user_data.arrays import read_safetensors
-from hvdtrain.errors import DONE, UserError, first_line, short
+from hvdtrain.errors import DONE, UserError
 from hvdtrain.tasks.rows import Rows
 from hvdtrain.tasks.transform import is_image
 from hvdtrain.training.evaluate import predict as predict_samples
@@ -46,14 +50,15 @@ from hvdtrain.training.run_rank import ConnectedRank, on_connected_ranks
 from hvdtrain.training.trained_model import TrainedModel
 
 USAGE = """\
-hvdtrain predict RUN --images DIR|--data FILE|package.module:function --to FILE.csv [--checkpoint newest] [--force] [key=value ...]
+hvdtrain predict RUN --images DIR|--data FILE|package.module:function --to FILE.csv|FILE.nc [--checkpoint newest] [--force] [key=value ...]
   RUN            the run folder
   --images       the folder of image files, also in folders of its own; they are read as those of the training set were
   --data         numbers instead of images: a table .csv with the columns of x in their order (y, label, labels and target are left
-                 out; of a run with data.columns also .parquet), .npy with rows of x or tokens, .npz and .safetensors with arrays by name; or your own function, as of data.name
+                 out; of a run with data.columns also .parquet), .npy with rows of x or tokens, .npz and .safetensors with arrays by name;
+                 .nc, .h5 and .zarr with the arrays of the run's data.fields; or your own function, as of data.name
   --to           the table to write: file or number of the sample, class, the model's probability of that class and of each class, up
                  to 100 (squared_error: its outputs); of tokens the next one; of regression and losses of your own what the model
-                 gives; - for the screen; with
+                 gives; - for the screen; for maps FILE.nc or FILE.zarr, with the coordinates of --data; with --images and
                  task.name=segmentation a folder for a PNG of each image, whose pixels are classes (every rank writes its own)
   --checkpoint   newest, best (by the task's objective), or the name of one: step-00000120; default: newest, and of a run with
                  stop.restore_best best
@@ -86,10 +91,11 @@ def predict(arguments: Sequence[str]) -> int:
         else:
             what = "--images and --data are both given"
         raise UserError(what, "command line of predict", USAGE.partition("\n")[0])
-    may_be_of_masks = given == ["images"] and not Path(parsed.options["to"]).suffix
-    (check_folder_of_masks if may_be_of_masks and parsed.options["to"] != "-" else _check_target)(
-        parsed.options["to"], parsed.options["force"]
-    )
+    to = parsed.options["to"]
+    if given == ["images"] and not Path(to).suffix and to != "-":
+        check_folder_of_masks(to, parsed.options["force"])
+    else:
+        _check_target(to, parsed.options["force"], of_maps=given == ["data"] and is_map_file(to))
     work, objects = (_predict, {}) if given == ["images"] else (_predict_data, _objects(parsed))
     words = [*parsed.of_job(), *(f"{section}.name={one.name}" for section, one in objects.items())]
     if given == ["data"] and "data" not in objects:
@@ -110,9 +116,10 @@ def predict(arguments: Sequence[str]) -> int:
 def _objects(parsed: Arguments) -> dict[str, Given]:
     """Replaces sections of the run: a prediction needs neither its data nor its targets."""
     data = parsed.options["data"]
-    objects = (
-        {} if ":" in data and not os.path.lexists(os.path.expanduser(data)) else {"data": OF_A_FILE}
-    )
+    if ":" in data and not os.path.lexists(os.path.expanduser(data)):
+        objects = {}
+    else:
+        objects = {"data": OF_A_FILE if stored_name(data) is None else OF_STORED_ARRAYS}
     if not any(word.startswith("task.name=") for word in parsed.overrides):
         objects["task"] = WITHOUT_TARGETS
     return objects
@@ -121,7 +128,12 @@ def _objects(parsed: Arguments) -> dict[str, Given]:
 def _predict_data(rank: ConnectedRank, parsed: Arguments) -> int:
     config = rank.config
     name = parsed.options["data"]
-    if config.data.given is OF_A_FILE:
+    stored = None
+    samples: Any
+    if config.data.given is OF_STORED_ARRAYS:
+        stored = open_stored(name, config)
+        samples = stored
+    elif config.data.given is OF_A_FILE:
         samples = read_data_file(
             Path(os.path.expanduser(name)),
             table_of(config.data.options),
@@ -131,18 +143,29 @@ def _predict_data(rank: ConnectedRank, parsed: Arguments) -> int:
         samples = plugins.call_own(
             config.data, {"name": name, "root": config.data.root, "split": "val"}
         )
+    to = parsed.options["to"]
+    of_maps = is_map_file(to)
     model, numbers = predict_data(
         rank,
         AskedData(samples, name, "--data"),
         parsed.options["checkpoint"],
-        lambda outputs, model, lengths: _rows(model, config).numbers(outputs, lengths),
+        lambda outputs, model, lengths: (
+            maps_of(outputs, model.task)
+            if of_maps
+            else _rows(model, config).numbers(outputs, lengths)
+        ),
     )
     if rank.communicator.rank:
         return DONE
-    form = _rows(model, config)
     print("\n".join(model.notes), end="\n" * bool(model.notes), file=sys.stderr)
+    if of_maps:
+        checkpoint = f"{parsed.run}, {model.checkpoint.folder.name}"
+        write_map_file(to, numbers, model.task, stored, config, checkpoint)
+        print(f"{len(numbers):,} samples -> {to}")
+        return DONE
+    form = _rows(model, config)
     rows = [[str(sample), *form.row(row)] for sample, row in enumerate(numbers)]
-    _write(parsed.options["to"], ["sample", *form.head(numbers.shape[1])], rows, "samples")
+    _write(to, ["sample", *form.head(numbers.shape[1])], rows, "samples")
     return DONE
 
 
@@ -248,15 +271,17 @@ def _source(
     )
 
 
-def _check_target(to: str, force: bool) -> None:
+def _check_target(to: str, force: bool, of_maps: bool = False) -> None:
     """Raises UserError if the table cannot be written; called before anything is read."""
     if to == "-":
         return
     path = Path(os.path.expanduser(to))
-    if path.suffix != ".csv":
+    if path.suffix != ".csv" and not of_maps:
         raise UserError(f"{to} does not end in .csv", "--to", "as in --to predictions.csv")
     if not os.path.isdir(path.parent):
         raise UserError(f"there is no folder {path.parent}", "--to", f"mkdir -p {path.parent}")
+    if of_maps:
+        check_map_file(to)
     if os.path.lexists(path) and not force:
         raise UserError(
             f"{to} exists already", "--to", "--force overwrites it; or give another name"
@@ -284,46 +309,3 @@ def _write(to: str, head: Sequence[str], rows: Sequence[Sequence[str]], unit: st
             "give a folder that can be written and has room",
         ) from None
     print(f"{len(rows):,} {unit} -> {to}")
-
-
-ENCODED_SUFFIXES = (".csv", ".tsv", ".parquet", ".pq")
-TABLE_SUFFIXES = (".csv", ".npy", ".npz", ".safetensors")
-
-
-def read_data_file(
-    path: Path, table: TableFormat = NO_TABLE, encoding: Encoding | None = None
-) -> Any:
-    """An array of a table or of a .npy file, arrays by name of the others. Nothing pickled is read.
-    Raises UserError.
-
-    encoding: what the columns of the run's table become; None if they are numbers.
-    """
-    if path.suffix not in (*TABLE_SUFFIXES, *(ENCODED_SUFFIXES if encoding else ())):
-        fix = (
-            f"a file that ends in {', '.join(SUFFIXES)}; or your own package.module:function, or "
-            "--images DIR"
-        )
-        raise UserError(f"{short(str(path))} is not a file of numbers", "--data", fix)
-    if not path.is_file():
-        raise UserError(
-            f"there is no file {path}", "--data", "the path of a file, or package.module:function"
-        )
-    if encoding is not None and path.suffix in ENCODED_SUFFIXES:
-        return read_encoded(path, table, encoding)
-    if path.suffix == ".csv":
-        return read_table(path, table)
-    if path.suffix == ".safetensors":
-        return read_safetensors(path, str(path), "--data")
-    try:
-        if path.suffix == ".npy":
-            with np.errstate(over="ignore"):
-                # memory-mapped, so a damaged header does not allocate memory
-                return np.load(path, mmap_mode="r", allow_pickle=False)
-        archive = npz.NpzFile.open(path)
-        return {name: archive.values(name) for name in archive.names}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(
-            f"{path} cannot be read: {first_line(error)}",
-            "--data",
-            "a file that numpy.save or numpy.savez wrote",
-        ) from None

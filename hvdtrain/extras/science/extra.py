@@ -13,4 +13,8 @@ EXTRA = Extra(
         ".nc4": "netcdf",
         ".zarr": "zarr",
     },
+    map_files={
+        ".nc": "hvdtrain.extras.science.write_netcdf",
+        ".zarr": "hvdtrain.extras.science.write_zarr",
+    },
 )
