@@ -106,6 +106,7 @@ KEYS = {
         ("data_dir", "datadir", "data_path", "data_root", "dataset_path", "train_dir"), "data.root"
     ),
     "num_readers": "data.readers",
+    "packing": "data.pack",
     **dict.fromkeys(("num_workers", "n_workers", "loader_workers"), "data.workers"),
     **dict.fromkeys(("prefetch", "prefetch_factor"), "data.ahead"),
     "random_crop": "augment.crop",
@@ -264,7 +265,7 @@ NO_KEYS = {
 }
 
 # suffixes of files that a user's function reads
-_TABLES = (".xlsx", ".json", ".jsonl", ".npy", ".pt", ".arrow", ".feather")
+_TABLES = (".xlsx", ".json", ".npy", ".pt", ".arrow", ".feather")
 # suffixes of files -> the data.name that reads them
 _STORED = {
     **{".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".npz": "npz"},
@@ -402,6 +403,8 @@ def data_of_path(value: Any) -> str | None:
         )
     if path.lower().endswith(".txt"):
         return f"data.name=text data.root={short(path)}"
+    if path.lower().endswith((".jsonl", ".ndjson")):
+        return f"data.name=jsonl data.root={short(path)} (docs/data.md)"
     if os.path.isdir(path) or path.startswith((".", "~")) or os.sep in path:
         return f"data.name=folder data.root={short(path)}"
     return None

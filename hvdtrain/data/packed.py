@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 TOKENS = "tokens"
 SEGMENTS = "segments"
+ANSWERS = "answers"  # bool, of chats: which tokens belong to an answer of the assistant
 # padding of the sequences before they are packed
 PADDING: Mapping[str, Padding] = {TOKENS: Padding(0, "real_tokens")}
 # rows that are searched for room; the limit lets millions of sequences be packed in seconds
@@ -34,6 +35,11 @@ def is_packed(fields: Mapping[str, Field]) -> bool:
 def segment_fields(tokens: Field) -> dict[str, Field]:
     """Returns the fields of packed rows of these tokens."""
     return {TOKENS: tokens, SEGMENTS: Field("int64", tokens.shape[:1], padding=Padding(0, ""))}
+
+
+def answer_fields(tokens: Field) -> dict[str, Field]:
+    """Returns the field that marks the answers among these tokens."""
+    return {ANSWERS: Field("bool", tokens.shape[:1], padding=Padding(False, ""))}
 
 
 def first_fit(lengths: np.ndarray, length: int) -> Ragged:
@@ -79,9 +85,9 @@ class PackedRows(AroundSource):
     @property
     def fields(self) -> Mapping[str, Field]:
         tokens = self.source.fields[TOKENS]
-        return segment_fields(
-            tokens._replace(shape=(self.length, *tokens.shape[1:]), padding=None, ignored=None)
-        )
+        tokens = tokens._replace(shape=(self.length, *tokens.shape[1:]), padding=None, ignored=None)
+        answers = answer_fields(tokens) if ANSWERS in self.source.fields else {}
+        return {**segment_fields(tokens), **answers}
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -138,6 +144,9 @@ class PackedRows(AroundSource):
             SEGMENTS: np.zeros(real.shape, np.int64),
         }
         filled[TOKENS][real], filled[SEGMENTS][real] = tokens[mask], np.repeat(segment, lengths)
+        if ANSWERS in batch:
+            filled[ANSWERS] = np.zeros(real.shape, bool)
+            filled[ANSWERS][real] = batch[ANSWERS][mask]
         return filled
 
     @property

@@ -200,6 +200,23 @@ class Source(ABC):
         them; else the same source."""
         return self
 
+    def measure(self, rank: int, size: int) -> np.ndarray | None:
+        """Measures this rank's part of the samples, if all ranks measure them together when the
+        data are opened: integers (samples of the part, ...). None: nothing is measured.
+
+        Raises UserError for a damaged sample.
+        """
+        return None
+
+    def with_measures(self, measured: np.ndarray) -> Source:
+        """Returns the source with what all ranks measured, in rank order."""
+        raise NotImplementedError(f"{type(self).__name__} measures nothing")
+
+    def with_answers(self) -> Source:
+        """Returns the source with the field answers, which marks the tokens of the assistant's
+        answers in a chat; the same source if it has no chats."""
+        return self
+
     @property
     def has_encoded_columns(self) -> bool:
         """Whether it wraps an EncodedTable, or is a part of one."""

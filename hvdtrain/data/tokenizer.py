@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from hvdtrain.core.arrays import digest
 from hvdtrain.core.folder import check_regular
 from hvdtrain.errors import BUG, UserError, exit_code_of, first_line, short
 
+FILE = "tokenizer.json"
 _MOST_BYTES = 2**28  # of the file
 _MOST_VOCABULARY = 2**24  # tokens; a model has a row for each
 _MOST_GROWTH = 2**12  # factor by which the file's replacements may lengthen a text
@@ -45,9 +47,15 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text. Raises UserError if the tokenizer fails, for example for an
         unknown word."""
+        tokens: list[int] = self.encoding(text).ids
+        return tokens
+
+    def encoding(self, text: str) -> Any:
+        """Returns the tokenizers.Encoding of a text, without special tokens: its tokens, and the
+        characters of each. Raises UserError as encode() does."""
         try:
-            tokens: list[int] = _called(
-                lambda: self.of_library.encode(text, add_special_tokens=False).ids,
+            found = _called(
+                lambda: self.of_library.encode(text, add_special_tokens=False),
                 "does not read the text",
                 self.path,
             )
@@ -55,7 +63,36 @@ class Tokenizer:
             if _NO_UNKNOWN.search(error.what) is None:
                 raise
             raise self._unknown(text) from None
-        if dropped := self._dropped(text, tokens):
+        self._check(text, found.ids)
+        return found
+
+    def with_special_tokens(self, encoding: Any, most: int | None = None) -> Any:
+        """Returns an encoding with the special tokens that the file adds to a text, such as [CLS]
+        and [SEP], cut at its end to `most` tokens in all."""
+        if most is not None:
+            encoding.truncate(max(0, most - self.of_library.num_special_tokens_to_add(False)))
+        found = _called(
+            lambda: self.of_library.post_process(encoding, None, True),
+            "adds no special tokens",
+            self.path,
+        )
+        self._check("", found.ids)
+        return found
+
+    @property
+    def special_tokens(self) -> int:
+        """How many special tokens the file adds to a text."""
+        return int(self.of_library.num_special_tokens_to_add(False))
+
+    def number(self, token: str) -> int | None:
+        """Returns the number of a token; None if it has no such token."""
+        number: int | None = self.of_library.token_to_id(token)
+        return number
+
+    def _check(self, text: str, tokens: list[int]) -> None:
+        """Raises UserError if a word of the text was dropped, or for a token that is not in the
+        vocabulary."""
+        if self._may_drop and (dropped := self._dropped(text, tokens)):
             raise self._unknown(dropped)
         if max(tokens, default=0) >= self.vocabulary:
             raise UserError(
@@ -64,7 +101,21 @@ class Tokenizer:
                 str(self.path),
                 _FIX,
             )
-        return tokens
+
+    @cached_property
+    def _may_drop(self) -> bool:
+        """Whether the library silently drops characters that the model lacks: of BPE without an
+        unknown token, unless each byte has a token, as in GPT-2."""
+        from tokenizers.pre_tokenizers import ByteLevel
+
+        library = self.of_library
+        model = library.model
+        if type(model).__name__ != "BPE" or model.unk_token is not None or model.byte_fallback:
+            return False
+        has_affixes = model.continuing_subword_prefix or model.end_of_word_suffix
+        is_of_bytes = "ByteLevel" in str(library.pre_tokenizer) and not has_affixes
+        known = set(library.get_vocab(with_added_tokens=False))
+        return not (is_of_bytes and known.issuperset(ByteLevel.alphabet()))
 
     def _dropped(self, text: str, found: Sequence[int]) -> str:
         """Finds a word with a character that the library silently drops because a BPE model lacks
@@ -73,18 +124,11 @@ class Tokenizer:
         Returns an empty string if there is none, and if these words do not have the tokens that
         were found.
         """
-        from tokenizers.pre_tokenizers import ByteLevel
-
         library = self.of_library
         model = library.model
-        if type(model).__name__ != "BPE" or model.unk_token is not None or model.byte_fallback:
-            return ""
         known = set(library.get_vocab(with_added_tokens=False))
         first = model.continuing_subword_prefix or ""
         last = model.end_of_word_suffix or ""
-        is_of_bytes = "ByteLevel" in str(library.pre_tokenizer) and not first and not last
-        if is_of_bytes and known.issuperset(ByteLevel.alphabet()):
-            return ""  # as in GPT-2, each byte has a token
         words = list(self._words(text))
         unsure = [
             word
@@ -207,8 +251,8 @@ def _bytes(word: str) -> int:
 
 
 def read_tokenizer(path: Path, notes: list[str] | None = None) -> Tokenizer:
-    """Reads a tokenizer without truncation and padding; appends to `notes` if the file requests
-    these, or if its numbers have gaps.
+    """Reads a tokenizer.json, or the one in a folder, without truncation and padding; appends to
+    `notes` if the file requests these, or if its numbers have gaps.
 
     Raises UserError if the package is missing, or the file is absent, damaged, or would make a
     text far longer.
@@ -222,6 +266,7 @@ def read_tokenizer(path: Path, notes: list[str] | None = None) -> Tokenizer:
             "pip install 'hvdtrain[tokenizers]'",
         ) from None
     notes = [] if notes is None else notes
+    path = path / FILE if path.is_dir() else path
     _check_file(path)
     found = _called(
         lambda: tokenizers.Tokenizer.from_file(str(path)), "is damaged or of another kind", path
@@ -284,7 +329,10 @@ def _check_file(path: Path) -> None:
         growth = math.prod(_growths(json.loads(path.read_bytes())))
     except FileNotFoundError:
         raise UserError(
-            "no such file", str(path), "data.tokenizer=FILE, a tokenizer.json"
+            "no such file",
+            str(path),
+            "data.tokenizer=FILE, a tokenizer.json, or the folder that has it; transformers' "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes one",
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(

@@ -127,6 +127,58 @@ PAD = JobFeature(
 )
 
 
+# Texts and chats, of data.name=jsonl or a column of a table, are padded without data.pad.
+TEXTS = JobFeature(
+    key="data.name",
+    is_value=True,
+    on=lambda config: config.data.is_of_texts,
+    examples=("data.name=jsonl task.name=language",),
+    words_of_reading=lambda config, recipe, readers: (
+        _padded(config, recipe, readers) if config.data.pack is None else ""
+    ),
+    what="texts of data.name={config.data.name} do not support {set}: " + ONE_SHAPE,
+    fix="leave {key} out; or data.name=text, whose windows have one length",
+    why=ONE_SHAPE,
+    excludes=(
+        Exclusion(
+            "framework",
+            other_than("torch", "jax"),
+            what="texts of data.name={config.data.name} have different lengths, which needs "
+            "framework=torch, but this is {set}",
+            fix="framework=torch; or data.name=text, whose windows have one length",
+            why="only torch supports samples of different lengths",
+        ),
+        Exclusion("parallel.pipeline", above(1)),
+        Exclusion("parallel.sequence", among(True), words="parallel.tensor=2"),
+        *(
+            Exclusion(
+                key,
+                Values(bool, example),
+                what="data.name={config.data.name} pads texts by itself, so {set} has no effect",
+                fix="leave {key} out; data.pad_token chooses the token",
+                why="texts are padded without it",
+            )
+            for key, example in (
+                ("data.pad", '{"tokens":0}'),
+                ("data.mask", '{"tokens":"mask"}'),
+            )
+        ),
+        *(
+            Exclusion(
+                "task.name",
+                among(task),
+                what="texts of data.name={config.data.name} become tokens, but {set} needs "
+                f"{needed}",
+                where="data.name",
+                fix="task.name=language, or classification with data.target=FIELD",
+                why=f"texts become tokens, not {needed}",
+            )
+            for task, needed in (("segmentation", "images"), ("multilabel", "several labels"))
+        ),
+    ),
+)
+
+
 def of_rows(key: str, values: Values, why: str) -> Exclusion:
     """Returns a row of data.pack."""
     return Exclusion(
@@ -198,6 +250,7 @@ BUCKETS = JobFeature(
             what="{chosen} groups samples by length, which needs data.pad",
             fix="data.pad={{tokens: 0}}, or leave data.bucket_by out",
             where="data.bucket_by",
+            when=lambda config: not config.data.is_of_texts,
         ),
     ),
 )

@@ -80,6 +80,32 @@ LANGUAGE = JobFeature(
     examples=("task.name=language",),
     excludes=(_another_loss("leave it out"),),
 )
+LOSS_ON = JobFeature(
+    key="task.loss_on",
+    is_value=True,  # an option of language
+    on=lambda config: config.task.options.get("loss_on") == "assistant",
+    chosen=lambda config: "task.loss_on=assistant",
+    examples=("task.loss_on=assistant data.messages=messages data.name=jsonl task.name=language",),
+    excludes=(
+        Exclusion(
+            "log.noise_scale",
+            among(True),
+            what="{set} compares means over samples, but with {chosen} their weights differ",
+            fix="log.noise_scale=false, or task.loss_on=all",
+            why="the noise scale compares means over samples, but their weights differ",
+        ),
+    ),
+    rules=(
+        Exclusion(
+            "data.name",
+            Values(lambda name: True, "text"),
+            what="{chosen} needs chats, whose answers are known; {set} has none",
+            fix="data.messages=FIELD with data.name=jsonl, or task.loss_on=all",
+            where="task.loss_on",
+            when=lambda config: config.data.options.get("messages") is None,
+        ),
+    ),
+)
 IGNORED_LABEL = JobFeature(
     key="task.ignore_label",
     is_value=True,  # an option of some tasks

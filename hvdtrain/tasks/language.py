@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, Sums, ratio
 from hvdtrain.data.field import Field, field_of_facts
-from hvdtrain.data.packed import SEGMENTS, is_packed, segment_fields
+from hvdtrain.data.packed import ANSWERS, SEGMENTS, answer_fields, is_packed, segment_fields
 from hvdtrain.data.ragged import padded_fields
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
@@ -44,6 +44,7 @@ class Language(Task):
     ignore: int | None = None
     # windows contain several sequences, marked by segments; none is predicted from another
     packed: bool = False
+    of_answers: bool = False  # only tokens of the assistant's answers are predicted
 
     name = "language"
     metrics = (
@@ -59,13 +60,12 @@ class Language(Task):
     @property
     def fields(self) -> dict[str, Field]:
         padding = self.tokens.padding
+        answers = answer_fields(self.tokens) if self.of_answers else {}
         if self.packed:
-            return segment_fields(self.tokens)
-        return (
-            {"tokens": self.tokens}
-            if padding is None
-            else padded_fields("tokens", self.tokens, padding)
-        )
+            return {**segment_fields(self.tokens), **answers}
+        if padding is None:
+            return {"tokens": self.tokens, **answers}
+        return {**padded_fields("tokens", self.tokens, padding), **answers}
 
     @property
     def drawn(self) -> Field:
@@ -91,6 +91,7 @@ class Language(Task):
     @property
     def summary(self) -> str:
         padding = "" if self.ignore is None else f", token {self.ignore} is padding"
+        padding += ", the loss is of the assistant's answers" if self.of_answers else ""
         if self.packed:
             return (
                 f"packed rows of {self.context + 1:,} tokens below {self.tokens.values:,}{padding}"
@@ -100,9 +101,8 @@ class Language(Task):
 
     @property
     def sample_weight(self) -> int | None:
-        return (
-            self.context if self.ignore is None and self.mask is None and not self.packed else None
-        )
+        is_every_token = self.ignore is None and self.mask is None
+        return self.context if is_every_token and not (self.packed or self.of_answers) else None
 
     def weight(self, batch: Batch) -> int:
         """Returns the number of tokens that are predicted."""
@@ -111,6 +111,8 @@ class Language(Task):
         if self.packed:
             segments = batch[SEGMENTS]
             counts = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
+        if self.of_answers:
+            counts = counts & batch[ANSWERS][:, 1:]
         return int(
             np.count_nonzero(counts if self.ignore is None else counts & (targets != self.ignore))
         )
@@ -120,6 +122,7 @@ class Language(Task):
             "tokens": self.tokens.facts(),
             "ignore": self.ignore,
             **({"packed": True} if self.packed else {}),
+            **({"loss_on": "assistant"} if self.of_answers else {}),
         }
 
     def outputs(self, samples: int) -> str:
@@ -136,7 +139,9 @@ class Language(Task):
     def torch(self, model: ModelConfig, place: DeviceAndDtype) -> TaskPart:
         from hvdtrain.tasks.torch import TorchLanguage
 
-        return TorchLanguage(self.ignore, model.label_smoothing, self.mask, self.packed)
+        return TorchLanguage(
+            self.ignore, model.label_smoothing, self.mask, self.packed, self.of_answers
+        )
 
     def jax(self, model: ModelConfig, place: DeviceAndDtype) -> TaskPart:
         from hvdtrain.tasks.jax import JaxLanguage
@@ -152,10 +157,13 @@ def build(
     users_model: bool = False,
     *,
     ignore: int | None = None,
+    loss_on: Literal["all", "assistant"] = "all",
 ) -> Language:
     """Builds the task of predicting tokens in windows; model.label_smoothing applies.
 
     ignore: token that is not predicted, for example padding
+    loss_on: all: every token is predicted; assistant: only the tokens of the assistant's answers in
+        the chats of data.messages
 
     Raises UserError if the data have no tokens, or if the sets do not match.
     """
@@ -189,6 +197,15 @@ def build(
                 where,
                 "sequences of two tokens or more",
             )
+    if loss_on == "assistant":
+        for source in (train, val):
+            if ANSWERS not in source.fields:
+                raise UserError(
+                    "task.loss_on=assistant needs chats, whose answers are known; the data have "
+                    f"{', '.join(source.fields)}",
+                    "task.loss_on",
+                    "data.messages=FIELD of data.name=jsonl, or task.loss_on=all",
+                )
     vocabulary = max(field.values for field in fields)
     if ignore is not None and not 0 <= ignore < vocabulary:
         raise UserError(
@@ -198,7 +215,7 @@ def build(
         )
     # with padded sequences, both sets have the same maximum length
     tokens = fields[0]._replace(values=vocabulary)
-    return Language(tokens, ignore, is_packed(train.fields))
+    return Language(tokens, ignore, is_packed(train.fields), loss_on == "assistant")
 
 
 def restore(facts: dict[str, Any]) -> Language:
@@ -211,4 +228,5 @@ def restore(facts: dict[str, Any]) -> Language:
         raise ValueError("impossible windows or vocabulary")
     if not (ignore is None or (type(ignore) is int and 0 <= ignore < vocabulary)):
         raise ValueError("impossible ignore")
-    return Language(tokens, ignore, facts.get("packed") is True)
+    of_answers = facts.get("loss_on") == "assistant"
+    return Language(tokens, ignore, facts.get("packed") is True, of_answers)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from hvdtrain.data.packed import SEGMENTS, TOKENS
+from hvdtrain.data.packed import ANSWERS, SEGMENTS, TOKENS
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.label_counts import LossForm, Operations, edges_of_bins, right_terms, terms
 from hvdtrain.tasks.points import Points
@@ -351,11 +351,17 @@ class TorchLanguage:
     """Tokens (n, T + 1); logits (n, T, outputs), at least one for each token of the vocabulary."""
 
     def __init__(
-        self, ignore: int | None, smoothing: float, mask: str | None = None, packed: bool = False
+        self,
+        ignore: int | None,
+        smoothing: float,
+        mask: str | None = None,
+        packed: bool = False,
+        of_answers: bool = False,
     ) -> None:
         self._ignore = ignore
         self._smoothing = smoothing
         self._mask = mask
+        self._of_answers = of_answers
         # inputs that are passed to the model by name
         self.by_name = (TOKENS, SEGMENTS) if packed else ()
 
@@ -382,6 +388,8 @@ class TorchLanguage:
             targets = targets.masked_fill(
                 (segments[:, 1:] != segments[:, :-1]) | (segments[:, 1:] == 0), _NONE
             )
+        if self._of_answers:
+            targets = targets.masked_fill(~batch[ANSWERS][:, 1:], _NONE)
         smoothing = self._smoothing if training else 0.0
         if isinstance(outputs, torch.Tensor):
             loss = functional.cross_entropy(

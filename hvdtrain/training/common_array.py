@@ -11,6 +11,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.on_all_ranks import on_rank_0_only
 from hvdtrain.data.source import Source
 from hvdtrain.data.unfinished import Unfinished
+from hvdtrain.errors import UserError
 
 
 class CommonArray:
@@ -33,6 +34,23 @@ class CommonArray:
             )
             self._array = self._broadcast(array, samples.array)
         return samples.finish(self._array)
+
+    def measured(self, source: Source) -> Source:
+        """Returns the source, with what each rank measures in its part of the samples. Every rank
+        calls it. Raises on every rank the UserError of the first part."""
+        ranks = self._communicator
+        failure = None
+        part = None
+        try:
+            part = source.measure(ranks.rank, ranks.size)
+        except UserError as error:
+            failure = error
+        failures = ranks.allgather_object((failure, part is not None))
+        if first := next((one for one, _ in failures if one is not None), None):
+            raise first
+        if part is None:
+            return source
+        return source.with_measures(np.asarray(ranks.allgather(part, "measures")))
 
     def _broadcast(self, array: np.ndarray | None, name: str) -> np.ndarray:
         """array: None on other ranks than 0."""

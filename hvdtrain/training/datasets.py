@@ -212,7 +212,7 @@ def build_source(config: Config, split: Split, array: CommonArray | None = None)
 
 
 def _open(config: Config, split: Split, array: CommonArray) -> Source:
-    return open_split(config, split, array.finish, lambda: names_to_keep(config))
+    return array.measured(open_split(config, split, array.finish, lambda: names_to_keep(config)))
 
 
 def _encoded(source: Source, array: CommonArray, train: Callable[[], Source]) -> Source:

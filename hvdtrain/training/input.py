@@ -113,11 +113,16 @@ def lengths_to_sort_by(config: DataConfig, source: Source) -> np.ndarray | None:
     without it. Raises UserError."""
     if config.bucket_by is None:
         return None
-    name = next(iter(config.pad)) if config.bucket_by == "length" else config.bucket_by
+    padded = [
+        name
+        for name, field in source.fields.items()
+        if name in config.pad or (config.is_of_texts and field.padding and not field.is_mask)
+    ]
+    name = next(iter([*config.pad, *padded])) if config.bucket_by == "length" else config.bucket_by
     where = config.where("bucket_by")
     lengths = source.known_lengths(name)
     if lengths is None:
-        fix = f"{' or '.join(config.pad)}, or length: that of {next(iter(config.pad))}"
+        fix = f"{' or '.join(padded)}, or length: that of {next(iter(padded), '')}"
         raise UserError(
             f"data.bucket_by={config.bucket_by} is not a variable-length field",
             where,

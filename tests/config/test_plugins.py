@@ -40,7 +40,9 @@ def test_known_names() -> None:
         *image_files(),
     }
     stored = {"parquet", "csv", "npz"} | set(data_files().values())
-    assert images | stored | {*token_images(), "text"} == set(plugins.files("data/datasets"))
+    assert images | stored | {*token_images(), "text", "jsonl"} == set(
+        plugins.files("data/datasets")
+    )
     assert {"wide_resnet", "resnet18", "resnet50", "mlp", "linear"} <= set(
         plugins.files("frameworks/torch/models")
     )

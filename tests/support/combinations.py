@@ -66,6 +66,11 @@ STOPPED = 2  # steps after which a job is resumed elsewhere
 SAMPLES = "data.samples=36 data.val_samples=12"  # an epoch ends within the job
 IMAGES = f"{SAMPLES} task.name=classification data.name=synthetic data.shape=[8,8,1] data.classes=3"
 TEXT = "task.name=language data.name=text data.context=16 data.val_share=0.25"
+OF_CHATS = Path(__file__).parent / "chats"
+CHATS = (
+    f"task.name=language data.name=jsonl data.root={OF_CHATS / 'chats.jsonl'} "
+    f"data.tokenizer={OF_CHATS} data.val_share=0.25"
+)
 OF_KERAS = "model.name=example_objects:keras_model"
 GPT = "model.name=gpt model.layers=4 model.heads=2 model.width=8"
 MODELS = {  # the first one that has what both features need
@@ -81,6 +86,8 @@ MODELS = {  # the first one that has what both features need
     "masks": f"{SAMPLES} task.name=segmentation data.name=example_objects:masks "
     "model.name=example_objects:Pixels",
     "sequences": f"{SAMPLES} task.name=language data.name=example_objects:sequences {GPT}",
+    "texts": f"{CHATS} {GPT}",
+    "chats": f"{CHATS} data.messages=messages {GPT}",
     "keras": f"{IMAGES} {OF_KERAS}",
     "keras-labels": f"{SAMPLES} task.name=multilabel data.name=example_objects:labels {OF_KERAS}",
     "keras-numbers": f"{SAMPLES} task.name=regression data.name=drawn_job:numbers {OF_KERAS}",
@@ -95,11 +102,9 @@ MODELS = {  # the first one that has what both features need
 OF_CLASSES = ("mlp", "convnet", "resnet", "linear", "keras")
 OF_LABELS = (*OF_CLASSES, "table")
 OF_IMAGES = (*OF_CLASSES, "labels", "masks", "keras-labels")
-OF_TOKENS = ("gpt", "text", "sequences")
-CAN_BE_CUT = ("mlp", "gpt", "text", "numbers", "labels", "sequences", "table")
-WITH_LINEAR_LAYERS = (
-    *("mlp", "linear", "gpt", "text", "numbers", "labels", "sequences", "fields", "table"),
-)
+OF_TOKENS = ("gpt", "text", "sequences", "texts", "chats")
+CAN_BE_CUT = (*OF_TOKENS, "mlp", "numbers", "labels", "table")
+WITH_LINEAR_LAYERS = (*CAN_BE_CUT, "linear", "fields")
 NEEDS: dict[str, tuple[str, ...]] = {  # words -> models that have what they need
     "framework=numpy": ("linear",),
     "framework=keras": ("keras", "keras-labels", "keras-numbers"),
@@ -116,8 +121,10 @@ NEEDS: dict[str, tuple[str, ...]] = {  # words -> models that have what they nee
     "model.lora": WITH_LINEAR_LAYERS,
     "log.samples": ("text",),
     "data.pad": ("sequences",),
-    "data.pack": ("sequences",),
-    "data.bucket_by": ("sequences",),
+    "data.pack": ("sequences", "texts", "chats"),
+    "data.bucket_by": ("sequences", "texts", "chats"),
+    "data.name=jsonl": ("texts", "chats"),
+    "data.messages": ("chats",),
     "data.inputs": ("fields",),
     "data.columns": ("table",),
     "data.sample_weights": (*OF_LABELS, "fields"),
@@ -136,6 +143,7 @@ NEEDS: dict[str, tuple[str, ...]] = {  # words -> models that have what they nee
 SMALLER = {  # what replaces a word of an example; None: the word of the model
     "recipe.grow_to=[80]": "[18]",
     "data.name=text": None,
+    "data.name=jsonl": None,
     "task.name=mine:measured": "example_objects:measured",
     "hooks=[mine:Hook]": "[example_objects:Hook]",
     # images of one channel have no saturation or hue

@@ -556,4 +556,9 @@ def test_every_key_belongs_to_one_feature_or_to_the_core() -> None:
     assert owners.keys() == known_keys().keys()
     assert [key for key, count in owners.items() if count > 1] == []
     values = {feature.key for feature in FEATURES if not feature.keys}
-    assert values - owners.keys() == {"task.ignore_label", "task.metrics", "data.columns"}
+    assert values - owners.keys() == {
+        "task.ignore_label",
+        "task.metrics",
+        "data.columns",
+        "task.loss_on",
+    }

@@ -21,10 +21,19 @@ class DataConfig(OpenSection):
     owners: ClassVar[Owners] = {
         f"data.{name}": ("data.shuffle", "full") for name in ("shuffle_block", "shuffle_window")
     }
+
+    @property
+    def is_of_texts(self) -> bool:
+        """Whether samples are texts or chats of different lengths, which are read as tokens."""
+        return self.name == "jsonl" or any(
+            self.options.get(option) is not None for option in ("text", "messages")
+        )
+
     name: str = Field(
         default="digits",
         description="data set: digits (embedded), mnist, fashion_mnist, kmnist, cifar10, "
-        f"cifar100, {', '.join(['folder', *image_files(), 'synthetic', *token_images(), 'text'])}; "
+        f"cifar100, {', '.join(['folder', *image_files(), 'synthetic', *token_images()])}, "
+        "text, jsonl; "
         f"scientific formats: {', '.join([*_SCIENTIFIC, 'parquet', 'csv', 'npz'])}; or "
         "your own as package.module:function",
     )

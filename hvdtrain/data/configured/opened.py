@@ -78,6 +78,7 @@ def open_split(
                 ),
             )
     found = _changed(config, found.cropped(config.augment.resized_crop))
+    found = found.with_answers() if config.task.options.get("loss_on") == "assistant" else found
     return found.read_by(config.data.workers) if config.data.workers else found
 
 
@@ -103,7 +104,8 @@ def _check_workers(
     set."""
     # the workers of a data set of image files, else None
     packed = options.get("packed", _default_of(make, "packed"))
-    if config.data.workers is None or packed is False or _default_of(make, "cache_mb"):
+    reads_files = packed is False or _default_of(make, "cache_mb")
+    if config.data.workers is None or (reads_files and not config.data.is_of_texts):
         return
     what = (
         f"data.workers={config.data.workers} starts processes that decode images or read your own "

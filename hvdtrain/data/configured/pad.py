@@ -25,8 +25,10 @@ def padding_of(config: Config) -> dict[str, Padding]:
 
 
 def refuse_lengths(config: Config) -> None:
-    """Raises UserError if samples of hvdtrain's own data sets, which have one length, would be
-    padded or packed."""
+    """Raises UserError if samples of hvdtrain's own data sets would be padded or packed: they have
+    one length, except texts, which are padded by themselves."""
+    if config.data.is_of_texts:
+        return
     if config.data.pad:
         key = "data.pad"
     elif config.data.mask:

@@ -45,6 +45,10 @@ from hvdtrain.data.stored.text_tables.lines import (
     split_rows,
     without_blank_lines,
 )
+from hvdtrain.data.texts.build import build_texts, lines_of_rows
+from hvdtrain.data.texts.lines import LinesOfFile
+from hvdtrain.data.texts.options import TextOptions, text_options
+from hvdtrain.data.texts.targets import as_numbers
 from hvdtrain.data.user_data.arrays import TARGETS, is_index
 from hvdtrain.errors import UserError, first_line, short
 
@@ -71,6 +75,12 @@ def build(
     columns: dict[str, str] | str | None = None,
     missing: Literal["error", "mean", "median", "drop", 0] = "error",
     rare: int = 0,
+    text: str | None = None,
+    target: str | None = None,
+    tokenizer: Path | None = None,
+    context: int | None = None,
+    special_tokens: bool = True,
+    pad_token: str | None = None,
 ) -> Source:
     """Columns of train.csv and val.csv in data.root, of several such files, or of one file with
     data.val_share or data.split_by.
@@ -93,17 +103,47 @@ def build(
     missing: error rejects missing cells of x; mean, median or 0 replaces them and adds a number
         that marks them; drop leaves their rows out
     rare: categories that fewer training rows have are joined
+    text: column with texts that are read as tokens, as by data.name=jsonl, instead of numbers
+    target: column y of these texts (none: a language model predicts the tokens)
+    tokenizer: tokenizer.json or a folder of transformers with it (none: each byte is a token)
+    context: most tokens of a text that a model reads; longer ones are cut
+    special_tokens: add special tokens to texts, as the tokenizer does
+    pad_token: token for padding (default: pad_token of the tokenizer's folder, else its eos_token)
 
     Raises UserError if a line is damaged, with its number, and for columns without numbers.
     """
+
+    suffixes = (".csv", ".tsv")
 
     def opened(path: Path) -> CsvFile:
         between = delimiter_of(delimiter) or ("\t" if path.suffix == ".tsv" else ",")
         return CsvFile.open(path, between, wanted)
 
+    texts = text_options(name, text, None, target, tokenizer, context, special_tokens, pad_token)
+    numbers = {"fields": fields, "dtypes": dtypes, "split_by": split_by, "columns": columns}
+    if texts.is_used(numbers):
+        wanted = Wanted(fields)
+        return build_texts(
+            name, root, split, suffixes, lambda path: _lines_of(opened(path), texts), texts
+        )
     encoded = column_options(columns, missing, rare)
     wanted = Wanted(fields, dtypes or {}, split_by, split_val, cache_mb, encoded)
-    return build_stored(name, root, split, (".csv", ".tsv"), opened, wanted)
+    return build_stored(name, root, split, suffixes, opened, wanted)
+
+
+def _lines_of(table: CsvFile, options: TextOptions) -> LinesOfFile:
+    """Returns the columns of texts as JSON lines. Targets that are all numbers are written as
+    numbers."""
+    columns, lines = table.texts(options.fields)
+    cells: dict[str, Sequence[object]] = {
+        name: as_numbers(column) if name == options.target else column
+        for name, column in zip(options.fields, columns, strict=True)
+    }
+    rows = (
+        {name: None if cell == "" else cell for name, cell in zip(cells, row, strict=True)}
+        for row in zip(*cells.values(), strict=True)
+    )
+    return lines_of_rows(table.file.path, zip(lines, rows, strict=True))
 
 
 @dataclass(frozen=True, eq=False)

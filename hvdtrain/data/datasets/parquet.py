@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,9 @@ from hvdtrain.data.stored.stored_array import (
     no_such,
     whole,
 )
+from hvdtrain.data.texts.build import build_texts, lines_of_rows
+from hvdtrain.data.texts.lines import LinesOfFile
+from hvdtrain.data.texts.options import TextOptions, text_options
 from hvdtrain.data.user_data.arrays import TARGETS, from_arrow, is_index
 from hvdtrain.errors import UserError, first_line, short
 
@@ -49,6 +52,13 @@ def build(
     columns: dict[str, str] | str | None = None,
     missing: Literal["error", "mean", "median", "drop", 0] = "error",
     rare: int = 0,
+    text: str | None = None,
+    messages: str | None = None,
+    target: str | None = None,
+    tokenizer: Path | None = None,
+    context: int | None = None,
+    special_tokens: bool = True,
+    pad_token: str | None = None,
 ) -> Source:
     """Columns of train.parquet and val.parquet in data.root, of several such files, or of one with
     data.val_share or data.split_by.
@@ -66,20 +76,42 @@ def build(
     missing: error rejects missing cells of x; mean, median or 0 replaces them and adds a number
         that marks them; drop leaves their rows out
     rare: categories that fewer training rows have are joined
+    text: column with texts that are read as tokens, as by data.name=jsonl, instead of numbers
+    messages: column with chats, lists of {role, content}, instead of text
+    target: column y of these texts (none: a language model predicts the tokens)
+    tokenizer: tokenizer.json or a folder of transformers with it (none: each byte is a token)
+    context: most tokens of a text that a model reads; longer ones are cut
+    special_tokens: add special tokens to texts, as the tokenizer does
+    pad_token: token for padding (default: pad_token of the tokenizer's folder, else its eos_token)
 
     Raises UserError without pyarrow, if files are damaged or lack a column, and for columns with
     missing values or without numbers.
     """
+    texts = text_options(
+        name, text, messages, target, tokenizer, context, special_tokens, pad_token
+    )
+    suffixes = (".parquet", ".pq")
+    open_file = partial(ParquetFile.open, most_bytes=_BLOCKS * cache_mb * 10**6)
+    numbers = {"fields": fields, "dtypes": dtypes, "split_by": split_by, "columns": columns}
+    if texts.is_used(numbers):
+        return build_texts(
+            name, root, split, suffixes, lambda path: _lines_of(open_file(path), texts), texts
+        )
     encoded = column_options(columns, missing, rare)
     wanted = Wanted(fields, dtypes or {}, split_by, split_val, cache_mb, encoded)
-    return build_stored(
-        name,
-        root,
-        split,
-        (".parquet", ".pq"),
-        partial(ParquetFile.open, most_bytes=_BLOCKS * cache_mb * 10**6),
-        wanted,
-    )
+    return build_stored(name, root, split, suffixes, open_file, wanted)
+
+
+def _lines_of(table: ParquetFile, options: TextOptions) -> LinesOfFile:
+    """Returns the columns of texts or chats as JSON lines, numbered from 0."""
+
+    def rows() -> Iterator[dict[str, object]]:
+        for group in range(len(table.edges) - 1):
+            columns = [column.to_pylist() for column in table.read(group, options.fields)]
+            for cells in zip(*columns, strict=True):
+                yield dict(zip(options.fields, cells, strict=True))
+
+    return lines_of_rows(table.file.path, enumerate(rows()), "row")
 
 
 def _pyarrow() -> Any:

@@ -44,7 +44,7 @@ def _passed(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Passed:
     """
     names = _parameters(getattr(type(whole_of(model)), "forward", None))
     if inputs.keys() <= names:
-        return Passed((), inputs)
+        return Passed((), _as_numbers(inputs) if is_of_transformers(model) else inputs)
     if is_of_transformers(model) and set(inputs) == {TOKENS, SEGMENTS}:
         packed = (inputs[TOKENS], positions_of(inputs[SEGMENTS]))
         return Passed((), dict(zip(PACKED_IN_TRANSFORMERS, packed, strict=True)))
@@ -64,6 +64,12 @@ def _passed(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Passed:
     if required.keys() <= names:
         return Passed((), {**required, **further})
     return Passed((required,), {})
+
+
+def _as_numbers(inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Returns the inputs of a model of transformers: some calculate with the mask of padding."""
+    mask = inputs.get(ATTENTION_MASK)
+    return inputs if mask is None else {**inputs, ATTENTION_MASK: mask.long()}
 
 
 def padding_mask(inputs: Called) -> str:

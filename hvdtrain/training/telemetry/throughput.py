@@ -140,6 +140,7 @@ def _sample_flops(config: Config, task: Task, is_small: bool) -> float:
         raise UserError(f"framework={config.framework} does not count them")
     for key, differs in (
         ("data.pad", bool(config.data.pad)),
+        (f"data.name={config.data.name}", config.data.is_of_texts),
         ("data.pack", config.data.pack is not None),
         ("model.thaw", bool(config.model.thaw)),
     ):
