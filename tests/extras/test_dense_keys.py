@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import pytest
+from ranks import of_this_copy
 from refusals import refusal_of_job
 
 # (the configuration, the engine, ranks, what the message says, the key that it names, how to fix
 # it)
+WITH_TENSOR = [
+    ("parallel.dense=c parallel.tensor=2", "mpi", 2,
+     "parallel.dense=c and parallel.tensor=2 both divide layers: parallel.dense over all "
+     "ranks", "parallel.dense", "keep one of them"),
+] if of_this_copy(["parallel.tensor=2"]) else []  # fmt: skip
 REFUSED = [
     ("parallel.dense=a "
      "comm.op=adasum", "horovod", 2, "parallel.dense=a does not support comm.op=adasum", "comm.op",
      "leave comm.op out, or parallel.dense=none"),
-    ("parallel.dense=c parallel.tensor=2", "mpi", 2,
-     "parallel.dense=c and parallel.tensor=2 both divide layers: parallel.dense over all "
-     "ranks", "parallel.dense", "keep one of them"),
+    *WITH_TENSOR,
     ("parallel.dense=a parallel.dense_updates=2", "mpi", 2,
      "parallel.dense_updates=2 needs turns, but parallel.dense=a puts all samples "
      "into one", "parallel.dense_updates", "parallel.dense=c or b"),

@@ -206,6 +206,7 @@ def test_what_is_assumed_of_a_balance(capsys: pytest.CaptureFixture[str]) -> Non
     )
 
 
+@needs_extra("pipeline")
 def test_what_does_not_fit_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--parallel", *MLP, "stop.steps=1", *MACHINE, "--memory", "1MB"]) == 0
     out = " ".join(capsys.readouterr().out.split())
