@@ -26,7 +26,13 @@ from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.config.sections.optim import OptimConfig
 from hvdtrain.config.sections.section import OpenSection, go_on, is_object
 from hvdtrain.config.sections.task import TaskConfig
-from hvdtrain.config.words_of_other_tools import data_of_path, right_key, right_value, without_a_key
+from hvdtrain.config.words_of_other_tools import (
+    data_of_path,
+    right_key,
+    right_value,
+    without_a_key,
+    without_a_value,
+)
 from hvdtrain.core.extras import aliases
 from hvdtrain.core.import_torchvision import define_missing_operators
 from hvdtrain.errors import UserError, closest, nearest, short
@@ -105,7 +111,7 @@ def find(folder: str, name: str, where: str) -> Path:
         fix = (
             f"did you mean {right}?"
             if right is not None and (right in known or is_dotted(right))
-            else path or nearest(name, sorted(known))
+            else path or without_a_value(KEYS[folder], name) or nearest(name, sorted(known))
         )
         raise UserError(
             f"unknown name{' for framework=jax' if folder == 'frameworks/jax/models' else ''}: "

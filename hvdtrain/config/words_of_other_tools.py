@@ -260,6 +260,56 @@ NO_KEYS = {
         ("initial_scale_power", "loss_scale_window", "loss_scale"),
         "speed.precision=fp16 begins at 2^16, and doubles after 2,000 steps",
     ),
+    **dict.fromkeys(
+        ("hysteresis", "min_loss_scale", "consecutive_hysteresis"),
+        "none: with speed.precision=fp16 each overflow halves the scale, down to 1",
+    ),
+    "number_checkpoints": "none: model.recompute=blocks keeps the input of each of the model's "
+    "blocks",
+    **dict.fromkeys(
+        ("cpu_checkpointing", "partition_activations", "contiguous_memory_optimization"),
+        "none: activations that are kept stay on the device, whole; model.recompute=blocks keeps "
+        "fewest, parallel.sequence=true divides them among ranks of parallel.tensor",
+    ),
+    "synchronize_checkpoint_boundary": "none: it only adds waits for the device",
+    **dict.fromkeys(
+        ("stage3_max_live_parameters", "stage3_max_reuse_distance", "sub_group_size"),
+        "none: shard.stage=3 has whole weights of one of the model's blocks at a time",
+    ),
+    **dict.fromkeys(
+        (
+            "stage3_gather_16bit_weights_on_model_save",
+            "stage3_gather_fp16_weights_on_model_save",
+        ),
+        "none: checkpoints have all weights in float32, each rank writes its part; export writes "
+        "them as one file",
+    ),
+    "contiguous_gradients": "always: gradients are copied into buckets of comm.bucket_mb as the "
+    "backward pass computes them",
+    "reduce_scatter": "always in shard.stage=2 and 3, if the engine has it",
+    "round_robin_gradients": "none: each rank keeps the part of a bucket with its own number",
+    "patience": "stop.patience=N stops after N evaluations without a better one; "
+    "stop.target_for=N after N in a row at stop.target; recipe.patience=N belongs to "
+    "recipe.schedule=plateau",
+    # kinds of parallelism
+    **dict.fromkeys(
+        (
+            "expert",
+            "experts",
+            "num_experts",
+            "moe",
+            "expert_parallel",
+            "expert_model_parallel_size",
+            "ep_size",
+        ),
+        "mixtures of experts are not supported; parallel.tensor divides each layer, "
+        "parallel.pipeline the layers, shard.stage the state",
+    ),
+    **dict.fromkeys(
+        ("rpc", "rpc_backend"),
+        "remote procedure calls are not supported; a model over several ranks is "
+        "parallel.pipeline=N, asynchronous workers are servers.count=N",
+    ),
     "wall_clock_breakdown": "always: phase_ms of events.jsonl, and report draws it",
     "autotuning": "plan --memory shows what fits, plan --parallel which mesh takes least time",
 }
@@ -377,7 +427,28 @@ VALUES: dict[str, dict[str, str]] = {
 }
 
 # Values of other tools that hvdtrain does not have, and what to do instead.
+_OWN_MODEL = "a model of your own or of a library: model.name=package.module:Class"
 NO_VALUES: dict[str, dict[str, str]] = {
+    "framework": {
+        "mxnet": "MXNet ended in 2023 and is not supported: torch, jax, keras or numpy",
+    },
+    "model.name": {
+        **dict.fromkeys(
+            ("vit", "vit_b_16", "vit_base", "deit", "swin"),
+            "there is no vision transformer of hvdtrain's own; timm's: "
+            "model.name=timm:vit_small_patch16_224, torchvision's: "
+            "model.name=torchvision.models:vit_b_16",
+        ),
+        **dict.fromkeys(
+            ("transformer", "gpt2", "llama", "bert"),
+            "model.name=gpt, or transformers:FOLDER with the config.json of a model",
+        ),
+        **dict.fromkeys(("lstm", "rnn", "gru"), _OWN_MODEL),
+    },
+    "comm.engine": {
+        "rpc": "remote procedure calls are not supported; a model over several ranks is "
+        "parallel.pipeline=N, asynchronous workers are servers.count=N",
+    },
     "speed.device": {
         **dict.fromkeys(
             ("tpu", "xla"),

@@ -33,14 +33,17 @@ def _plain(
     *examples: str,
     without: tuple[Exclusion, ...] = (),
     other_keys: tuple[str, ...] = (),
+    gauge: str = "",
 ) -> JobFeature:
-    """Returns a feature that is on if its key differs from the usual value; without and other_keys
-    as in JobFeature."""
+    """Returns a feature that is on if its key differs from the usual value; without, other_keys and
+    gauge as in JobFeature."""
 
     def on(config: Config) -> bool:
         return bool(value_of(config, key) != usual)
 
-    return JobFeature(key=key, on=on, examples=examples, without=without, other_keys=other_keys)
+    return JobFeature(
+        key=key, on=on, examples=examples, without=without, other_keys=other_keys, gauge=gauge
+    )
 
 
 PLAIN = (  # these exclude nothing themselves: other features list what they exclude
@@ -50,7 +53,13 @@ PLAIN = (  # these exclude nothing themselves: other features list what they exc
         "norm.kind=ghost norm.ghost=3",
         without=options("norm.kind=ghost", {"norm.ghost": 16, "norm.statistics": "sequential"}),
     ),
-    _plain("speed.precision", "fp32", "speed.precision=bf16", "speed.precision=fp16"),
+    _plain(
+        "speed.precision",
+        "fp32",
+        "speed.precision=bf16",
+        "speed.precision=fp16",
+        gauge="hvdtrain.training.telemetry.loss_scale:loss_scale_gauge",
+    ),
     _plain("speed.compile", "none", "speed.compile=default"),
     _plain("speed.peak_tflops", None, "speed.peak_tflops=0.5"),
     _plain("speed.channels_last", None, "speed.channels_last=true"),

@@ -219,6 +219,11 @@ class Learner(HasState, Protocol):
     def gpu(self) -> Gpu | None:
         """Returns the rank's GPU; None on a CPU."""
 
+    def loss_scale(self) -> float | None:
+        """Returns the factor of the loss in fp16, for which the host waits; None if there is
+        none."""
+        return None
+
     @property
     def number_type(self) -> str:
         """Returns the dtype of matrix products, as torch names it: "bfloat16"; empty if unknown."""

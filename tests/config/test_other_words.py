@@ -180,8 +180,9 @@ def test_each_value_of_other_tools_means_one_that_is_known(key: str, word: str) 
 )
 def test_a_value_that_is_not_supported_is_answered_with_what_is(key: str, word: str) -> None:
     fix = fix_of(f"{key}={word}")
-    assert fix == fix_of(f"{key}={word.upper()}") and fix.endswith(f"; {NO_VALUES[key][word]}")
-    assert fix.startswith(f"{key} takes one of 'auto', 'cpu', 'cuda', 'xpu'; ")
+    assert fix == fix_of(f"{key}={word.upper()}")
+    listed = "speed.device takes one of 'auto', 'cpu', 'cuda', 'xpu'; "
+    assert fix == f"{listed * (key == 'speed.device')}{NO_VALUES[key][word]}"
 
 
 def test_an_option_of_an_own_class_is_answered_with_its_parameter() -> None:

@@ -29,6 +29,7 @@ from hvdtrain.frameworks.torch.precision import (
 )
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
+from hvdtrain.training.telemetry.loss_scale import LossScaleGauge
 
 CPU = torch.device("cpu")
 TASK = Classification((16, 16, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
@@ -187,6 +188,41 @@ def test_the_host_waits_once_in_a_step(words: str, reads: int) -> None:
     with HostReads() as found:
         one.step([samples], hyper(), 0)
     assert found.found == ["aten._local_scalar_dense.default"] * reads
+
+
+def test_an_overflow_is_a_line_and_an_event() -> None:
+    events = []
+
+    class Told:
+        def emit(self, kind: str, step: int, **fields: Any) -> None:
+            events.append((kind, step, fields))
+
+    one = learner("speed.precision=fp16", "model.name=mlp")
+    gauge = LossScaleGauge(one, Told(), 10)
+    assert gauge.fields({}, 5) == {"loss_scale": FIRST_SCALE} and not events
+    one.scale._scale.fill_(FIRST_SCALE / 2)
+    assert gauge.fields({}, 1) == {"loss_scale": FIRST_SCALE / 2}
+    one.scale._scale.fill_(FIRST_SCALE / 16)
+    gauge.fields({}, 4)
+    assert [(kind, step, fields["lines"]) for kind, step, fields in events] == [
+        (
+            "overflow",
+            16,
+            [
+                "overflow in step 16: gradients of fp16 were too large, and the step was skipped; "
+                "loss scale 65536, now 32768"
+            ],
+        ),
+        (
+            "overflow",
+            20,
+            [
+                "overflow in steps 17 to 20: gradients of fp16 were too large 3 times, and these "
+                "steps were skipped; loss scale 32768, now 4096"
+            ],
+        ),
+    ]
+    assert LossScaleGauge(learner("model.name=mlp"), Told(), 0).fields({}, 1) == {}
 
 
 def test_without_room_to_halve_a_bad_step_counts() -> None:

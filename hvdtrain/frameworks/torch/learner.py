@@ -226,6 +226,9 @@ class TorchLearner(RankModel, DrawsTokens, Learner):
         self._state.load(state)
         self.optimizer.zero_grad()  # gradients of an interrupted step
 
+    def loss_scale(self) -> float | None:
+        return self.scale.value()
+
     def describe(self) -> str:
         count = self.count(self.model.parameters())
         trained = self.count(self.parameters)

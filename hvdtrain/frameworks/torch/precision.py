@@ -176,6 +176,10 @@ class Scale:
     def unscale_(self, parameters: list[torch.nn.Parameter]) -> None:
         """Divides every p.grad by the scale."""
 
+    def value(self) -> float | None:
+        """Returns the scale, for which the host waits; None if the loss is not scaled."""
+        return None
+
     def update(self, bad: torch.Tensor) -> torch.Tensor | bool:
         """Returns whether to skip the step because the scale was too large: a () bool tensor if
         only the device knows. `bad`: () bool, whether a gradient was not finite."""
@@ -208,6 +212,9 @@ class LossScale(Scale):
             # the host also waits if the gradients were copied to it
             factor = (1.0 / self._scale).to(gradients[0].device)
             torch._foreach_mul_(gradients, factor)
+
+    def value(self) -> float | None:
+        return float(self._scale)
 
     def update(self, bad: torch.Tensor) -> torch.Tensor:
         """Scale.update(), without waiting for the device."""
