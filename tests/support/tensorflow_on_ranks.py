@@ -369,6 +369,8 @@ def names_are_those_of_horovod() -> str:
     assert [name for name in here.split() if not hasattr(hvd, name)] == []
     for module in (hvd_keras, hvdtrain.horovod.keras):
         assert [name for name in in_keras.split() if not hasattr(module, name)] == []
+        callback = module.BroadcastGlobalVariablesCallback  # as courses write it
+        assert callback is module.callbacks.BroadcastGlobalVariablesCallback
     for module, name in (name.split(".") for name in inside.split()):
         found = importlib.import_module(f"hvdtrain.horovod.tensorflow.{module}")
         assert getattr(found, name) is getattr(hvd, name) and getattr(hvd, module) is found

@@ -48,6 +48,11 @@ from hvdtrain.horovod.engine.errors import HorovodInternalError as HorovodIntern
 from hvdtrain.horovod.engine.errors import HostsUpdatedInterrupt as HostsUpdatedInterrupt
 from hvdtrain.horovod.keras import callbacks as callbacks
 from hvdtrain.horovod.keras import elastic as elastic
+
+# courses and older scripts call it hvd.BroadcastGlobalVariablesCallback
+from hvdtrain.horovod.keras.callbacks import (
+    BroadcastGlobalVariablesCallback as BroadcastGlobalVariablesCallback,
+)
 from hvdtrain.horovod.keras.calls import allgather as allgather
 from hvdtrain.horovod.keras.calls import allreduce as allreduce
 from hvdtrain.horovod.keras.calls import alltoall as alltoall
