@@ -1,6 +1,6 @@
 """Grades a submission of the assessment: trains it, and evaluates what it saved on samples that it never had.
 
-python labs/assessment/grade.py SUBMISSION.py [--set cifar10 --data FOLDER] [--ranks 2] [--target 0.7] [--minutes 8] [--json]
+python labs/assessment/grade.py SUBMISSION.py [--set cifar10 --data FOLDER] [--ranks 2] [--target 0.7] [--train-target 0.9] [--minutes 8] [--json]
 
 README.md in this folder has the rules, the verdicts and their exit codes.
 """  # noqa: E501
@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import secrets
 import shutil
 import signal
@@ -28,6 +29,7 @@ from job import run_job
 from judge import CODES, Verdict, judge, seen_z
 from net import Net
 
+from hvdtrain.cli.launch.launch_commands import available_cores
 from hvdtrain.errors import USER, UserError
 
 HERE = Path(__file__).resolve().parent
@@ -45,7 +47,9 @@ class Grade(NamedTuple):
     accuracy_given: float | None  # on val.npz
     seen_z: float | None  # judge.seen_z()
     trained_samples: list[int | None]  # on each rank; None: it did not train the network
+    train_accuracy: float | None  # on train.npz, if it has a target
     seconds: float  # of the job, its start included
+    load: float  # of the machine at its end, mean over a minute
     output: str  # the end of what the job printed
 
 
@@ -95,6 +99,11 @@ def parse() -> argparse.Namespace:
         help="accuracy on the hidden samples (default: the set's, data.py)",
     )
     parser.add_argument(
+        "--train-target",
+        type=share_of_samples,
+        help="accuracy on train.npz too, evaluated by the grader (default: none)",
+    )
+    parser.add_argument(
         "--minutes",
         type=amount,
         help="the time limit, from mpirun's start to its end (default: the set's)",
@@ -103,7 +112,8 @@ def parse() -> argparse.Namespace:
         "--silence",
         type=amount,
         metavar="S",
-        help="seconds without a line after which a job hangs (120, at most half the limit)",
+        help="seconds without a line after which a job hangs (120, at most half the limit; the "
+        "first line may take half the limit)",
     )
     parser.add_argument(
         "--secret", type=secret, help="of an earlier grading, to repeat it (default: random)"
@@ -197,14 +207,18 @@ def run(script: Path, parts: data.Parts, options: argparse.Namespace, scratch: P
     samples = [None if one is None else one.samples for one in shares]
 
     def without_model(verdict: Verdict, why: str) -> Grade:
-        return Grade(verdict, why, None, None, None, samples, ended.seconds, ended.output)
+        load = os.getloadavg()[0]
+        return Grade(
+            verdict, why, None, None, None, samples, None, ended.seconds, load, ended.output
+        )
 
     if ended.how == "too slow":
         return without_model(
             "too slow", f"still running after {counted(options.minutes, 'minute')}"
         )
     if ended.how == "hangs":
-        return without_model("hangs", f"printed nothing for {options.silence:g} s")
+        first = f", or no first line in {max(options.silence, options.minutes * 30):g} s"
+        return without_model("hangs", f"printed nothing for {options.silence:g} s{first}")
     if ended.code:
         return without_model(
             "crashed", f"mpirun ended with code {ended.code}; the end of its output is above"
@@ -221,16 +235,32 @@ def run(script: Path, parts: data.Parts, options: argparse.Namespace, scratch: P
             model_file.answers(net, part.x, part.y, parts.stats)
             for part in (parts.given, parts.hidden)
         )
+        trained = None
+        if options.train_target is not None:
+            train = parts.train
+            trained = model_file.answers(net, train.x, train.y, parts.stats).accuracy
     except model_file.WrongModel as error:
         return without_model("wrong model", str(error))
     verdict, why = judge(given, hidden, options.target)
+    if trained is not None and verdict in ("passed", "target missed"):
+        why = f"{why}; {trained:.4f} on train.npz, the target is {options.train_target:g}"
+        verdict = "target missed" if trained < options.train_target else verdict
     complaint = share.complaint(shares, share.most_samples(len(parts.train.y), options.ranks))
     if verdict == "passed" and complaint:
         verdict = "not shared"
         why = f"{why}; {complaint}"
     z = seen_z(given.loss, hidden.loss)
     return Grade(
-        verdict, why, hidden.accuracy, given.accuracy, z, samples, ended.seconds, ended.output
+        verdict,
+        why,
+        hidden.accuracy,
+        given.accuracy,
+        z,
+        samples,
+        trained,
+        ended.seconds,
+        os.getloadavg()[0],
+        ended.output,
     )
 
 
@@ -240,7 +270,7 @@ def report(grade: Grade, options: argparse.Namespace) -> None:
     if options.json:
         limits = {
             name: getattr(options, name)
-            for name in ("set", "ranks", "target", "minutes", "silence", "secret")
+            for name in ("set", "ranks", "target", "train_target", "minutes", "silence", "secret")
         }
         print(json.dumps({**grade._asdict(), "code": CODES[grade.verdict], **limits}))
         return
@@ -249,8 +279,8 @@ def report(grade: Grade, options: argparse.Namespace) -> None:
     limit = counted(options.minutes, "minute")
     ranks = counted(options.ranks, "rank")
     print(
-        f"{grade.seconds:.1f} s of {limit} on {ranks}, {options.set}; again: --secret "
-        f"{options.secret}"
+        f"{grade.seconds:.1f} s of {limit} on {ranks}, load {grade.load:.1f} on "
+        f"{counted(available_cores(), 'core')}, {options.set}; again: --secret {options.secret}"
     )
     print(f"{grade.verdict}: {grade.why}")
 

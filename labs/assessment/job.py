@@ -77,8 +77,9 @@ def run_job(
     process that has no other children.
 
     With `-m mpi4py` an exception on one rank ends all; without it a rank that used mpi4py would
-    wait for the others at its exit. silence_s: a job that has printed nothing for so long hangs.
-    temporary: a folder for its TMPDIR. Raises UserError without an mpirun.
+    wait for the others at its exit. silence_s: a job that has printed nothing for so long hangs;
+    before its first line half the limit, too, as a busy machine starts Python slowly. temporary: a
+    folder for its TMPDIR. Raises UserError without an mpirun.
     """
     launcher = find_launcher("")
     program = (sys.executable, "-m", "mpi4py", script.name, *arguments)
@@ -103,7 +104,8 @@ def run_job(
     with job.stdout as pipe:
         output = _Output(pipe.fileno())
         try:
-            how = _watch(job, output, start + limit_s, silence_s)
+            first_s = max(silence_s, limit_s / 2)
+            how = _watch(job, output, start + limit_s, silence_s, first_s)
             seconds = time.monotonic() - start
         finally:
             _end(job)
@@ -113,17 +115,21 @@ def run_job(
 
 
 def _watch(
-    job: subprocess.Popen[bytes], output: _Output, end_s: float, silence_s: float
+    job: subprocess.Popen[bytes], output: _Output, end_s: float, silence_s: float, first_s: float
 ) -> Literal["by itself", "too slow", "hangs"]:
-    """Until the job has ended, or has to be ended. end_s: of time.monotonic()."""
+    """Until the job has ended, or has to be ended. end_s: of time.monotonic(). first_s: how long
+    the first line may take."""
     printed_s = time.monotonic()
+    allowed_s = first_s
     while job.poll() is None:
         printed = output.read(_POLL_S)
         now = time.monotonic()
-        printed_s = now if printed else printed_s
+        if printed:
+            printed_s = now
+            allowed_s = silence_s
         if now > end_s:
             return "too slow"
-        if now - printed_s > silence_s:
+        if now - printed_s > allowed_s:
             return "hangs"
     # of a job that stopped this process meanwhile
     return "too slow" if time.monotonic() > end_s + _LATE_S else "by itself"
