@@ -56,6 +56,7 @@ class Sampler(Protocol):
         *,
         tokens: int,
         temperature: float,
+        top_k: int | None = None,
         seed: int,
         first: int,
         before_each: Callable[[], None],
@@ -63,7 +64,8 @@ class Sampler(Protocol):
         """Continues prompts, int64 (n, m), to int64 (n, length) with tokens 0 ... tokens - 1; n may
         be 0.
 
-        Each is drawn from softmax(logits / temperature). Sequence i uses the random numbers of
+        Each is drawn from softmax(logits / temperature), with top_k from the most probable ones.
+        Sequence i uses the random numbers of
         (seed, first + i). before_each() is called before each position. The training state does not
         change. Raises UserError if the model cannot run token by token.
         """

@@ -36,14 +36,15 @@ from hvdtrain.training.samples import draw_on_all_ranks, grid, png
 from hvdtrain.training.trained_model import check_tokenizer
 
 USAGE = """\
-hvdtrain sample RUN [--count 32] [--temperature 1.0] [--png FILE.png] [key=value ...]
+hvdtrain sample RUN [--count 32] [--temperature 1.0] [--top-k N] [--png FILE.png] [key=value ...]
   RUN            the run folder of a job with task.name=language
   --count        images or texts to draw
   --temperature  1 draws tokens with the probabilities that the model gives; less prefers the probable ones; 0 takes the most probable
   --png          images: the picture to write, a grid (default grid.png)
   --prompt-half  images: the lower halves of validation images are drawn; each is shown beside the whole validation image
   --prompt       text: what each text begins with (default: a line break)
-  --length       text: tokens to draw (default 256)
+  --length       text: tokens to draw (default 256, or as many as a model of transformers has positions for)
+  --top-k        each token is one of the N that the model finds most probable (default: all)
   --seed         of the random numbers (default 1): image i is the same in every batch and on any number of ranks
   --checkpoint   newest, best, or the name of one: step-00000120; default: newest, and of a run with stop.restore_best best
   --force        overwrite FILE.png if it exists
@@ -53,12 +54,14 @@ torchdist; shard.stage=0: the whole model)."""  # noqa: E501
 _OPTIONS: dict[str, str | None] = {
     "--count": "32",
     "--temperature": "1",
+    "--top-k": None,
     "--png": None,
     "--prompt": None,
     "--length": None,
     "--seed": "1",
     "--checkpoint": "",
 }
+_LENGTH = 256  # tokens of a text, by default
 _MOST = 2**20  # limit for sequences, and for the tokens of a sequence
 _OF_IMAGES = ("--png", "--prompt-half")
 _OF_TEXT = ("--prompt", "--length")
@@ -70,11 +73,12 @@ class SampleRequest:
 
     count: int
     temperature: float
+    top_k: int | None
     seed: int
     png: Path
     prompts_half: bool
     prompt: str
-    length: int
+    length: int | None  # None: not set
 
 
 def sample(arguments: Sequence[str]) -> int:
@@ -200,12 +204,22 @@ def _text(
         raise UserError(what, f"{path}", "the tokenizer that the run was trained with")
     check_tokenizer(checkpoint, tokenizer.digest if tokenizer else None, f"{path}")
     prompts = np.tile(prompt, (request.count, 1))
-    texts = _of_all_ranks(
-        rank, learner, prompts, len(prompt) + request.length, tokens.values, request
-    )
+    length = len(prompt) + (request.length or _LENGTH)
+    longest: int | None = getattr(learner, "longest", None)
+    if longest is not None and request.length is None:
+        length = min(length, longest)
+    texts = _of_all_ranks(rank, learner, prompts, length, tokens.values, request)
     if rank.communicator.rank == 0:
+        ends: tuple[int, ...] = getattr(learner, "end_tokens", ())
         for number, sequence in enumerate(texts, start=1):
-            print(f"--- {number}\n{decode(sequence, tokenizer)}")
+            drawn = _until_end(sequence, len(prompt), ends)
+            print(f"--- {number}\n{decode(drawn, tokenizer)}")
+
+
+def _until_end(sequence: np.ndarray, begin: int, ends: Sequence[int]) -> np.ndarray:
+    """Cuts a sequence before the first of the tokens `ends` from position `begin` on."""
+    found = np.flatnonzero(np.isin(sequence[begin:], ends))
+    return sequence[: begin + found[0]] if len(found) else sequence
 
 
 def _of_all_ranks(
@@ -224,6 +238,7 @@ def _of_all_ranks(
         length,
         tokens=tokens,
         temperature=request.temperature,
+        top_k=request.top_k,
         seed=request.seed,
         at_once=rank.config.batch.evaluate,
         before_each=lambda: rank.heartbeat.beat("sampling", 0, 0),
@@ -236,12 +251,13 @@ def _read(parsed: Arguments) -> SampleRequest:
     count = _number(
         options["count"], int, "--count", lambda n: 1 <= n <= _MOST, "1 or more, as in --count 32"
     )
-    length = _number(
-        options["length"] or "256",
-        int,
-        "--length",
-        lambda n: 1 <= n <= _MOST,
-        "1 or more, as in --length 256",
+    length, top_k = (
+        None
+        if options[option] is None
+        else _number(
+            options[option], int, name, lambda n: 1 <= n <= _MOST, f"1 or more, as in {name} 50"
+        )
+        for option, name in (("length", "--length"), ("top_k", "--top-k"))
     )
     seed = _number(options["seed"], int, "--seed", lambda n: 0 <= n < 2**63, "0 or more")
     temperature = _number(
@@ -255,7 +271,9 @@ def _read(parsed: Arguments) -> SampleRequest:
     prompt = "\n" if options["prompt"] is None else options["prompt"]
     if path.suffix != ".png":
         raise UserError(f"{path} does not end in .png", "--png", "as in --png grid.png")
-    return SampleRequest(count, temperature, seed, path, options["prompt_half"], prompt, length)
+    return SampleRequest(
+        count, temperature, top_k, seed, path, options["prompt_half"], prompt, length
+    )
 
 
 def _number(

@@ -302,6 +302,7 @@ class JaxLearner(Learner):
         *,
         tokens: int,
         temperature: float,
+        top_k: int | None = None,
         seed: int,
         first: int,
         before_each: Callable[[], None],
@@ -314,7 +315,7 @@ class JaxLearner(Learner):
         numbers = sampling_numbers(seed, first + np.arange(len(prompts)), np.arange(length))
         weights = self._passes.all_weights(self.weights)
         return self._decoder.continue_sequences(
-            weights, prompts, numbers, tokens, temperature, before_each
+            weights, prompts, numbers, tokens, temperature, top_k, before_each
         )
 
     def tree(self) -> Params:

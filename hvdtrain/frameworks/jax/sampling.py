@@ -39,6 +39,7 @@ class CompiledDecoder:
         numbers: np.ndarray,
         tokens: int,
         temperature: float,
+        top_k: int | None,
         before_each: Callable[[], None],
     ) -> np.ndarray:
         """Continues prompts, int64 (n, m), to int64 (n, length), like Sampler.continue_sequences().
@@ -61,7 +62,9 @@ class CompiledDecoder:
                 )
             read = at
             sequences[:, at] = draw(
-                np.asarray(logits, np.float64)[:, :tokens], temperature, numbers[:, at]
+                most_probable(np.asarray(logits, np.float64)[:, :tokens], top_k),
+                temperature,
+                numbers[:, at],
             )
         return sequences
 
@@ -69,6 +72,15 @@ class CompiledDecoder:
         return jax.tree.map(
             self._target.to_device, self._reader.empty_cache(sequences, self._target.dtype)
         )
+
+
+def most_probable(logits: np.ndarray, top_k: int | None) -> np.ndarray:
+    """Returns the logits (n, tokens), -inf for those below the top_k largest of a row."""
+    if top_k is None or top_k >= logits.shape[1]:
+        return logits
+    least = np.partition(logits, -top_k, axis=1)[:, [-top_k]]
+    found: np.ndarray = np.where(logits < least, -np.inf, logits)
+    return found
 
 
 def draw(logits: np.ndarray, temperature: float, numbers: np.ndarray) -> np.ndarray:

@@ -68,9 +68,11 @@ def model_of(name: str, where: str) -> Callable[..., torch.nn.Module]:
             {"num_channels": shape[-1]} if len(shape) == 3 else {}
         )
         found = _configuration(transformers, folder, sizes, options, where)
-        return _model(
+        model = _model(
             transformers, kind or _class_of(transformers, found, folder, where), found, where
         )
+        _read_generation(transformers, model, folder, where)
+        return model
 
     return make
 
@@ -243,6 +245,21 @@ def _model(transformers: Any, kind: Any, config: Any, where: str) -> torch.nn.Mo
         raise UserError(
             f"{what}: {type(error).__name__}: {first_line(error)}", where, fix
         ) from error
+
+
+def _read_generation(transformers: Any, model: Any, folder: Path, where: str) -> None:
+    """Reads generation_config.json: the tokens that end a text, and how others generate."""
+    path = folder / "generation_config.json"
+    if not os.path.lexists(path) or not model.can_generate():
+        return
+    tree, _ = read_config(path, where)
+    try:
+        model.generation_config = transformers.GenerationConfig.from_dict(tree)
+    except Exception as error:
+        if exit_code_of(error) != BUG:
+            raise
+        what = f"transformers does not read {path}: {type(error).__name__}: {first_line(error)}"
+        raise UserError(what, where, "remove the file, or restore it from a copy") from error
 
 
 @contextlib.contextmanager
