@@ -30,14 +30,15 @@ from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.version import __version__
 
 USAGE = """\
-hvdtrain export RUN --to FILE [--checkpoint newest] [--merged] [--force]
+hvdtrain export RUN --to FILE|FOLDER [--checkpoint newest] [--adapters merged|separate] [--force]
   RUN            the run folder, which has checkpoints/
   --to           the file to write: model.safetensors, model.pt for torch.load, or of framework=keras model.keras, where
-                 model.name=package.module:function behind it makes the model
+                 model.name=package.module:function behind it makes the model; or of model.name=transformers:FOLDER, which
+                 follows RUN, a folder for from_pretrained(): configuration, weights, and the tokenizer of the run
   --checkpoint   newest, best (by the task's objective), or the name of one: step-00000120; default: newest, and of a run with
                  stop.restore_best best
-  --merged       of a run with model.lora: its adapters are merged into the weights of their layers
-  --force        overwrite FILE if it exists"""  # noqa: E501
+  --adapters     of a run with model.lora: merged into the weights of their layers (--merged), or in a folder separate, for PEFT
+  --force        overwrite FILE, or what an earlier export has written into FOLDER"""  # noqa: E501
 _WIDTH = 120  # characters of mean and std on the screen
 _SYNTAX = USAGE.partition("\n")[0]
 
@@ -57,7 +58,7 @@ def export(arguments: Sequence[str]) -> int:
         arrays = with_averages(arrays)
         notes_of_average = ["the averages of the weights are written (optim.ema of the run)"]
     weights = model_state(arrays, checkpoint)
-    weights = _without_adapters(weights, run, options.merged)
+    weights = _without_adapters(weights, run, options.adapters)
     fields, notes = metadata(run, checkpoint)
     size_bytes = _write(to, weights, {"format": "pt", "hvdtrain": __version__} | fields)
     numbers = sum(array.size for array in weights.values())
@@ -69,21 +70,25 @@ def export(arguments: Sequence[str]) -> int:
     return DONE
 
 
-def _without_adapters(weights: Arrays, run: Path, is_asked: bool) -> Arrays:
+def _without_adapters(weights: Arrays, run: Path, adapters: str | None) -> Arrays:
     """Returns the weights with the adapters of model.lora merged into their layers.
 
-    Raises UserError if there are adapters and is_asked is false, or the reverse.
+    Raises UserError if there are adapters and they are not asked to be merged, or the reverse.
     """
     scale = scale_of(_run_config(run))
-    if scale is None and is_asked:
+    if scale is None and adapters is not None:
         raise UserError(
             f"{run} has no adapters",
-            "--merged",
-            "leave --merged out: only a run with model.lora has adapters",
+            "--merged" if adapters == "merged" else "--adapters",
+            f"leave --{adapters if adapters == 'merged' else 'adapters'} out: only a run with "
+            "model.lora has adapters",
         )
-    if scale is not None and not is_asked:
+    if scale is not None and adapters is None:
         what = f"{run} has adapters (model.lora); its weights without them are a different model"
         raise UserError(what, "command line of export", "--merged merges them into the weights")
+    if adapters == "separate":
+        what = "--adapters separate writes a folder for PEFT, but --to names a file"
+        raise UserError(what, "--adapters", "--to FOLDER; or --adapters merged")
     return weights if scale is None else merged(weights, scale)
 
 
@@ -101,15 +106,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--to")
     parser.add_argument("--checkpoint", default="")
     parser.add_argument("--merged", action="store_true")
+    parser.add_argument("--adapters", choices=["merged", "separate"])
     parser.add_argument("--force", action="store_true")
     options, unknown = parser.parse_known_args(arguments)
-    options.words = [
-        word for word in unknown if word.startswith("model.") and str(options.to).endswith(".keras")
-    ]
+    is_built = not str(options.to).endswith((".safetensors", ".pt"))
+    options.words = [word for word in unknown if word.startswith("model.") and is_built]
     unknown = [word for word in unknown if word not in options.words]
     if unknown:
         suggestion = nearest(
-            unknown[0].partition("=")[0], ["--to", "--checkpoint", "--merged", "--force"]
+            unknown[0].partition("=")[0],
+            ["--to", "--checkpoint", "--adapters", "--merged", "--force"],
         )
         raise UserError(
             f"unknown argument '{unknown[0]}'", "command line of export", f"{suggestion}; {_SYNTAX}"
@@ -117,6 +123,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for name, value in {"RUN": options.run, "--to": options.to}.items():
         if value is None:
             raise UserError(f"{name} is missing", "command line of export", _SYNTAX)
+    if options.merged and options.adapters == "separate":
+        what = "--merged and --adapters separate contradict each other"
+        raise UserError(what, "command line of export", "one of them")
+    options.adapters = "merged" if options.merged else options.adapters
     return options
 
 

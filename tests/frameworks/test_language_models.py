@@ -4,6 +4,9 @@ library's own modules as the reference."""
 from __future__ import annotations
 
 import copy
+import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,11 +17,14 @@ import torch
 from language_models_on_ranks import JOBS, LORA, SEQUENCES, VOCABULARY, train
 from pool import alone
 from ranks import mpirun, needs_mpirun
+from safetensors.numpy import load_file
 from torch.nn import functional
 
 import hvdtrain
+from hvdtrain.__main__ import main
 from hvdtrain.core.adapters import is_adapter, merged
 from hvdtrain.core.import_torchvision import define_missing_operators
+from hvdtrain.core.progress import fold
 from hvdtrain.data.source import NamedArrays
 from hvdtrain.errors import UserError
 from hvdtrain.training.pretrained import read_weights
@@ -366,3 +372,131 @@ def test_the_same_on_two_ranks(tmp_path: Path) -> None:
         assert found.keys() == expected.keys()
         for key, array in found.items():
             np.testing.assert_allclose(array, expected[key], rtol=0, atol=1e-13, err_msg=name)
+
+
+def trained_text_run(folder: Path, words: list[str]) -> Path:
+    """A run of GPT-2 on a text, whose lines end texts."""
+    for split in ("train", "val"):
+        (folder / f"{split}.txt").write_text("the cat sat on the mat\n" * 30)
+    config = gpt2().config
+    config.vocab_size, config.n_positions, config.eos_token_id = 256, 40, 10
+    saved(transformers.GPT2LMHeadModel(config), folder / "gpt2")
+    job = ["data.name=text", f"data.root={folder}", "data.context=24", "stop.steps=8"]
+    job += ["optim.name=adamw", "optim.base_lr=0.02", "batch.size=8", "log.display=lines"]
+    name = f"model.name=transformers:{folder / 'gpt2'}"
+    assert main(["task.name=language", name, *job, *words, f"run={folder / 'run'}"]) == 0
+    return folder / "run"
+
+
+def by_definition(model: Any, prompt: bytes, row: int, most: int, top_k: int, seed: int) -> bytes:
+    """The whole text is read for every token."""
+    tokens = list(prompt)
+    while len(tokens) < most:
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens])).logits[0, -1].double().numpy() / 0.7
+        shares = np.exp(logits - logits.max())
+        shares[np.argsort(-logits)[top_k:]] = 0
+        u = (fold(seed, 0x73616D70, row, len(tokens)) >> 11) / 2**53
+        token = int(np.searchsorted(np.cumsum(shares / shares.sum()), u, side="right"))
+        if token == 10:  # the end of a text
+            break
+        tokens.append(token)
+    return bytes(tokens)
+
+
+def test_texts_of_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each text is by the definition, and ends at the end token; at temperature 0 as generate()
+    says. A folder that `export` has written gives the same."""
+    run = trained_text_run(tmp_path, ["log.samples=2"])
+    assert len(list((run / "samples").iterdir())) == 4
+    name = f"model.name=transformers:{tmp_path / 'gpt2'}"
+    assert main(["export", str(run), "--to", str(tmp_path / "out"), name]) == 0
+    assert "GPT2LMHeadModel.from_pretrained(" in capsys.readouterr().out
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert model.config.use_cache and model.dtype == torch.float32
+    weights = read_weights(run, "")[0]
+    assert all(np.array_equal(weights[key], x.numpy()) for key, x in model.state_dict().items())
+
+    def sampled(*words: str) -> list[bytes]:
+        assert main(["sample", str(run), "--prompt", "the ", "--count", "3", *words, name]) == 0
+        _, *texts = re.split(r"--- \d\n", capsys.readouterr().out)
+        return [text.removesuffix("\n").encode() for text in texts]
+
+    options = ["--temperature", "0.7", "--top-k", "3", "--seed", "4"]
+    expected = [by_definition(model, b"the ", row, 41, 3, 4) for row in range(3)]
+    assert sampled(*options) == expected and len({*expected}) == 3
+    assert sampled(*options, "batch.evaluate=1", "--length", "9") == [
+        text[:13] for text in expected
+    ]
+    prompt = torch.tensor([list(b"the ")])
+    found = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_length=41,
+        pad_token_id=10,
+    )
+    greedy = bytes(found[0].tolist()).partition(b"\n")[0]
+    assert sampled("--temperature", "0") == [greedy] * 3
+    assert main(["sample", str(run), "--length", "41", name]) == 2
+    assert "GPT2LMHeadModel has positions for 40 tokens" in capsys.readouterr().err
+    for words, what in (
+        (["--to", str(tmp_path / "out"), name], "out exists already"),
+        (["--to", str(tmp_path), name], "which no export has written"),
+        (["--to", str(tmp_path / "new"), name, "--adapters", "merged"], "has no adapters"),
+        (["--to", str(tmp_path / "new")], "only the run folder names it"),
+    ):
+        assert main(["export", str(run), *words]) == 2
+        assert what in capsys.readouterr().err
+    assert main(["export", str(run), "--to", str(tmp_path / "out"), name, "--force"]) == 0
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert files == {"config.json", "generation_config.json", "model.safetensors"}
+
+
+def test_exported_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Merged, the folder is the model of the run. Separate, W + 2 B A of PEFT's files is the same,
+    and norms that are trained besides are whole.
+
+    PeftModel.from_pretrained() of PEFT gave the same logits to 1e-15, from both base folders.
+    """
+    words = [*LORA, "speed.precision=fp64", "model.lora_train=['*ln_f*']"]
+    of_folder = f"model.weights={tmp_path / 'gpt2'}"
+    name = f"model.name=transformers:{tmp_path / 'gpt2'}"
+    for base in (tmp_path / "gpt2", tmp_path / "separate" / "base"):
+        is_of_folder = base.name == "gpt2"
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        run = trained_text_run(tmp_path, [*words, *[of_folder] * is_of_folder])
+        export = ["export", str(run), name, "--force", "--to"]
+        assert main([*export, str(tmp_path / "merged"), "--adapters", "merged"]) == 0
+        assert main([*export, str(tmp_path / "separate"), "--adapters", "separate"]) == 0
+        assert f"PeftModel.from_pretrained(base, '{tmp_path / 'separate'}')" in (
+            capsys.readouterr().out
+        )
+        expected = merged(read_weights(run, "")[0], 2.0)
+        state = loaded(tmp_path / "merged").state_dict()
+        assert all(np.array_equal(x.numpy(), expected[key]) for key, x in state.items())
+        config = json.loads((tmp_path / "separate" / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == str(base)
+        assert config["lora_alpha"] / config["r"] == 2 and config["fan_in_fan_out"]
+        assert config["modules_to_save"] == ["transformer.ln_f"]
+        weights = load_file(tmp_path / "separate" / "adapter_model.safetensors")
+        found = {key: x.numpy() for key, x in loaded(base).state_dict().items()}
+        for layer in config["target_modules"]:
+            a, b = (
+                weights.pop(f"base_model.model.{layer}.lora_{of}.weight").astype(np.float64)
+                for of in "AB"
+            )
+            found[f"{layer}.weight"] = found[f"{layer}.weight"] + 2 * (b @ a).T
+        found |= {key.removeprefix("base_model.model."): x for key, x in weights.items()}
+        assert len(weights) == 2 and found.keys() == expected.keys()
+        for key, array in found.items():
+            np.testing.assert_allclose(array, expected[key], rtol=0, atol=1e-15, err_msg=key)
+    for wrong, what in (
+        ([], "--adapters merged writes the whole model, --adapters separate only the adapters"),
+        (["--merged", "--adapters", "separate"], "contradict each other"),
+    ):
+        assert main([*export, str(tmp_path / "new"), *wrong]) == 2
+        assert what in capsys.readouterr().err
+    file = ["export", str(run), "--to", str(tmp_path / "m.safetensors"), "--adapters", "separate"]
+    assert main(file) == 2
+    assert "--adapters separate writes a folder for PEFT" in capsys.readouterr().err

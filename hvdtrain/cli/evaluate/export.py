@@ -1,8 +1,9 @@
-"""hvdtrain export: weights alone, or with --to model.keras the keras.Model of a run with the
-weights of a checkpoint."""
+"""hvdtrain export: weights alone, the keras.Model of a run with --to model.keras, or a folder for
+transformers, with the weights of a checkpoint."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from hvdtrain.cli import export as weights
 from hvdtrain.cli.evaluate.arguments import read_former_run
 from hvdtrain.cli.evaluate.command import load_checkpoint
-from hvdtrain.config.read import expand
+from hvdtrain.config.read import expand, read_run_config
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.training.failure import RankFailed
@@ -19,17 +20,31 @@ from hvdtrain.training.run_rank import ConnectedRank, on_connected_ranks
 
 def export(arguments: Sequence[str]) -> int:
     """Runs `export`; returns the exit code. Raises UserError."""
-    if (
-        not arguments
-        or {"-h", "--help"} & set(arguments)
-        or not any(word.endswith(".keras") for word in arguments)
-    ):
+    if not arguments or {"-h", "--help"} & set(arguments):
         return weights.export(arguments)
     options = weights.parse(arguments)
     run = expand(options.run, "RUN")
     to = expand(options.to, "--to")
+    if _is_for_transformers(run, to, options.words):
+        from hvdtrain.cli.evaluate.export_folder import export_folder
+
+        return export_folder(
+            run, to, options.checkpoint, options.words, options.adapters, options.force
+        )
+    if to.suffix != ".keras":
+        return weights.export(arguments)
     weights.check_target(to, options.force)
     return _export_keras(run, to, options.checkpoint, options.words)
+
+
+def _is_for_transformers(run: Path, to: Path, words: Sequence[str]) -> bool:
+    """Whether a folder for from_pretrained() is asked for: the name of no file, and a run, or an
+    argument, with model.name=transformers:FOLDER."""
+    names = [word.partition("=")[2] for word in words if word.startswith("model.name=")]
+    with contextlib.suppress(UserError):
+        names += [str(one.value) for one in read_run_config(run) if one.key == "model.name"]
+    is_file = to.suffix in (".safetensors", ".pt", ".keras")
+    return not is_file and any(name.startswith("transformers:") for name in names)
 
 
 def _export_keras(run: Path, to: Path, which: str, words: Sequence[str]) -> int:
