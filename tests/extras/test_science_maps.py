@@ -111,6 +111,24 @@ def test_predicted_maps_keep_the_coordinates(end: str) -> None:
     assert opened("said.zarr").values("time").tolist() == list(range(10, 20))
 
 
+@pytest.mark.filterwarnings("ignore:Consolidated metadata")
+def test_a_group_of_version_3_lists_its_arrays() -> None:
+    """Also with consolidated metadata, as xarray writes it."""
+    import zarr as library
+
+    group = library.open_group("v3.zarr", mode="w", zarr_format=3)
+    sizes = {"t": (30, 4, 8), "time": (30,), "lat": (4,)}
+    for name, shape in sizes.items():
+        axes = AXES if name == "t" else (name,)
+        group.create_array(name, shape=shape, dtype="f4", dimension_names=axes)[...] = 1.0
+    library.consolidate_metadata("v3.zarr")
+    file = opened("v3.zarr")
+    assert set(file.names) == sizes.keys() and set(file.coordinates) == {"time", "lat"}
+    grid = file.grid("t")
+    assert grid is not None and grid.axes == AXES
+    assert [one.name for one in grid.coordinates] == ["time", "lat"]
+
+
 def test_maps_without_a_known_grid_have_plain_axes() -> None:
     data = {"x": FIELDS[:, 1:], "y": np.nan_to_num(FIELDS)}
     config = {key: value for key, value in CONFIG.items() if key.startswith("model.")}

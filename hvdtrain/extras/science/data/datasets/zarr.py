@@ -7,6 +7,7 @@ import base64
 import contextlib
 import errno
 import functools
+import json
 import os
 import struct
 import zipfile
@@ -179,12 +180,22 @@ def _described(path: Path) -> list[str]:
         if there := [name for name in _DESCRIPTIONS if name in files]:
             found.append(Path(folder).relative_to(path).as_posix())
             with FileOnDisk.at(Path(folder) / there[0]).opened() as file:
-                is_array = there[0] == ".zarray" or b'"chunk_grid"' in file.read(
-                    0, FileOnDisk.at(file.path).size
+                is_array = there[0] == ".zarray" or _describes_array(
+                    file.read(0, FileOnDisk.at(file.path).size)
                 )
             if is_array:
                 folders.clear()  # chunks, maybe a million of them
     return sorted(name for name in found if name != ".")
+
+
+def _describes_array(raw: bytes | np.ndarray) -> bool:
+    """Whether a file zarr.json describes an array. That of a group may contain those of its arrays,
+    as consolidated metadata."""
+    try:
+        found = json.loads(bytes(raw))
+    except ValueError:  # the library raises an error for it
+        return False
+    return isinstance(found, Mapping) and "chunk_grid" in found
 
 
 @dataclass(frozen=True)
