@@ -38,6 +38,7 @@ from hvdtrain.tasks.task import (
     is_users_model,
 )
 from hvdtrain.tasks.transform import (
+    ColumnStats,
     Transform,
     axis_of_facts,
     check_stats,
@@ -51,6 +52,7 @@ from hvdtrain.tasks.transform import (
 )
 
 Objective = Literal["loss", "mse", "mae", "r2"]
+_LARGE = 100.0  # of targets
 _MOST = 2**26  # limit for the numbers of a field: more than any data set has
 
 
@@ -293,9 +295,11 @@ def build(
     mean, std = stats
     if axis == "last":
         mean, std = (np.broadcast_to(array, x.shape[-1:] or (1,)) for array in stats)
-    target_mean = _target_mean(train, y, maps)
+    of_targets = column_stats(train, "y", "last" if maps is None else maps.y.channels)
+    target_mean = _target_mean(of_targets.mean, y, maps)
     of_points = None if weights is None else point_weights(weights, train, maps)
     notes = notes_on_layout(x, y, maps, channels)
+    notes += _notes_on_scale(of_targets)
     if y.gaps:
         notes.append("data.gaps: numbers of y that are NaN are in no loss and no metric")
     if weights is not None and of_points is not None:
@@ -317,13 +321,23 @@ def build(
     )
 
 
-def _target_mean(train: Source, y: Field, maps: Maps | None) -> np.ndarray:
+def _notes_on_scale(y: ColumnStats) -> list[str]:
+    """Returns a line for the header if the loss begins far from 1."""
+    most = float(np.sqrt(y.mean**2 + y.std**2).max())
+    if most < _LARGE:
+        return []
+    return [
+        f"y has values near {most:.3g}, so its squares are near {most**2:.1e}; learning rates are "
+        "meant for values near 1: (y - mean) / std in the data"
+    ]
+
+
+def _target_mean(mean: np.ndarray, y: Field, maps: Maps | None) -> np.ndarray:
     """Returns float64 (channels,): of each channel of maps, else of each output, by the last
     axis."""
     if maps is not None:
-        return column_stats(train, "y", maps.y.channels).mean
-    of_targets = column_stats(train, "y").mean
-    return np.broadcast_to(of_targets, (math.prod(y.shape[:-1]), len(of_targets))).reshape(-1)
+        return mean
+    return np.broadcast_to(mean, (math.prod(y.shape[:-1]), len(mean))).reshape(-1)
 
 
 def restore(facts: dict[str, Any]) -> Regression:

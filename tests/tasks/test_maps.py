@@ -292,6 +292,14 @@ def test_facts_make_a_task_of_maps_again(layout: str) -> None:
         restore_task(config, facts | {"standardized_axis": "second"})
 
 
+def test_targets_far_from_1_are_in_the_header() -> None:
+    assert maps_task(X, Y).notes == ()
+    y = Y * np.array([1.0, 3.0])[:, None, None] + np.array([0.0, 280.0])[:, None, None]
+    (note,) = maps_task(X, y).notes
+    assert note.startswith("y has values near 27")
+    assert "so its squares are near 7.5e+04" in note
+
+
 def test_segmentation_standardizes_floats_by_channel() -> None:
     source = NamedArrays({"x": X, "y": (Y[:, 0] > -2).astype(np.uint8)})
     options = {"classes": 2, "standardize": "channel"}
