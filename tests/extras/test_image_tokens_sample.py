@@ -143,8 +143,8 @@ def test_what_cannot_be_sampled(
     assert main(["model.name=linear", "max_steps=1", "run=classes"]) == 0
     assert main(["sample", "classes", "--png", "other.png"]) == 2
     assert (
-        "sample supports data.name=image_tokens and text; the run has data.name=digits"
-        in capsys.readouterr().err
+        "sample supports data.name=image_tokens and text, and texts of jsonl, csv and parquet; "
+        "the run has data.name=digits" in capsys.readouterr().err
     )
 
 

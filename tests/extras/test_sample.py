@@ -7,11 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from combinations import OF_CHATS
 
 from hvdtrain.__main__ import main
+from hvdtrain.config.read import configure
 from hvdtrain.core.extras import token_images
+from hvdtrain.data.texts.tokenizer_folder import read_folder
 from hvdtrain.errors import UserError
 from hvdtrain.extras.sample.command import USAGE, sample
+from hvdtrain.extras.sample.prompt import read_prompt
 from hvdtrain.training.samples import grid
 
 MODEL = [
@@ -87,6 +91,31 @@ def test_what_a_text_cannot_begin_with(
     assert what in capsys.readouterr().err
 
 
+def test_what_a_text_begins_with_is_as_in_the_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message of a user where the run has learned from chats; special tokens before a text."""
+    folder = read_folder(OF_CHATS, [])
+    a = folder.tokenizer.number("a")
+    user, assistant, stop = 2, 3, 4
+    words = ["data.name=jsonl", f"data.root={tmp_path}", f"data.tokenizer={OF_CHATS}"]
+    for more, expected in (
+        (["data.messages=messages"], [user, a, stop, assistant]),
+        (["data.text=text"], [a]),
+        (["data.text=text", "data.special_tokens=false"], [a]),
+    ):
+        begin = read_prompt(configure(None, [*words, *more]).data, "a")
+        assert begin.tokens.tolist() == expected and begin.ends == (1,)
+    chat = [{"role": role, "content": "a b"} for role in ("user", "assistant")]
+    for split in ("train", "val"):
+        (tmp_path / f"{split}.jsonl").write_text(f"{json.dumps({'messages': chat})}\n" * 20)
+    run = tmp_path / "run"
+    assert main([*words, "data.messages=messages", *MODEL, *SHORT, f"run={run}"]) == 0
+    capsys.readouterr()
+    assert main(["sample", str(run), "--prompt", "a", "--length", "3", "--count", "2"]) == 0
+    assert capsys.readouterr().out.count("--- ") == 2
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,6 +189,6 @@ def test_a_run_of_other_data_cannot_be_sampled(
     assert main(["sample", "classes", "--png", "other.png"]) == 2
     supported = "image_tokens and text" if token_images() else "text"
     assert (
-        f"sample supports data.name={supported}; the run has data.name=digits"
-        in capsys.readouterr().err
+        f"sample supports data.name={supported}, and texts of jsonl, csv and parquet; the run has "
+        "data.name=digits" in capsys.readouterr().err
     )

@@ -61,6 +61,10 @@ class ChatTemplate:
             return found
         return Rendered(found.text, tuple(self._answers(messages, found.text, where)))
 
+    def prompt(self, messages: Sequence[Message], where: str) -> str:
+        """Renders a conversation up to where the answer begins. Raises UserError if it fails."""
+        return self._text(messages, where, is_prompt=True)
+
     def _answers(self, messages: Sequence[Message], text: str, where: str) -> list[tuple[int, int]]:
         """Returns the answers in a text by rendering the beginnings of the conversation: an answer
         is what follows the prompt for it, without blanks at its end, which are the template's.

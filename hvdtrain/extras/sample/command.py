@@ -13,7 +13,6 @@ import numpy as np
 
 from hvdtrain.cli.evaluate.arguments import Arguments, parse, read_former_run
 from hvdtrain.cli.evaluate.command import load_model, run_folder
-from hvdtrain.config.read import expand
 from hvdtrain.config.schema import Config
 from hvdtrain.core.extras import token_images
 from hvdtrain.core.folder import Folder
@@ -23,8 +22,8 @@ from hvdtrain.data.datasets.text import decode
 from hvdtrain.data.field import Field
 from hvdtrain.data.sampler import permutation
 from hvdtrain.data.source import Pictures
-from hvdtrain.data.tokenizer import read_tokenizer
 from hvdtrain.errors import DONE, UserError, short
+from hvdtrain.extras.sample.prompt import read_prompt
 from hvdtrain.features.log import DRAWN
 from hvdtrain.frameworks.learner import Sampler
 from hvdtrain.training.checkpoint.files import Checkpoint
@@ -42,7 +41,7 @@ hvdtrain sample RUN [--count 32] [--temperature 1.0] [--top-k N] [--png FILE.png
   --temperature  1 draws tokens with the probabilities that the model gives; less prefers the probable ones; 0 takes the most probable
   --png          images: the picture to write, a grid (default grid.png)
   --prompt-half  images: the lower halves of validation images are drawn; each is shown beside the whole validation image
-  --prompt       text: what each text begins with (default: a line break)
+  --prompt       text: what each text begins with (default: a line break); of a run with data.messages, the message of a user
   --length       text: tokens to draw (default 256, or as many as a model of transformers has positions for)
   --top-k        each token is one of the N that the model finds most probable (default: all)
   --seed         of the random numbers (default 1): image i is the same in every batch and on any number of ranks
@@ -103,9 +102,10 @@ def sample(arguments: Sequence[str]) -> int:
 
 def _sample(rank: ConnectedRank, parsed: Arguments, request: SampleRequest) -> int:
     config = unstaged(rank.config)
-    if config.data.name not in DRAWN:
+    if config.data.name not in DRAWN and not config.data.is_of_texts:
         what = (
-            f"sample supports data.name={' and '.join(DRAWN)}; the run has "
+            f"sample supports data.name={' and '.join(DRAWN)}, and texts of jsonl, csv and "
+            "parquet; the run has "
             f"data.name={short(config.data.name)}"
         )
         raise UserError(what, "RUN", "another run folder")
@@ -187,13 +187,11 @@ def _text(
     checkpoint: Checkpoint,
 ) -> None:
     """Prints the texts."""
-    path = config.data.options.get("tokenizer")
-    tokenizer = read_tokenizer(expand(path, "data.tokenizer")) if path else None
-    if tokenizer is None:
-        prompt = np.frombuffer(request.prompt.encode(), np.uint8).astype(np.int64)
-    else:
-        prompt = np.array(tokenizer.encode(request.prompt), np.int64)
-    most = tokens.shape[0] - 1
+    begin = read_prompt(config.data, request.prompt)
+    prompt = begin.tokens
+    tokenizer = begin.tokenizer
+    longest: int | None = getattr(learner, "longest", None)
+    most = tokens.shape[0] - 1 if longest is None else longest - 1
     if not 1 <= len(prompt) <= most:
         raise UserError(f"the prompt has {len(prompt)} tokens", "--prompt", f"1 to {most}")
     if prompt.max() >= tokens.values:
@@ -201,16 +199,15 @@ def _text(
             f"the tokenizer returns token {prompt.max()} for the prompt, but the model only has 0 "
             f"to {tokens.values - 1}"
         )
-        raise UserError(what, f"{path}", "the tokenizer that the run was trained with")
-    check_tokenizer(checkpoint, tokenizer.digest if tokenizer else None, f"{path}")
+        raise UserError(what, begin.where, "the tokenizer that the run was trained with")
+    check_tokenizer(checkpoint, tokenizer.digest if tokenizer else None, begin.where)
     prompts = np.tile(prompt, (request.count, 1))
     length = len(prompt) + (request.length or _LENGTH)
-    longest: int | None = getattr(learner, "longest", None)
     if longest is not None and request.length is None:
         length = min(length, longest)
     texts = _of_all_ranks(rank, learner, prompts, length, tokens.values, request)
     if rank.communicator.rank == 0:
-        ends: tuple[int, ...] = getattr(learner, "end_tokens", ())
+        ends = (*begin.ends, *getattr(learner, "end_tokens", ()))
         for number, sequence in enumerate(texts, start=1):
             drawn = _until_end(sequence, len(prompt), ends)
             print(f"--- {number}\n{decode(drawn, tokenizer)}")
