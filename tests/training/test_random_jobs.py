@@ -22,6 +22,7 @@ ON_2 = Limits(
     engines=("mpi", "torchdist"), sizes=(2,), frameworks=("torch",) * 8 + ("jax", "numpy")
 )
 SEEDS = range(12)
+OF_EXTRAS = "parallel.tensor=2 parallel.pipeline=2 parallel.dense=a servers.count=1"
 
 
 @needs_mpirun
@@ -51,7 +52,8 @@ def test_a_seed_gives_one_job_and_few_jobs_are_refused() -> None:
                 refuse_conflicts(resolve_batch_size(config, place.ranks), place.engine, place.ranks)
             except UserError:
                 refused += 1
-    assert refused <= 3
+    is_complete = of_this_copy([OF_EXTRAS]) == [OF_EXTRAS]  # without one, other jobs are drawn
+    assert refused <= (3 if is_complete else 6)
     assert {
         "shard.stage",
         *of_this_copy(["parallel.tensor"]),
