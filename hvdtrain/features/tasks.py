@@ -175,7 +175,7 @@ GAPS = JobFeature(
     excludes=(
         Exclusion(
             "task.name",
-            Values(lambda name: name != "regression" and not is_object(name), "classification"),
+            Values(lambda name: name != "regression" and not is_object(name), "language"),
             what="{chosen} needs task.name=regression, but this is {set}",
             fix="task.name=regression, or data without missing values",
             why="only regression leaves numbers out of the loss",
