@@ -224,6 +224,8 @@ class Transform:
             if is_changed or (np.dtype(self.x.dtype).kind == "f" and self.x.dtype != self.dtype)
             else ""
         )
+        if self.x.padding is not None:  # cannot be standardized
+            return f"x as the data have it, {self.x.dtype}{as_floats}"
         return (
             f"x as the data have it, {self.x.dtype}{as_floats}; {STANDARDIZE}=true: (x - mean) / "
             "std of the training set"
