@@ -288,6 +288,15 @@ VAL_SHARE = JobFeature(
 )
 
 
+SHARE = JobFeature(
+    key="data.share",
+    on=lambda config: config.data.share is not None,
+    examples=("data.share=0.5",),
+    off="data.share=null",
+    words_of_counts=lambda config: f" (data.share={config.data.share:g} of train)",
+)
+
+
 CROP = JobFeature(
     key="augment.crop",
     on=lambda config: config.augment.crop > 0,

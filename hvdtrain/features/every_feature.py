@@ -145,6 +145,7 @@ OF_HVDTRAIN: tuple[JobFeature, ...] = (
     data.INPUTS,
     data.COLUMNS,
     data.VAL_SHARE,
+    data.SHARE,
     data.CROP,
     data.RAND_AUGMENT,
     data.COLOR_JITTER,

@@ -12,7 +12,7 @@ from hvdtrain.core.arrays import BATCH_KEYS
 from hvdtrain.data.configured.columns import check_columns, with_columns
 from hvdtrain.data.configured.opened import open_split, plugin_of, root_of, with_keys
 from hvdtrain.data.configured.pad import packed_rows
-from hvdtrain.data.configured.split import divided, evaluated_part
+from hvdtrain.data.configured.split import divided, evaluated_part, share_of_train
 from hvdtrain.data.declared import as_declared, bounded_alike
 from hvdtrain.data.images import augment
 from hvdtrain.data.images.moved_masks import with_moved_masks
@@ -202,11 +202,21 @@ def build_source(config: Config, split: Split, array: CommonArray | None = None)
     array = array or CommonArray(SingleProcessCommunicator())
     if config.data.val_share is not None:
         division = divided(config, config.data.val_share, _open(config, "train", array))
-        source = _encoded(getattr(division, split), array, lambda: division.train)
+        train = share_of_train(config, division.train)
+        source = train if split == "train" else division.val
+        source = _encoded(source, array, lambda: train)
     else:
         source = _open(config, split, array)
+        if split == "train":
+            source = share_of_train(config, source)
         source = _encoded(
-            source, array, lambda: source if split == "train" else _open(config, "train", array)
+            source,
+            array,
+            lambda: (
+                source
+                if split == "train"
+                else share_of_train(config, _open(config, "train", array))
+            ),
         )
     return packed_rows(config, source, "training" if split == "train" else "validation")
 
@@ -228,6 +238,7 @@ def _encoded(source: Source, array: CommonArray, train: Callable[[], Source]) ->
 def _open_sources(config: Config, array: CommonArray) -> Division:
     """Opens both sets. Raises as _open_division()."""
     train, val = _open_division(config, array)
+    train = share_of_train(config, train)
     return Division(*(_encoded(source, array, lambda: train) for source in (train, val)))
 
 

@@ -201,16 +201,15 @@ def with_given(config: Config, given: Makers) -> Config:
     """Adds these objects of a script to the configuration. Raises UserError if the configuration
     contradicts them."""
     objects = given["data"].objects if "data" in given else {}
-    if config.data.val_share is not None and "sample_weights" in objects:
-        what = (
-            "sample_weights belong to training samples, but "
-            f"data.val_share={config.data.val_share:g} chooses these at random"
-        )
-        raise UserError(
-            what,
-            config.where("data.val_share"),
-            "a field of the data: data.sample_weights=weight; or val_data=",
-        )
+    for key, share in (("val_share", config.data.val_share), ("share", config.data.share)):
+        if share is not None and "sample_weights" in objects:
+            raise UserError(
+                "sample_weights belong to training samples, but "
+                f"data.{key}={share:g} chooses these at random",
+                config.where(f"data.{key}"),
+                "a field of the data: data.sample_weights=weight"
+                + "; or val_data=" * (key == "val_share"),
+            )
     if config.data.val_share is not None and objects.get("val_data", type(None)) is not type(None):
         what = f"val_data and data.val_share={config.data.val_share:g} are both given"
         raise UserError(what, config.where("data.val_share"), "one of them")

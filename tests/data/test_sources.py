@@ -21,8 +21,8 @@ from hvdtrain.core.progress import fold
 from hvdtrain.data.channel_stats import channel_stats
 from hvdtrain.data.datasets import cifar, digits, idx, synthetic
 from hvdtrain.data.labels import smallest
-from hvdtrain.data.source import ArraySource, Source
-from hvdtrain.data.subset import SubsetOfImages, divide, relabelled, validation_mask
+from hvdtrain.data.source import ArraySource, NamedArrays, Source
+from hvdtrain.data.subset import SubsetOfImages, divide, relabelled, smaller, validation_mask
 from hvdtrain.data.user_data import arrays
 from hvdtrain.data.user_data.as_source import as_source
 from hvdtrain.data.user_data.dataset import labels_of
@@ -252,6 +252,18 @@ for plugin in (cifar, digits, folder, idx, synthetic):
         [sys.executable, "-c", script], cwd=PROJECT, capture_output=True, text=True, check=False
     )
     assert (ended.stdout, ended.stderr) == ("[]\n", "")
+
+
+def test_a_smaller_share_is_part_of_a_larger_one_and_has_each_class() -> None:
+    labels = np.repeat([0, 1, 2], [50, 20, 1])
+    data = NamedArrays({"x": np.arange(71)[:, None], "y": labels})
+    kept = {
+        share: set(smaller(data, share, labels).read(np.arange(count))["x"].ravel().tolist())
+        for share, count in ((0.01, 3), (0.1, 8), (0.5, 36))
+    }
+    assert kept[0.01] < kept[0.1] < kept[0.5] and 70 in kept[0.01]
+    assert [sum(labels[list(kept[0.5])] == label) for label in range(3)] == [25, 10, 1]
+    assert len(smaller(data, 0.5)) == 36  # without labels, of all samples
 
 
 def test_a_share_of_each_class_validates() -> None:

@@ -62,8 +62,8 @@ def test_a_run_is_evaluated_on_another_table_and_says_where_its_own_was(
     rows = [f"{place / 40:.3f},{place * 7 % 40 / 40:.3f},{place // 20}" for place in range(40)]
     (tmp_path / "own.csv").write_text("\n".join(["a,b,y", *rows]))
     (tmp_path / "other.csv").write_text("\n".join(["a,b,y", *rows[15:25]]))
-    job = ["data.name=csv", "data.root=own.csv", "data.val_share=0.25", "batch.size=10"]
-    assert main([*job, "run=run", "model.name=mlp", "max_steps=3"]) == 0
+    job = ["data.name=csv", "data.root=own.csv", "data.val_share=0.25", "data.share=0.5"]
+    assert main([*job, "run=run", "model.name=mlp", "max_steps=3", "batch.size=10"]) == 0
     capsys.readouterr()
 
     def evaluated(*words: str) -> tuple[int, str]:
@@ -72,7 +72,7 @@ def test_a_run_is_evaluated_on_another_table_and_says_where_its_own_was(
         return found["count"], found["split"]
 
     assert evaluated() == (10, "val")
-    assert evaluated("--split", "train") == (30, "train")
+    assert evaluated("--split", "train") == (16, "train")  # half of 15 of each class, data.share
     assert evaluated("data.root=other.csv") == (10, "all")
     assert evaluated("data.root=own.csv") == (40, "all")
     assert main(["evaluate", "run", "data.root=other.csv", "--split", "val"]) == 2

@@ -126,7 +126,7 @@ def read_former_run(assigned: Sequence[Assignment]) -> list[Assignment]:
     # the same name only says that the run's own code is trusted
     names_other_data = "data.root" in given or given.get("data.name", name_of_run) != name_of_run
     # this machine may have fewer devices
-    dropped = ("speed.devices", *["data.val_share"] * names_other_data)
+    dropped = ("speed.devices", *["data.val_share", "data.share"] * names_other_data)
     kept = [a for a in former if a.key.startswith(_OF_THE_RUN) and not a.key.startswith(dropped)]
     kept += [a for a in former if a.key == "shard.stage" and a.value == 3]
     recorded = {assignment.key: assignment.value for assignment in kept}

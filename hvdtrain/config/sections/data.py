@@ -53,6 +53,14 @@ class DataConfig(OpenSection):
         "instead of using the data set's own validation set; the same samples in "
         "every run",
     )
+    share: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="fraction of the training set, of each class, to train on; the rest is not "
+        "used. The same samples in every run, and those of a smaller fraction among "
+        "them, to draw the error over the size of the training set",
+    )
     mean: list[float] = Field(
         default_factory=list,
         description="mean of each image channel, in units of pixels / 255, instead of the "

@@ -1,4 +1,5 @@
-"""Which samples are for training and which for validation: data.val_share and evaluate.samples."""
+"""Which samples are for training and which for validation: data.val_share, data.share and
+evaluate.samples."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from hvdtrain.config.sections.section import class_of_object, is_object
 from hvdtrain.data.configured.opened import with_keys
 from hvdtrain.data.sampler import evaluated_samples
 from hvdtrain.data.source import Source
-from hvdtrain.data.subset import Division, divide, subset
+from hvdtrain.data.subset import Division, divide, smaller, subset
 from hvdtrain.errors import UserError
 
 # torch's losses that a script passes to hvdtrain.train()
@@ -18,10 +19,21 @@ _LOSSES_OF_CLASSES = ("CrossEntropyLoss", "NLLLoss")
 
 def divided(config: Config, val_share: float, source: Source) -> Division:
     """Splits the training set in two, by class if its labels are known."""
+    with with_keys(config):
+        return divide(source, val_share, _labels(config, source))
+
+
+def share_of_train(config: Config, train: Source) -> Source:
+    """Returns data.share of the training set, of each class if its labels are known."""
+    share = config.data.share
+    return train if share is None else smaller(train, share, _labels(config, train))
+
+
+def _labels(config: Config, source: Source) -> np.ndarray | None:
+    """Returns the labels of classes; None if there are none."""
     labels = None if config.task.name == "regression" else source.known_labels()
     are_classes = labels is not None and _are_classes(config, source, labels)
-    with with_keys(config):
-        return divide(source, val_share, labels if are_classes else None)
+    return labels if are_classes else None
 
 
 def _are_classes(config: Config, source: Source, labels: np.ndarray) -> bool:
