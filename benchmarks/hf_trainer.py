@@ -6,7 +6,7 @@ Both train the same class from the same weights, with AdamW, gradients clipped t
 learning rate, on the same JSON lines of 128 tokens, in batches of 16 that each shuffles by itself.
 The Trainer has its texts as tokens before the timing, as its examples do; hvdtrain makes tokens of a
 batch when it reads it. Before the timing both must give the same loss of the same documents, after
-it both must have learned. Neither logs, evaluates nor saves within a block.
+it both must have learned. Each block of the Trainer has a new optimizer, as train() makes one. Neither logs, evaluates nor saves within a block.
 
 On a CPU, seconds are this process's CPU time over all its threads; on a GPU they are wall time. In
 each round both train a block after two steps that are not counted, and the order alternates. The
@@ -155,6 +155,7 @@ class HuggingFace:
             data_collator=collate,
             callbacks=[Clock()],
         )
+        trainer.remove_callback(self._transformers.PrinterCallback)
         self.loss = float(trainer.train().training_loss)
         return marks[WARM_UP + steps] - marks[WARM_UP]
 
