@@ -337,6 +337,11 @@ def test_padding_is_masked_by_name(way: str, tmp_path: Path) -> None:
             np.testing.assert_allclose(run.weights[name], p, rtol=0, atol=1e-14, err_msg=name)
         expected = torch.cat([outputs_of(sequence) for sequence in SEQUENCES]).numpy()
     np.testing.assert_allclose(hvdtrain.predict(run, SEQUENCES), expected, rtol=0, atol=1e-13)
+    if way == "sdpa":  # without the data of the script
+        name = f"model.name=transformers:{tmp_path / 'folder'}"
+        assert main(["export", str(run.folder), "--to", str(tmp_path / "out"), name]) == 0
+        state = loaded(tmp_path / "out", "AutoModelForSequenceClassification").state_dict()
+        assert all(np.array_equal(x.numpy(), run.weights[key]) for key, x in state.items())
 
 
 def test_a_language_model_gets_the_mask_if_it_has_the_parameter(tmp_path: Path) -> None:

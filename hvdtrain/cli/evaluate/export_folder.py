@@ -9,10 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cli.evaluate.arguments import read_former_run
+from hvdtrain.cli.evaluate.arguments import OF_A_FILE, read_former_run
 from hvdtrain.cli.evaluate.command import load_checkpoint
-from hvdtrain.config.read import expand
+from hvdtrain.cli.evaluate.of_data import WITHOUT_TARGETS, inputs_alone
+from hvdtrain.config import plugins
+from hvdtrain.config.read import expand, read_run_config
 from hvdtrain.config.schema import Config
+from hvdtrain.config.sections.section import Given, is_object
 from hvdtrain.core.folder import check_regular
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.training.failure import RankFailed
@@ -44,17 +47,28 @@ def export_folder(
     Raises UserError if the folder cannot be written.
     """
     check_folder(to, force)
-    arguments = [f"resume={run}", *words, "batch.per_rank=1", "comm.engine=single"]
+    objects = _objects(run)
+    names = [f"{section}.name={one.name}" for section, one in objects.items()]
+    arguments = [f"resume={run}", *words, *names, "batch.per_rank=1", "comm.engine=single"]
     try:
         return on_connected_ranks(
             lambda rank: _write(rank, to, which, adapters),
             None,
             arguments,
             read_former_run=read_former_run,
+            given=objects,
             what="export",
         )
     except RankFailed as failed:
         return failed.code
+
+
+def _objects(run: Path) -> dict[str, Given]:
+    """Replaces sections of the run: an export needs neither its targets nor the data of a script or
+    of a user's code."""
+    data = next((f"{one.value}" for one in read_run_config(run) if one.key == "data.name"), "")
+    objects = {"data": OF_A_FILE} if is_object(data) or plugins.is_dotted(data) else {}
+    return {**objects, "task": WITHOUT_TARGETS}
 
 
 def check_folder(to: Path, force: bool) -> None:
@@ -102,7 +116,7 @@ def _write(rank: ConnectedRank, to: Path, which: str, adapters: str | None) -> i
             "--adapters",
             "leave it out: only a run with model.lora has adapters",
         )
-    loaded = load_checkpoint(rank, which)
+    loaded = load_checkpoint(rank, which, inputs_alone)
     model: Any = getattr(loaded.learner, "model", None)
     unfinished = to.with_name(f".{to.name}.unfinished-{os.getpid()}")
     try:

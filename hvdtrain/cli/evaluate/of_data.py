@@ -60,7 +60,7 @@ def predict_data(
     """
     config = unstaged(rank.config)
     communicator = rank.communicator
-    model = load_checkpoint(rank, which, _inputs_alone)
+    model = load_checkpoint(rank, which, inputs_alone)
     source = _asked(rank, data, model.task, with_targets=False)
     lengths = source.known_lengths("tokens")
     found = [
@@ -105,7 +105,7 @@ def _asked(rank: ConnectedRank, data: AskedData, task: Task, with_targets: bool 
     return source
 
 
-def _inputs_alone(config: Config, of_checkpoint: dict[str, Any]) -> Task:
+def inputs_alone(config: Config, of_checkpoint: dict[str, Any]) -> Task:
     """Returns the checkpoint's task without its targets. Raises as restore_task() does."""
     name = of_checkpoint.get("task", "classification")
     if config.task.given is not WITHOUT_TARGETS:
