@@ -14,7 +14,7 @@ import language_models_on_ranks
 import numpy as np
 import pytest
 import torch
-from language_models_on_ranks import JOBS, LORA, SEQUENCES, VOCABULARY, train
+from language_models_on_ranks import JOBS, LORA, SAMPLE, SEQUENCES, VOCABULARY, train
 from pool import alone
 from ranks import mpirun, needs_mpirun
 from safetensors.numpy import load_file
@@ -363,20 +363,28 @@ def test_a_language_model_gets_the_mask_if_it_has_the_parameter(tmp_path: Path) 
 
 
 @needs_mpirun
-def test_the_same_on_two_ranks(tmp_path: Path) -> None:
-    """Adapters in packed rows, whole and in parts, and padded batches, resumed."""
+def test_the_same_on_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where each has parts of the weights: adapters in packed rows, and texts that are drawn; and
+    padded batches, resumed."""
     for make in (gpt2, bert):
         saved(make(), tmp_path / make.__name__)
+    for split in ("train", "val"):
+        (tmp_path / f"{split}.txt").write_text("the cat sat on the mat\n" * 20)
     done = mpirun(2, alone("language_models_on_ranks:jobs", str(tmp_path)))
     assert done.returncode == 0, done.stdout + done.stderr
-    expected: dict[str, Any] = {}
-    for number, (name, words) in enumerate(JOBS):
-        if "shard.stage=3" not in words:
-            expected = train(tmp_path, number, tmp_path / f"one{number}", 4).weights
+    for number in range(len(JOBS)):
+        one = tmp_path / f"one{number}"
+        expected = train(tmp_path, number, one, 4, "shard.stage=0").weights
         found = read_weights(tmp_path / f"{number}", "")[0]
         assert found.keys() == expected.keys()
         for key, array in found.items():
-            np.testing.assert_allclose(array, expected[key], rtol=0, atol=1e-13, err_msg=name)
+            np.testing.assert_allclose(array, expected[key], rtol=0, atol=1e-13, err_msg=key)
+    capsys.readouterr()
+    name = f"model.name=transformers:{tmp_path / 'gpt2'}"
+    assert main([*SAMPLE, str(tmp_path / "text"), name]) == 0
+    texts = capsys.readouterr().out.partition("--- 1\n")[2]
+    assert texts.count("the ") >= 3
+    assert done.stdout.rpartition("--- 1\n")[2].startswith(texts)
 
 
 def trained_text_run(folder: Path, words: list[str]) -> Path:
