@@ -184,6 +184,10 @@ def _progress(train_state: TrainState) -> str:
     return f"{epochs}, validation {train_state.objective} {train_state.last:.4f}{of_step}"
 
 
+# what a mean is of, by Transform.channels
+_AXES = {"last": "the last axis", "first": "the first axis", "none": "all numbers together"}
+
+
 def _input(fields: dict[str, str]) -> str:
     """Formats the inputs of the model."""
     if fields.get("inputs", "").startswith("{"):  # several inputs
@@ -192,10 +196,13 @@ def _input(fields: dict[str, str]) -> str:
         )
     if "dtype" in fields:  # numbers that are not images
         of_x = f"x {fields['dtype']} {fields['shape']:.200} as the data have it"
+        if "missing" in fields:
+            of_x += f", with {_cut(fields['missing'])} in place of NaN"
         if "mean" not in fields:
             return of_x
+        axis = _AXES.get(fields.get("channels", "last"), "the last axis")
         return (
-            f"{fields['inputs']}, by the last axis: mean {_cut(fields['mean'])}, std "
+            f"{fields['inputs']}, by {axis}: mean {_cut(fields['mean'])}, std "
             f"{_cut(fields['std'])}, {of_x}"
         )
     if "task" in fields and "inputs" not in fields:

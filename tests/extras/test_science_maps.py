@@ -78,7 +78,7 @@ def array(file: StoredFile, name: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("end", [".nc", ".zarr"])
-def test_predicted_maps_keep_the_coordinates(end: str) -> None:
+def test_predicted_maps_keep_the_coordinates(end: str, capsys: pytest.CaptureFixture[str]) -> None:
     weather(f"all{end}")
     library = {".nc": "netcdf", ".zarr": "zarr"}[end]
     data = {"data.name": library, "data.root": f"all{end}", "run": "run"}
@@ -105,6 +105,9 @@ def test_predicted_maps_keep_the_coordinates(end: str) -> None:
             assert found[one.name].axes == one.axes
             assert found[one.name].values.tolist() == one.values.tolist()
             assert found[one.name].attributes == one.attributes
+    assert main(["export", "run", "--to", "m.safetensors"]) == 0
+    exported = capsys.readouterr().out
+    assert "(x - mean) / std, by the first axis: mean" in exported and "of NaN" in exported
     assert main(["predict", "run", "--data", f"all{end}", "--to", "said.nc"]) == 2
     again = ["predict", "run", "--data", f"all{end}", "--to", "said.zarr", "--force"]
     assert main([*again, "data.fields={x: ['t[10:20]', 'w[10:20]']}"]) == 0
