@@ -235,6 +235,7 @@ def row_of(name: str) -> list[str]:
     extra = extras()[name]
     gives = [f"`{each}`" for each in extra.commands]
     gives += [f"`{each}`" for each in extra.modes]
+    gives += [f"`export --to FILE{end}`" for end in extra.model_files]
     gives += [f"`{key}`" for key in keys_of(name)]
     for folder in ALIASES:
         plugins = sorted(path.stem for path in (FOLDER / name / folder).glob("*.py"))

@@ -34,6 +34,7 @@ ALLOWED = {  # the only files that may import these
         "extras/airbench/",
         "extras/bench/of_torch.py",
         "extras/dense/",
+        "extras/export_graph/",
         "extras/pipeline/",
         "extras/plan/of_torch/",
         "extras/servers/",

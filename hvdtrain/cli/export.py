@@ -23,6 +23,7 @@ from hvdtrain.cli.saved_weights import (
 from hvdtrain.config.read import expand, read_run_config
 from hvdtrain.core.adapters import merged, scale_of
 from hvdtrain.core.arrays import Arrays
+from hvdtrain.core.extras import model_files
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import DONE, UserError, nearest
 from hvdtrain.training.checkpoint.array_file import write_arrays
@@ -34,12 +35,16 @@ hvdtrain export RUN --to FILE|FOLDER [--checkpoint newest] [--adapters merged|se
   RUN            the run folder, which has checkpoints/
   --to           the file to write: model.safetensors, model.pt for torch.load, or of framework=keras model.keras, where
                  model.name=package.module:function behind it makes the model; or of model.name=transformers:FOLDER, which
-                 follows RUN, a folder for from_pretrained(): configuration, weights, and the tokenizer of the run
+                 follows RUN, a folder for from_pretrained(): configuration, weights, and the tokenizer of the run; of
+                 framework=torch model.pt2 (torch.export) or model.onnx, which compute without the model's code, for a
+                 batch of any size; model.name=package.module:Class of the run is repeated behind it
   --checkpoint   newest, best (by the task's objective), or the name of one: step-00000120; default: newest, and of a run with
                  stop.restore_best best
   --adapters     of a run with model.lora: merged into the weights of their layers (--merged), or in a folder separate, for PEFT
   --force        overwrite FILE, or what an earlier export has written into FOLDER"""  # noqa: E501
 _WIDTH = 120  # characters of mean and std on the screen
+# begin the arguments that repeat the run's import paths, where its model is built
+_OF_CODE = ("model.", "task.")
 _SYNTAX = USAGE.partition("\n")[0]
 
 
@@ -110,7 +115,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--force", action="store_true")
     options, unknown = parser.parse_known_args(arguments)
     is_built = not str(options.to).endswith((".safetensors", ".pt"))
-    options.words = [word for word in unknown if word.startswith("model.") and is_built]
+    options.words = [word for word in unknown if word.startswith(_OF_CODE) and is_built]
     unknown = [word for word in unknown if word not in options.words]
     if unknown:
         suggestion = nearest(
@@ -132,9 +137,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def check_target(to: Path, force: bool) -> None:
     """Raises UserError if the file cannot be written; called before the checkpoint is read."""
-    if to.suffix not in (".safetensors", ".pt", ".keras"):
+    *ends, last = [".pt", ".keras", *sorted(model_files())]
+    if to.suffix not in (".safetensors", *ends, last):
         raise UserError(
-            f"{to} ends neither in .safetensors nor in .pt or .keras",
+            f"{to} ends neither in .safetensors nor in {', '.join(ends)} or {last}",
             "--to",
             "as in --to model.safetensors",
         )
@@ -228,13 +234,18 @@ def _cut(numbers: str) -> str:
     return numbers if len(numbers) <= _WIDTH else f"{numbers[:_WIDTH]} ..."
 
 
-def _how_to_load(to: Path, fields: dict[str, str]) -> list[str]:
-    """Returns lines for people: the model, its input, and two lines of Python that load the
-    file."""
+def lines_of_fields(fields: dict[str, str]) -> list[str]:
+    """Returns lines for people: the model and its input."""
     lines = []
     if "model" in fields:
         lines.append(f"model    {fields['model']:.500} of framework {fields['framework']!r:.20}")
-    lines.append(f"input    {_input(fields)}")
+    return [*lines, f"input    {_input(fields)}"]
+
+
+def _how_to_load(to: Path, fields: dict[str, str]) -> list[str]:
+    """Returns lines for people: the model, its input, and two lines of Python that load the
+    file."""
+    lines = lines_of_fields(fields)
     path = json.dumps(str(to))
     for_torch = fields.get("framework", "torch") == "torch"
     if to.suffix == ".pt":

@@ -51,11 +51,12 @@ class Extra(NamedTuple):
     extras/NAME/FOLDER/PLUGIN.py is found like FOLDER/PLUGIN.py. aliases: by folder, further names
     of plugins. data_files: suffix of a user's file, or of a folder that counts as a file -> the
     data.name that reads it. map_files: suffix of a file that `predict --to` writes -> the module
-    whose check() and write() store maps with their coordinates. image_files: the data.name of
-    images in files, whose size data.size sets. token_images: the data.name whose tokens are pixels,
-    which log.samples and `hvdtrain sample` show by read_pictures() of its module. Keys and features
-    need no entry, either: config/sections/extra_keys.py finds them in extras/NAME/keys.py, and
-    features/of_extras.py in extras/NAME/features.py.
+    whose check() and write() store maps with their coordinates. model_files: suffix of a file that
+    `export --to` writes -> the module whose export() writes the model's computation. image_files:
+    the data.name of images in files, whose size data.size sets. token_images: the data.name whose
+    tokens are pixels, which log.samples and `hvdtrain sample` show by read_pictures() of its
+    module. Keys and features need no entry, either: config/sections/extra_keys.py finds them in
+    extras/NAME/keys.py, and features/of_extras.py in extras/NAME/features.py.
     """
 
     status: Literal["stable", "experimental"]
@@ -65,6 +66,7 @@ class Extra(NamedTuple):
     aliases: Mapping[str, Mapping[str, str]] = MappingProxyType({})
     data_files: Mapping[str, str] = MappingProxyType({})
     map_files: Mapping[str, str] = MappingProxyType({})
+    model_files: Mapping[str, str] = MappingProxyType({})
     image_files: tuple[str, ...] = ()
     token_images: tuple[str, ...] = ()
 
@@ -136,6 +138,11 @@ def data_files() -> dict[str, str]:
 def map_files() -> dict[str, str]:
     """Returns suffix -> the module of an extra that writes such files of maps."""
     return {end: module for extra in extras().values() for end, module in extra.map_files.items()}
+
+
+def model_files() -> dict[str, str]:
+    """Returns suffix -> the module of an extra that writes such files of a model's computation."""
+    return {end: name for extra in extras().values() for end, name in extra.model_files.items()}
 
 
 def image_files() -> tuple[str, ...]:

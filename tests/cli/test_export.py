@@ -249,14 +249,14 @@ def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None
             ["run", "more", "--to", "m.pt"],
             [
                 "unknown argument 'more'\n",
-                "fix: known: --to, --checkpoint, --merged, --force; hvdtrain",
+                "fix: known: --to, --checkpoint, --adapters, --merged, --force; hvdtrain",
             ],
         ),
         (
-            ["run", "--to", "m.onnx"],
+            ["run", "--to", "m.tflite"],
             [
-                "m.onnx ends neither in .safetensors nor in .pt or .keras\n  where: --to\n  fix: "
-                "as in --to model.safetensors"
+                "m.tflite ends neither in .safetensors nor in .pt",
+                "\n  where: --to\n  fix: as in --to model.safetensors",
             ],
         ),
         (["run", "--to", "no/m.pt"], ["there is no folder no\n  where: --to\n  fix: mkdir -p no"]),

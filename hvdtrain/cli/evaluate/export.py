@@ -1,9 +1,10 @@
-"""hvdtrain export: weights alone, the keras.Model of a run with --to model.keras, or a folder for
-transformers, with the weights of a checkpoint."""
+"""hvdtrain export: weights alone, the keras.Model of a run with --to model.keras, a folder for
+transformers, or a file of an extra, with the weights of a checkpoint."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from hvdtrain.cli import export as weights
 from hvdtrain.cli.evaluate.arguments import read_former_run
 from hvdtrain.cli.evaluate.command import load_checkpoint
 from hvdtrain.config.read import expand, read_run_config
+from hvdtrain.core.extras import model_files
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.training.failure import RankFailed
@@ -25,6 +27,9 @@ def export(arguments: Sequence[str]) -> int:
     options = weights.parse(arguments)
     run = expand(options.run, "RUN")
     to = expand(options.to, "--to")
+    if module := model_files().get(to.suffix):
+        code: int = importlib.import_module(module).export(options)
+        return code
     if _is_for_transformers(run, to, options.words):
         from hvdtrain.cli.evaluate.export_folder import export_folder
 

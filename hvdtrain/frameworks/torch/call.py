@@ -23,11 +23,11 @@ Called = torch.Tensor | dict[str, torch.Tensor]  # (n, ...), or several tensors 
 
 def call(model: torch.nn.Module, inputs: Called) -> Any:
     """Calls a model; several inputs are keyword arguments if forward() has parameters of these
-    names, else one dict. Optional inputs, and the mask of padding, are as in _passed()."""
+    names, else one dict. Optional inputs, and the mask of padding, are as in passed()."""
     if isinstance(inputs, torch.Tensor):
         return model(inputs)
-    passed = _passed(model, inputs)
-    return model(*passed.positional, **passed.named)
+    arguments = passed(model, inputs)
+    return model(*arguments.positional, **arguments.named)
 
 
 class Passed(NamedTuple):
@@ -35,13 +35,15 @@ class Passed(NamedTuple):
     named: Mapping[str, torch.Tensor]
 
 
-def _passed(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Passed:
-    """Returns the arguments of a call with several inputs.
+def passed(model: torch.nn.Module, inputs: Called) -> Passed:
+    """Returns the arguments of a call.
 
     An optional input is only for models that have a parameter of its name. A parameter
     attention_mask gets the mask of padding, if there is one, whatever its name in the data. Models
     of transformers get packed rows as position_ids.
     """
+    if isinstance(inputs, torch.Tensor):
+        return Passed((inputs,), {})
     names = _parameters(getattr(type(whole_of(model)), "forward", None))
     if inputs.keys() <= names:
         return Passed((), _as_numbers(inputs) if is_of_transformers(model) else inputs)

@@ -1,0 +1,1 @@
+"""hvdtrain export RUN --to model.pt2 or model.onnx."""
