@@ -90,10 +90,10 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
-def run_page(page: Path, folder: Path) -> dict[int, Result]:
+def run_page(page: Path, folder: Path, *, is_warm: bool = True) -> dict[int, Result]:
     """Runs a page in a separate process, up to the first block that fails. Returns the outcome of
     each block by its number."""
-    done = python([__file__, str(page.resolve()), str(folder)])
+    done = python([__file__, str(page.resolve()), str(folder)], is_warm=is_warm)
     path = folder / RESULTS
     results = [
         Result(**fields)
