@@ -10,7 +10,7 @@ from typing import Any
 from hvdtrain.events.redaction import redact_urls
 from hvdtrain.report.run import RunRecord
 
-_MOST_SHOWN = 300  # letters of a value
+_MOST_LETTERS = 10_000  # of a value
 # of one start: they differ between any two jobs
 _OF_ONE_START = (
     *("command", "folder", "$SLURM_JOB_ID", "$SLURM_ARRAY_TASK_ID"),
@@ -74,4 +74,4 @@ def _text(value: Any) -> str:
     if value is None or value in ("", [], {}):
         return ""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return redact_urls(text[:_MOST_SHOWN])
+    return redact_urls(text[:_MOST_LETTERS])

@@ -416,7 +416,8 @@ def world_sizes(run: RunRecord) -> list[WorldSize]:
                     f"{len(lost)} rank{'s' if len(lost) != 1 else ''} lost",
                 )
             )
-        before = event
+        if event["kind"] != "evaluation":  # days later, perhaps
+            before = event
     return sizes
 
 

@@ -41,11 +41,13 @@ def _check_files(config: Config) -> None:
     where = config.where("log.trackers")
     for name in dict.fromkeys(config.log.trackers):
         plugins.load("events/trackers", name, where).check_installed()
-    run = Path("runs" if config.run is None else config.run).expanduser().absolute()
+    resumed = None if config.resume in ("auto", "no") else config.resume
+    key = "resume" if config.run is None and resumed else "run"
+    run = Path(config.run or resumed or "runs").expanduser().absolute()
     above = next(folder for folder in (run, *run.parents) if folder.exists())
     if not (above.is_dir() and os.access(above, os.W_OK)):
         raise cannot_write(
-            PermissionError(f"{above} is not a folder that can be written"), config.where("run")
+            PermissionError(f"{above} is not a folder that can be written"), config.where(key)
         )
 
 

@@ -257,13 +257,17 @@ def done(
         f"validation {now.objective} {now.last:.4f} after {now.progress.epochs:.2f} epochs and "
         f"{now.seconds:.1f} s"
     )
-    lines = [f"done ({reason}): {reached}", *_results(job, now, memory)]
-    lines.append(f"resume   {resume_command(job.config, run, *further(job.config, now))}")
+    results = _results(job, now, memory)
+    goes_on = further(job.config, now)
+    lines = [f"done ({reason}): {reached}"]
     if now.progress.step == before.progress.step:
         lines.insert(
             0,
-            f"nothing to do: run {run} is already complete. Use another run=, or increase epochs=.",
+            f"nothing to do: run {run} is already complete. Use another run=, or resume it with "
+            f"{' '.join(goes_on)}",
         )
+        results = [line for line in results if not line.startswith("speed")]  # of other ranks
+    lines += [*results, f"resume   {resume_command(job.config, run, *goes_on)}"]
     return [*lines, f"report   {command_line('report', path_argument(run))}", f"run folder: {run}"]
 
 

@@ -112,6 +112,9 @@ def test_world_sizes_over_time() -> None:
         start(10, time=1061.0, ranks=3, hosts=["n1", "n3"]),
         step(15, time=1070.0),
         start(15, time=1130.0) | {"ranks": "?", "hosts": None},
+        {"time": 1140.0, "kind": "end", "step": 15, "reason": "epochs=3"},
+        {"time": 1150.0, "kind": "evaluation", "step": 15},  # by a command of its own
+        start(15, time=1160.0, ranks=3, hosts=["n1", "n3"]),
     ]
     rows = page_tables.world_sizes(record_of(events)).rows
     assert [row[:1] + row[2:] for row in rows] == [
@@ -119,8 +122,9 @@ def test_world_sizes_over_time() -> None:
         ["5", "1", "n1", "3 ranks lost"],
         ["10", "3", "n1, n3", rows[2][4]],
         ["15", "", "", "resumed after a kill or the loss of a host"],
+        ["15", "3", "n1, n3", "ended (epochs=3), resumed"],
     ]
-    assert [row[1] for row in rows] == [summary.duration(s) for s in (0, 3, 61, 130)]
+    assert [row[1] for row in rows] == [summary.duration(s) for s in (0, 3, 61, 130, 160)]
     assert rows[2][4].startswith("stopped (SIGUSR2 from ") and "secret" not in rows[2][4]
     assert page_tables.world_sizes(record_of(FULL)).rows == []
 

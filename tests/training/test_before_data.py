@@ -85,3 +85,5 @@ def test_a_run_is_evaluated_on_another_table_and_says_where_its_own_was(
             "own.csv is a path in the folder where the run was started, not in "
             f"{tmp_path / 'elsewhere'}\n" in capsys.readouterr().err
         )
+    Path("runs").touch()  # a resumed job does not write there
+    assert main(["resume=../run", "data.root=../own.csv", "max_steps=6"]) == 0

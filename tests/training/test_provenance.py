@@ -20,8 +20,25 @@ SECRETS = {
     "token of a service": "call('hf_abcdefghijklmnopqrstuvwx')",
     "private key": "-----BEGIN PRIVATE KEY-----\nMIIEow-my-secret\n-----END PRIVATE KEY-----",
     "environment": "export AWS_SECRET_ACCESS_KEY=wJalrXUtnFEMI",
+    "argument": 'client = Client(api_key="hunter2-in-a-file")',
+    "second argument": 'connect(user="me", password="hunter2hunter2")',
+    "dict": '{"user": "me", "password": "hunter2"}',
+    "item": 'os.environ["WANDB_API_KEY"] = "hunter2"',
+    "after a colon": 'if x == 1: api_key = "hunter2"',
+    "second variable": "export A=1 WANDB_API_KEY=hunter2",
+    "digits": "password = 1234567890123",
+    "type": "password: str = 'hunter2'",
+    "one long line": "x = '" + "hunter2" * 9000 + "'",
 }
-HIDDEN = ("hunter2", "abcdef0123456789", "my-secret", "hf_abcdef", "MIIEow", "wJalrXUtnFEMI")
+HIDDEN = (
+    "hunter2",
+    "1234567890123",
+    "abcdef0123456789",
+    "my-secret",
+    "hf_abcdef",
+    "MIIEow",
+    "wJalrXUtnFEMI",
+)
 
 
 def git(folder: Path, *words: str) -> str:

@@ -16,7 +16,7 @@ from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.cache import BlockCache
 from hvdtrain.data.stored.cells_of_x import rows_without_missing, table_of_x
 from hvdtrain.data.stored.class_names import class_names_of, column_of_texts
-from hvdtrain.data.stored.fields import fields_of, names_split
+from hvdtrain.data.stored.fields import fields_of, leaves_x_to_others, names_split
 from hvdtrain.data.stored.files import FileOnDisk, files_of_split
 from hvdtrain.data.stored.images import images_of
 from hvdtrain.data.stored.options import Wanted, check_options
@@ -64,7 +64,7 @@ def build_stored(
         else []
     )
     table = table_of_x(files, paths, fields, wanted)
-    if table is not None and wanted.fields is None:
+    if table is not None and leaves_x_to_others(wanted):
         fields["x"] = list(table.columns)
     stored = {field: texts for field, texts in fields.items() if table is None or field != "x"}
     names = (
@@ -100,7 +100,7 @@ def build_stored(
     )
     if values is not None and wanted.split_val is None:
         notes += in_neither(values, split, f"data.split_by={wanted.split_by}")
-    is_table = wanted.fields is None and (
+    is_table = leaves_x_to_others(wanted) and (
         table is not None or files[0].columns(fields["x"]) is not None
     )
     source = StoredSource(

@@ -34,7 +34,7 @@ def table_of_x(
         raise OptionError(
             "data.columns encodes columns of x, beside another field",
             "columns",
-            "data.fields={x: [COLUMN, ...], y: COLUMN}, without parts of columns",
+            "data.fields={y: COLUMN}, or {x: [COLUMN, ...], y: COLUMN} without parts of columns",
         )
     if not wanted.dtypes.get("x", "float64").startswith("float"):
         raise OptionError(

@@ -17,6 +17,7 @@ from hvdtrain.data.user_data.arrays import TARGETS
 from hvdtrain.errors import UserError
 
 FIELDS_KEY = "data.fields={x: NAME, y: NAME}"
+_OTHERS = "data.fields={y: NAME}: all other columns are x"
 
 
 def names_split(wanted: Wanted) -> bool:
@@ -40,10 +41,17 @@ def fields_of(wanted: Wanted, split: Split, file: StoredFile, path: Path) -> dic
                     "fields",
                     f"names of fields are words: {FIELDS_KEY}",
                 )
-        return {
+        found = {
             name: [text.replace("{split}", split) for text in _listed(texts)]
             for name, texts in wanted.fields.items()
         }
+        if not leaves_x_to_others(wanted):
+            return found
+        taken = {name_and_words(text)[0] for texts in found.values() for text in texts}
+        taken |= {split_name(wanted) or "", *file.coordinates}
+        return {
+            "x": _inputs([name for name in file.names if name not in taken], wanted, file, path)
+        } | (found)
     names = [
         name for name in file.names if name != split_name(wanted) and name not in file.coordinates
     ]
@@ -61,13 +69,27 @@ def fields_of(wanted: Wanted, split: Split, file: StoredFile, path: Path) -> dic
         raise UserError(
             f"which arrays are x and y? The file has {', '.join(names[:24]) or 'none'}",
             str(path),
-            _with_capitals(names) or FIELDS_KEY,
+            _with_capitals(names)
+            or (FIELDS_KEY if file.columns(names) is None else f"{FIELDS_KEY}; {_OTHERS}"),
         )
     others = [name for name in names if name.lstrip("/") != target]
     inputs = [known["x"]] if "x" in known else others
-    if len(inputs) > 1 and wanted.columns is None and file.columns(inputs) is None:
-        raise UserError(f"which of {', '.join(others[:24])} is x?", str(path), FIELDS_KEY)
-    return {"x": inputs, "y": [known[target]]}
+    return {"x": _inputs(inputs, wanted, file, path), "y": [known[target]]}
+
+
+def leaves_x_to_others(wanted: Wanted) -> bool:
+    """Whether x are the columns that are nothing else: data.fields={y: outcome}, or no
+    data.fields."""
+    if wanted.fields is None:
+        return True
+    return "x" not in wanted.fields and (wanted.columns is not None or [*wanted.fields] == ["y"])
+
+
+def _inputs(names: list[str], wanted: Wanted, file: StoredFile, path: Path) -> list[str]:
+    """Returns the arrays of x. Raises UserError if several are not columns of a table."""
+    if len(names) > 1 and wanted.columns is None and file.columns(names) is None:
+        raise UserError(f"which of {', '.join(names[:24])} is x?", str(path), FIELDS_KEY)
+    return names
 
 
 def _refuse_texts(file: StoredFile) -> None:

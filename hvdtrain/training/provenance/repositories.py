@@ -23,9 +23,14 @@ _MOST_FILES = 200
 _GIT_S = 5.0  # a file server may be slow
 # files whose content never enters a diff: names of secrets
 _SECRET_FILES = (".env*", "*.pem", "*.key", "id_*", ".netrc", "*credentials*", "*secret*")
-# name = value, "name": value
-_ASSIGNED = re.compile(r"""(["']?)([A-Za-z_][\w.-]*)\1(\s*[:=]\s*)(\S.*)""")
-_PLAIN = re.compile(r"[-+]?[\d._]+(e[-+]?\d+)?[,;)\]}]*|(true|false|null|none)[,;)\]}]*", re.I)
+_MOST_LINE = 2000  # letters of a line that is searched for secrets
+_WORD = re.compile(r"(?<![\w.-])[A-Za-z_][\w.-]*+")
+# what may follow the name of a secret without being one: max_tokens = 512, tokens = read(path)
+_PLAIN = re.compile(
+    r"""["'\])\s]*+(?:[:=]\s*+)?(?:[-+]?\d{1,6}(?![\w.])|(?:true|false|none|null)\b|$)""", re.I
+)
+# name = value, "name": value, x["name"] = value, name=value in a call
+_ASSIGNS = re.compile(r"""["'\])]*\s*(?::\s*[\w\[\], |.]+=|[:=](?!=))\s*\S""")
 _TOKEN = re.compile(
     r"\b(?:gh[opsur]_|github_pat_|glpat-|hf_|sk-|xox[abpr]-|AKIA|ASIA)[A-Za-z0-9_-]{12,}"
     r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"
@@ -139,7 +144,7 @@ def repository(top: Path) -> Repository:
     for name in new[:_MOST_FILES]:
         digest.update(f"\0{name}\0".encode() + _content(top / name))
     problem = "" if diff is not None else "git diff does not answer"
-    text = without_secrets(diff or "")[:MOST_DIFF_BYTES]
+    text = without_secrets((diff or "")[:MOST_DIFF_BYTES])
     cut = len(diff or "") > MOST_DIFF_BYTES
     return Repository(
         str(top),
@@ -166,10 +171,15 @@ def without_secrets(diff: str) -> str:
 
 
 def _without_secret(line: str) -> str:
+    """Hides the rest of a line behind the name of a secret, unless it is a short number or a
+    constant, or is only called or named."""
+    if len(line) > _MOST_LINE:
+        return f"{line[:1]}{HIDDEN} ({len(line):,} letters)"
     line = _TOKEN.sub(HIDDEN, redact_urls(line))
-    for found in _ASSIGNED.finditer(line):
-        if is_secret_key(found[2]) and not _PLAIN.fullmatch(found[4].strip()):
-            return line[: found.start(4)] + HIDDEN
+    for found in _WORD.finditer(line):
+        rest = line[found.end() :]
+        if is_secret_key(found[0]) and not _PLAIN.match(rest) and _ASSIGNS.match(rest):
+            return line[: found.end()] + f" {HIDDEN}"
     return line
 
 
@@ -185,8 +195,9 @@ def _content(path: Path) -> bytes:
 
 
 def _git(folder: Path, *words: str) -> str | None:
-    """Returns the output of a git command that runs no program named by the repository; None if it
-    fails or takes long."""
+    """Returns the output of a git command without hooks and monitors; None if it fails or takes
+    long. Filters of the repository's own configuration run, as with `git diff`: the job imports
+    code from there, too."""
     command = ["git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", *words]
     try:
         done = subprocess.run(
