@@ -27,6 +27,7 @@ from hvdtrain.data.stored.split import SplitColumn, samples_of_split
         (59, "days since 2000-01-01", "noleap", "2000-03-01T00:00:00"),
         (59, "days since 2001-01-01", "366_day", "2001-02-29T00:00:00"),
         (59, "days since 2000-01-01", "360_day", "2000-02-30T00:00:00"),
+        (np.float32(15999.25), "days since 1979-01-01", "", "2022-10-21T06:00:00"),
         (3, "months since 2000-01-01", "", None),
         (3, "days since 2000-01-01", "julian", None),
         (3, "K", "", None),

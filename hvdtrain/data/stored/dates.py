@@ -46,7 +46,7 @@ def dates_of(values: np.ndarray, attributes: Mapping[str, Any]) -> np.ndarray | 
     is_number = values.dtype.kind in "iuf" and np.isfinite(values).all()
     if since is None or not is_number:
         return None
-    seconds = since.second + np.rint(values * float(since.unit_s)).astype(np.int64)
+    seconds = since.second + np.rint(values.astype(np.float64) * since.unit_s).astype(np.int64)
     if calendar in _MONTHS:
         return _of_equal_years(seconds, since, _MONTHS[calendar])
     if calendar not in (*_MIXED, "proleptic_gregorian"):
