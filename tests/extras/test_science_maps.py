@@ -12,6 +12,8 @@ import pytest
 
 import hvdtrain
 from hvdtrain.__main__ import main
+from hvdtrain.cli.evaluate import data_file
+from hvdtrain.config.read import configure
 from hvdtrain.data.grid import GridVariable
 from hvdtrain.data.stored.stored_array import StoredFile
 from hvdtrain.extras.science import write_netcdf, write_zarr
@@ -112,6 +114,16 @@ def test_predicted_maps_keep_the_coordinates(end: str, capsys: pytest.CaptureFix
     again = ["predict", "run", "--data", f"all{end}", "--to", "said.zarr", "--force"]
     assert main([*again, "data.fields={x: ['t[10:20]', 'w[10:20]']}"]) == 0
     assert opened("said.zarr").values("time").tolist() == list(range(10, 20))
+
+
+@pytest.mark.parametrize(
+    ("fields", "has_gaps"), [("{x: t}", True), ("{x: t, y: w}", False), ("null", False)]
+)
+def test_a_gap_in_a_target_is_one_in_x_if_there_is_no_y(fields: str, has_gaps: bool) -> None:
+    write_netcdf.write(Path("x.nc"), [GridVariable(x, AXES, FIELDS[:, 0]) for x in "xt"], [], {})
+    words = ["data.name=netcdf", f"data.fields={fields}", "data.shift=1", "data.gaps=[y]"]
+    source = data_file.open_stored("x.nc", configure(None, words))
+    assert source.fields["x"].gaps == has_gaps
 
 
 @pytest.mark.filterwarnings("ignore:Consolidated metadata")

@@ -75,13 +75,15 @@ def open_stored(path: str, config: Config) -> Source:
     name = stored_name(path)
     assert name is not None, path
     fields = inputs_of(config.data.options)
+    wanted = config.data.options.get("fields")  # by default x and y
     dtypes = config.data.options.get("dtypes") or {}
     plugin = plugins.load("data/datasets", name, "--data")
     file = Path(os.path.expanduser(path))
     kept = {field: dtype for field, dtype in dtypes.items() if field in fields}
     try:
         source: Source = plugin.build(name, file, "train", fields=fields, dtypes=kept)
-        gaps = ["x" if field == "y" and config.data.shift else field for field in config.data.gaps]
+        is_shifted = config.data.shift is not None and "y" not in (wanted or {"y": "y"})
+        gaps = ["x" if field == "y" and is_shifted else field for field in config.data.gaps]
         return with_gaps(source, {field for field in gaps if field in source.fields})
     except OptionError as error:
         raise UserError(error.what, "--data", error.fix) from None
