@@ -284,6 +284,19 @@ VAL_SHARE = JobFeature(
     on=lambda config: config.data.val_share is not None,
     examples=("data.val_share=0.25",),
     off="data.val_share=null",
+    excludes=(
+        Exclusion(
+            "data.shift",
+            Values(lambda steps: steps is not None, 1),
+            what="{set} makes pairs of samples, and {chosen} draws some of them at random, so a "
+            "target of one set would be in the other",
+            where="data.val_share",
+            fix="data.split_by=NAME with data.split_val=[...] for files of arrays; or a set of its "
+            "own: files train and val, or val_data=",
+            why="a target of one set would be in the other",
+            words="task.name=regression",
+        ),
+    ),
     words_of_counts=lambda config: f" (data.val_share={config.data.val_share:g} of train)",
 )
 

@@ -21,6 +21,7 @@ from hvdtrain.core.metrics import add_sums, zero_sums
 from hvdtrain.core.progress import Hyper
 from hvdtrain.data.configured.shifted import shifted
 from hvdtrain.data.field import Field
+from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import NamedArrays
 from hvdtrain.data.stored.statistics import ReadingRanks, mean_and_std
 from hvdtrain.errors import UserError
@@ -650,11 +651,9 @@ def test_a_forecast_has_x_some_steps_later_as_its_target(tmp_path: Path) -> None
     assert whole.last == pytest.approx(((predicted - validation[3:]) ** 2).mean(), rel=1e-12)
     for wrong, message in (
         ({"data.shift": 10}, "no two samples of a set are 10 apart"),
-        ({"data.shift": 40, "data.split_by": None, "data.val_share": 0.2}, "more than 40 samples"),
+        ({"data.split_by": None, "data.split_val": None, "data.val_share": 0.2}, "at random"),
     ):
         words = {**common, **of_files, **wrong, "run": f"{tmp_path}/wrong"}
-        if words["data.split_by"] is None:
-            words["data.split_val"] = None
         with pytest.raises(UserError, match=message):
             hvdtrain.train(words)
 
@@ -666,6 +665,8 @@ def test_shifted_arrays_take_y_of_the_later_sample() -> None:
     assert batch["y"].ravel().tolist() == [104.0, 105.0, 106.0, 107.0, 108.0, 109.0]
     assert batch["x"].ravel().tolist() == batch["z"].ravel().tolist() == [0, 1, 2, 3, 4, 5]
     assert found.fields["y"].gaps and not found.fields["x"].gaps
+    with pytest.raises(OptionError, match="needs more than 10 samples"):
+        shifted(NamedArrays({"x": x}), 10)
 
 
 def test_a_picture_of_maps_has_their_colours() -> None:
