@@ -11,6 +11,7 @@ from hvdtrain.events.redaction import redact_urls
 from hvdtrain.report.run import RunRecord
 
 _MOST_LETTERS = 10_000  # of a value
+_OF_JOB = ("ranks", "engine", "device")  # fields of the event itself
 # of one start: they differ between any two jobs
 _OF_ONE_START = (
     *("command", "folder", "$SLURM_JOB_ID", "$SLURM_ARRAY_TASK_ID"),
@@ -25,7 +26,7 @@ def environment_of(run: RunRecord) -> dict[str, str]:
     found = run.start_event.get("environment")
     if not isinstance(found, Mapping):
         return {}
-    rows: dict[str, str] = {}
+    rows = {name: _text(run.start_event.get(name)) for name in _OF_JOB}
     for name, value in found.items():
         if name == "code":
             rows |= _of_code(value)

@@ -176,7 +176,7 @@ def test_all_problems_of_a_table_are_one_message(tmp_path: Path) -> None:
     assert caught.value.fix == (
         "data.missing=mean, median or 0 fills empty cells and marks them in a number of their "
         "own; data.missing=drop leaves their rows out; 'data.columns={id: drop, age: category, "
-        "when: category, empty: drop}', or correct these cells"
+        "when: category, empty: drop}' before training, or correct these cells"
     )
     with pytest.raises(UserError, match="the table has 4 problems"):
         UnencodedTable(source).compute()

@@ -3,11 +3,12 @@ tokens, on any number of ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,17 @@ def _objects(parsed: Arguments) -> dict[str, Given]:
     return objects
 
 
+@contextlib.contextmanager
+def _said_once(rank: ConnectedRank) -> Iterator[None]:
+    """Drops what ranks other than 0 print on columns: each rank reads the whole file."""
+    with (
+        contextlib.redirect_stderr(io.StringIO())
+        if rank.communicator.rank
+        else (contextlib.nullcontext())
+    ):
+        yield
+
+
 def _predict_data(rank: ConnectedRank, parsed: Arguments) -> int:
     config = rank.config
     name = parsed.options["data"]
@@ -134,11 +146,12 @@ def _predict_data(rank: ConnectedRank, parsed: Arguments) -> int:
         stored = open_stored(name, config)
         samples = stored
     elif config.data.given is OF_A_FILE:
-        samples = read_data_file(
-            Path(os.path.expanduser(name)),
-            table_of(config.data.options),
-            encoding_of_run(run_folder(rank)),
-        )
+        with _said_once(rank):
+            samples = read_data_file(
+                Path(os.path.expanduser(name)),
+                table_of(config.data.options),
+                encoding_of_run(run_folder(rank)),
+            )
     else:
         samples = plugins.call_own(
             config.data, {"name": name, "root": config.data.root, "split": "val"}

@@ -75,7 +75,7 @@ class Problems:
         if self._kind_of:
             kinds = {**self._kinds, **self._kind_of}
             shown = ", ".join(f"{_as_yaml(name)}: {kind}" for name, kind in kinds.items())
-            fixes.append(f"'data.columns={{{shown}}}', or correct these cells")
+            fixes.append(f"'data.columns={{{shown}}}' before training, or correct these cells")
         return fixes
 
 
