@@ -13,6 +13,7 @@ import pytest
 from combinations import CHATS, OF_CHATS
 from rank_threads import in_threads
 
+from hvdtrain.cli.evaluate.command import fit
 from hvdtrain.config.read import configure
 from hvdtrain.data.source import Source
 from hvdtrain.data.texts.chat_template import ChatTemplate, compiled
@@ -88,6 +89,44 @@ def test_texts_with_labels(tmp_path: Path) -> None:
     scores = opened(tmp_path, "data.target=score", "task.name=regression")
     assert scores.read(np.arange(3))["y"].tolist() == [0.5, 1.0, -3.0]
     assert scores.known_labels() is None
+
+
+def test_both_sets_have_names_or_numbers(tmp_path: Path) -> None:
+    """Cells that look like numbers are names if others of the training set are."""
+    cells = {"train.csv": "text,kind\na,1\nb,2\nc,a\n", "val.csv": "text,kind\nb,2\na,1\n"}
+    for name, content in cells.items():
+        (tmp_path / name).write_text(content)
+    of_csv = ("data.name=csv", "data.text=text", "data.target=kind")
+    val = opened(tmp_path, *of_csv, split="val")
+    assert val.class_names == opened(tmp_path, *of_csv).class_names == ("1", "2", "a")
+    assert val.read(np.arange(2))["y"].tolist() == [1, 0]
+    (tmp_path / "train.csv").write_text("text,kind\na,3\nb,2\n")
+    numbers = opened(tmp_path, *of_csv, split="val")
+    assert numbers.read(np.arange(2))["y"].tolist() == [2, 1] and numbers.class_names == ()
+    (tmp_path / "val.csv").write_text("text,kind\nb,2\na,z\n")
+    with pytest.raises(UserError, match="has the class 'z', which the training set does not have"):
+        opened(tmp_path, *of_csv, split="val")
+    (tmp_path / "val.csv").unlink()
+    (tmp_path / "train.csv").write_text("text,kind\na,1\nb,0\nc,1\na,0\n")
+    config = configure(
+        None,
+        [
+            f"data.root={tmp_path}",
+            *of_csv,
+            "data.val_share=0.5",
+            "batch.size=2",
+            "model.name=transformers:x",
+        ],
+    )
+    task = open_datasets(config)[2]
+    of_run = config.replace(data=config.data.replace(class_names=["0", "1", "a"]))
+    with pytest.raises(UserError, match="y has no names of classes, as the run has: 0, 1, a"):
+        fit(opened(tmp_path, *of_csv), task, of_run)
+    written(tmp_path, {"text": "a", "kind": "x"}, {"text": "b", "kind": "y"})
+    path = written(tmp_path, {"text": "a", "kind": 0}, name="val.jsonl")
+    with pytest.raises(UserError, match="is a number, and the name of a class .*: x, y") as caught:
+        opened(tmp_path, "data.target=kind", split="val")
+    assert caught.value.where == f"{path}:1"
 
 
 def test_columns_of_tables_are_the_texts_of_json_lines(tmp_path: Path) -> None:

@@ -48,7 +48,6 @@ from hvdtrain.data.stored.text_tables.lines import (
 from hvdtrain.data.texts.build import build_texts, lines_of_rows
 from hvdtrain.data.texts.lines import LinesOfFile
 from hvdtrain.data.texts.options import TextOptions, text_options
-from hvdtrain.data.texts.targets import as_numbers
 from hvdtrain.data.user_data.arrays import TARGETS, is_index
 from hvdtrain.errors import UserError, first_line, short
 
@@ -124,7 +123,13 @@ def build(
     if texts.is_used(numbers):
         wanted = Wanted(fields)
         return build_texts(
-            name, root, split, suffixes, lambda path: _lines_of(opened(path), texts), texts
+            name,
+            root,
+            split,
+            suffixes,
+            lambda path: _lines_of(opened(path), texts),
+            texts,
+            cells=True,
         )
     encoded = column_options(columns, missing, rare)
     wanted = Wanted(fields, dtypes or {}, split_by, split_val, cache_mb, encoded)
@@ -132,16 +137,11 @@ def build(
 
 
 def _lines_of(table: CsvFile, options: TextOptions) -> LinesOfFile:
-    """Returns the columns of texts as JSON lines. Targets that are all numbers are written as
-    numbers."""
+    """Returns the columns of texts as JSON lines."""
     columns, lines = table.texts(options.fields)
-    cells: dict[str, Sequence[object]] = {
-        name: as_numbers(column) if name == options.target else column
-        for name, column in zip(options.fields, columns, strict=True)
-    }
     rows = (
-        {name: None if cell == "" else cell for name, cell in zip(cells, row, strict=True)}
-        for row in zip(*cells.values(), strict=True)
+        {name: cell or None for name, cell in zip(options.fields, row, strict=True)}
+        for row in zip(*columns, strict=True)
     )
     return lines_of_rows(table.file.path, zip(lines, rows, strict=True))
 

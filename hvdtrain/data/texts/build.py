@@ -4,7 +4,7 @@ tokens."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +15,8 @@ from hvdtrain.data.stored.files import files_of_split
 from hvdtrain.data.texts.documents import Documents, paths_of
 from hvdtrain.data.texts.lines import Lines, LinesOfFile
 from hvdtrain.data.texts.options import TextOptions
-from hvdtrain.data.texts.record import label_of, record_of
-from hvdtrain.data.texts.targets import TargetReader, Targets
+from hvdtrain.data.texts.record import Label, checked_label, label_of, record_of
+from hvdtrain.data.texts.targets import TargetReader, Targets, kind_of_cells
 from hvdtrain.data.texts.tokens import document_reader
 from hvdtrain.errors import UserError, first_line
 
@@ -31,9 +31,16 @@ def build_texts(
     suffixes: tuple[str, ...],
     open_file: Open,
     options: TextOptions,
+    *,
+    cells: bool = False,
 ) -> Source:
-    """Returns the documents of a split, which are read lazily. open_file: returns the lines of a
-    path. Raises UserError without a root, without a validation set, and for wrong targets."""
+    """Returns the documents of a split, which are read lazily.
+
+    open_file: returns the lines of a path
+    cells: targets are texts, which are numbers if all of the files and of the training set are
+
+    Raises UserError without a root, without a validation set, and for wrong targets.
+    """
     if root is None:
         fix = (
             f"data.root=FILE{suffixes[0]}, or a folder with train{suffixes[0]} and val{suffixes[0]}"
@@ -53,24 +60,41 @@ def build_texts(
         raise UserError("there are no records", where, "one JSON object or row for each document")
     targets = None
     if options.target is not None:
+        target = options.target
         names = None
+        sets = [lines]
         if split == "val":
             training = files_of_split(folder, "train", suffixes, name)[0]
-            found = _targets(Lines(tuple(map(open_file, training))), options.target, None)
-            names = found.class_names
-        targets = _targets(lines, options.target, names)
+            sets.append(Lines(tuple(map(open_file, training))))
+        texts = (str(label) for one in sets for label, _ in _labels(one, target))
+        kind = kind_of_cells(texts) if cells else None
+        if split == "val":
+            names = _targets(sets[1], target, kind, None).class_names
+        targets = _targets(lines, target, kind, names)
     return Documents(lines, reader, targets, where, tuple(notes))
 
 
-def _targets(lines: Lines, target: str, class_names: Sequence[str] | None) -> Targets:
-    """Returns the targets of all lines. Every rank reads them all."""
+def _targets(
+    lines: Lines,
+    target: str,
+    kind: Callable[[str], Label] | None,
+    class_names: Sequence[str] | None,
+) -> Targets:
+    """Returns the targets of all lines. Every rank reads them all. kind: converts cells."""
     found = TargetReader(target)
+    for label, where in _labels(lines, target):
+        value = label if kind is None else checked_label(kind(str(label)), target, where)
+        found.add(value, where)
+    return found.targets(class_names, paths_of(lines.paths))
+
+
+def _labels(lines: Lines, target: str) -> Iterator[tuple[Label, str]]:
+    """Yields the target of each line as it is written, and where."""
     for start in range(0, len(lines), _AT_A_TIME):
         numbers = range(start, min(start + _AT_A_TIME, len(lines)))
         for number, line in zip(numbers, lines.read(np.array(numbers)), strict=True):
             where = lines.where(number)
-            found.add(label_of(record_of(line, where), target, where), where)
-    return found.targets(class_names, paths_of(lines.paths))
+            yield label_of(record_of(line, where), target, where), where
 
 
 def lines_of_rows(

@@ -82,7 +82,11 @@ def checked_text(text: str, what: str, where: str) -> str:
 
 def label_of(record: Mapping[str, Any], field: str, where: str) -> Label:
     """Returns the target of a record."""
-    found = _value(record, field, "target", where)
+    return checked_label(_value(record, field, "target", where), field, where)
+
+
+def checked_label(found: object, field: str, where: str) -> Label:
+    """Returns a target. Raises UserError if it is neither a text nor a number."""
     if isinstance(found, bool):
         return int(found)
     if isinstance(found, str):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -61,7 +61,14 @@ class TargetReader:
 
         Raises UserError for a class that the training set does not have.
         """
-        if not self._is_name:
+        if self._found and not self._is_name:
+            if class_names:
+                raise UserError(
+                    f"field {self._field} is a number, and the name of a class in the training "
+                    f"set: {short(', '.join(class_names), 200)}",
+                    self._first,
+                    "names in both sets, or numbers in both",
+                )
             return Targets(np.array(self._found))
         names = sorted(self._numbers) if class_names is None else list(class_names)
         known = {name: number for number, name in enumerate(names)}
@@ -76,12 +83,21 @@ class TargetReader:
         return Targets(places[np.array(self._found, np.int64)], tuple(names))
 
 
-def as_numbers(cells: Iterable[str]) -> list[Label]:
-    """Returns the cells of a column of text as numbers, if each of them is one."""
-    texts = list(cells)
-    for kind in (int, float):
-        try:
-            return [kind(text) for text in texts]
-        except ValueError:
-            continue
-    return list(texts)
+def kind_of_cells(cells: Iterable[str]) -> Callable[[str], Label]:
+    """Returns what converts the cells of a column of text: int or float if each of them is such a
+    number, else str."""
+    kind: type[int] | type[float] = int
+    for cell in cells:
+        if kind is int and not _is_of(int, cell):
+            kind = float
+        if kind is float and not _is_of(float, cell):
+            return str
+    return kind
+
+
+def _is_of(kind: type[int] | type[float], cell: str) -> bool:
+    try:
+        kind(cell)
+    except ValueError:
+        return False
+    return True
