@@ -285,3 +285,28 @@ def test_lab_6_has_joules_where_the_job_measured_them_and_a_reason_where_not(
         [one._replace(joules=80.0), one._replace(ranks=2, joules=70.0)], tmp_path / "cost.png"
     )
     assert (tmp_path / "cost.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16])
+def test_the_schedules_of_lab_7_give_each_rank_the_sum(size: int) -> None:
+    """With the steps and the bytes that the page says."""
+    lab = lab_module("7")
+    everyone = frozenset(range(size))
+    expected = {  # steps, and the arrays that the busiest rank sends
+        "ring": (2 * (size - 1), 2 * (size - 1) / size),
+        "tree": (2 * math.log2(size), 2 * math.log2(size)),
+        "halving, doubling": (2 * math.log2(size), 2 * (size - 1) / size),
+    }
+    for name, schedule in lab.SCHEDULES.items():
+        steps = schedule(size)
+        assert all(chunk == everyone for of in lab.simulate(steps, size)[-1] for chunk in of), name
+        assert (len(steps), lab.chunks_of_busiest(steps) / size) == expected[name]
+    last = lab.simulate(lab.ring_reduce_scatter(size), size)[-1]
+    assert [[chunk == everyone for chunk in of].index(True) for of in last] == [
+        (rank + 1) % size for rank in range(size)
+    ]
+    assert all(sum(chunk == everyone for chunk in of) == 1 for of in last)
+    costs = lab.Costs(latency_s=1e-5, byte_s=1e-9, added_s=0.0)
+    assert lab.predicted("ring", size, 0, costs) == pytest.approx(2e-5 * (size - 1))
+    with pytest.raises(ValueError, match="6 ranks are not a power of two"):
+        lab.SCHEDULES["tree"](6)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ def main(options: argparse.Namespace) -> None:
                 f"{name:9} on {ranks}: losses differ from one process by {difference:.1e} at most"
             )
     draw_losses(options.out / "losses.png", shared, {1: shared[1], **parts})
-    draw_throughput(options.out / "throughput.png", shared, large)
+    draw_throughput(options.out / "throughput.png", shared, large, warning)
     rows = [
         (name, ranks, images_per_s(epochs), epochs.val_loss.iloc[-1], epochs.val_accuracy.iloc[-1])
         for name, found in (("global", shared), ("partition", parts), ("large", large))
@@ -123,7 +124,9 @@ def draw_losses(path: Path, shared: dict[int, Any], parts: dict[int, Any]) -> No
     figure.savefig(path, dpi=110)
 
 
-def draw_throughput(path: Path, small: dict[int, Any], large: dict[int, Any]) -> None:
+def draw_throughput(
+    path: Path, small: dict[int, Any], large: dict[int, Any], warning: str = ""
+) -> None:
     figure, (axes,) = new_figure(width=5, height=3.4)
     for colour, batch, found in zip(COLOURS, (SMALL, LARGE), (small, large), strict=False):
         rates = [images_per_s(epochs) for epochs in found.values()]
@@ -136,6 +139,8 @@ def draw_throughput(path: Path, small: dict[int, Any], large: dict[int, Any]) ->
             lw=1,
             label="  ideal: one process x ranks",
         )
+    if warning:  # whoever gets only the figure sees it, too
+        axes.set_title(textwrap.fill(warning, 60), fontsize=7, color=COLOURS[1], loc="left")
     axes.set_xlabel("ranks")
     axes.set_ylabel("images/s")
     axes.set_xticks(list(small))
