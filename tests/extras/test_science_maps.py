@@ -111,9 +111,15 @@ def test_predicted_maps_keep_the_coordinates(end: str, capsys: pytest.CaptureFix
     exported = capsys.readouterr().out
     assert "(x - mean) / std, by the first axis: mean" in exported and "of NaN" in exported
     assert main(["predict", "run", "--data", f"all{end}", "--to", "said.nc"]) == 2
+    Path("link.zarr").symlink_to(f"all{end}")
+    for to, words in ((f"all{end}", []), ("link.zarr", []), ("said.nc", ["data.root=said.nc"])):
+        assert main(["predict", "run", "--data", f"all{end}", "--to", to, "--force", *words]) == 2
+        assert "--force never replaces an input" in capsys.readouterr().err
+    assert np.array_equal(array(opened(f"all{end}"), "t"), FIELDS[:, 0], equal_nan=True)
     again = ["predict", "run", "--data", f"all{end}", "--to", "said.zarr", "--force"]
     assert main([*again, "data.fields={x: ['t[10:20]', 'w[10:20]']}"]) == 0
     assert opened("said.zarr").values("time").tolist() == list(range(10, 20))
+    assert not list(Path().glob(".said*"))
 
 
 @pytest.mark.parametrize(
@@ -183,6 +189,8 @@ def test_other_predictions_are_not_maps(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["predict", "run", "--images", ".", "--to", "said.nc"]) == 2
     assert "said.nc does not end in .csv" in capsys.readouterr().err
     assert not Path("said.nc").exists()
-    Path("other.zarr").mkdir()
-    assert main(["predict", "run", "--data", "x.npy", "--to", "other.zarr", "--force"]) == 2
-    assert "other.zarr is a folder, but not a Zarr group" in capsys.readouterr().err
+    Path("empty.zarr").mkdir()
+    weather("other.zarr")
+    for to in ("empty.zarr", "other.zarr"):
+        assert main(["predict", "run", "--data", "x.npy", "--to", to, "--force"]) == 2
+        assert "not a Zarr group that predict has written" in capsys.readouterr().err

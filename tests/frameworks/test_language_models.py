@@ -463,7 +463,21 @@ def test_texts_of_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert what in capsys.readouterr().err
     assert main(["export", str(run), "--to", str(tmp_path / "out"), name, "--force"]) == 0
     files = {path.name for path in (tmp_path / "out").iterdir()}
-    assert files == {"config.json", "generation_config.json", "model.safetensors"}
+    written = {"config.json", "generation_config.json", "model.safetensors"}
+    assert files == {*written, "hvdtrain.json"}
+    (tmp_path / "thesis" / "base").mkdir(parents=True)
+    (tmp_path / "thesis" / "base" / "thesis.txt").touch()
+    shutil.copytree(tmp_path / "out", tmp_path / "download")
+    (tmp_path / "download" / "hvdtrain.json").unlink()
+    for to, more, what in (
+        ("thesis", [], "has base/thesis.txt, which no export has written"),
+        ("download", [], "has files, but no hvdtrain.json of an export"),
+        ("gpt2", [], "--force never replaces an input"),
+        ("out", [f"model.weights={tmp_path / 'out' / 'model.safetensors'}"], "replaces an input"),
+    ):
+        assert main(["export", str(run), "--to", str(tmp_path / to), name, "--force", *more]) == 2
+        assert what in capsys.readouterr().err
+    assert (tmp_path / "thesis" / "base" / "thesis.txt").exists()
 
 
 def test_exported_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

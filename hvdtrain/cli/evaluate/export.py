@@ -12,6 +12,7 @@ from typing import Any
 from hvdtrain.cli import export as weights
 from hvdtrain.cli.evaluate.arguments import read_former_run
 from hvdtrain.cli.evaluate.command import load_checkpoint
+from hvdtrain.cli.evaluate.target import refuse_inputs
 from hvdtrain.config.read import expand, read_run_config
 from hvdtrain.core.extras import model_files
 from hvdtrain.core.folder import Folder
@@ -27,6 +28,8 @@ def export(arguments: Sequence[str]) -> int:
     options = weights.parse(arguments)
     run = expand(options.run, "RUN")
     to = expand(options.to, "--to")
+    if options.force:
+        refuse_inputs(to, run, options.words, {})
     if module := model_files().get(to.suffix):
         code: int = importlib.import_module(module).export(options)
         return code

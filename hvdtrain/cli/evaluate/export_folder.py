@@ -3,6 +3,7 @@ its adapters as one for PEFT."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 from hvdtrain.cli.evaluate.arguments import OF_A_FILE, read_former_run
 from hvdtrain.cli.evaluate.command import load_checkpoint
 from hvdtrain.cli.evaluate.of_data import WITHOUT_TARGETS, inputs_alone
+from hvdtrain.cli.evaluate.target import put_in_place
 from hvdtrain.config import plugins
 from hvdtrain.config.read import expand, read_run_config
 from hvdtrain.config.schema import Config
@@ -20,6 +22,7 @@ from hvdtrain.core.folder import check_regular
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.training.failure import RankFailed
 from hvdtrain.training.run_rank import ConnectedRank, on_connected_ranks
+from hvdtrain.version import __version__
 
 LIBRARY = "transformers:"  # begins model.name of such a run
 _TOKENIZER = (
@@ -35,7 +38,8 @@ _TOKENIZER = (
     "spiece.model",
     "preprocessor_config.json",
 )
-_WRITTEN = (*_TOKENIZER, "config.json", "generation_config.json", "adapter_config.json")
+MARK = "hvdtrain.json"  # says that an export has written the folder
+_WRITTEN = (*_TOKENIZER, "config.json", "generation_config.json", "adapter_config.json", MARK)
 
 
 def export_folder(
@@ -79,19 +83,30 @@ def check_folder(to: Path, force: bool) -> None:
         return
     if not os.path.isdir(to) or os.path.islink(to):
         raise UserError(f"{to} is not a folder", "--to", "another name")
-    if others := [name for name in sorted(os.listdir(to)) if not _is_exported(name)]:
-        raise UserError(
-            f"{to} has {others[0]}, which no export has written",
-            "--to",
-            "a folder that does not exist yet",
+    names = sorted(os.listdir(to))
+    base = to / "base"
+    has_base = os.path.isdir(base)
+    others = [
+        name for name in names if not ((name == "base" and has_base) or _is_exported(to, name))
+    ]
+    if has_base:
+        others += [
+            f"base/{name}" for name in sorted(os.listdir(base)) if not _is_exported(base, name)
+        ]
+    if others or (names and MARK not in names):
+        what = (
+            f"{others[0]}, which no export has written"
+            if others
+            else f"files, but no {MARK} of an export"
         )
-    if os.listdir(to) and not force:
+        raise UserError(f"{to} has {what}", "--to", "a folder that does not exist yet")
+    if names and not force:
         raise UserError(f"{to} exists already", "--to", "--force replaces it; or another name")
 
 
-def _is_exported(name: str) -> bool:
+def _is_exported(folder: Path, name: str) -> bool:
     is_of_weights = name.startswith(("model", "adapter_model")) and ".safetensors" in name
-    return name in _WRITTEN or is_of_weights or name == "base"
+    return (name in _WRITTEN or is_of_weights) and os.path.isfile(folder / name)
 
 
 def _write(rank: ConnectedRank, to: Path, which: str, adapters: str | None) -> int:
@@ -117,15 +132,16 @@ def _write(rank: ConnectedRank, to: Path, which: str, adapters: str | None) -> i
             "leave it out: only a run with model.lora has adapters",
         )
     loaded = load_checkpoint(rank, which, inputs_alone)
+    step = loaded.checkpoint.train_state.progress.step
     model: Any = getattr(loaded.learner, "model", None)
     unfinished = to.with_name(f".{to.name}.unfinished-{os.getpid()}")
     try:
         unfinished.mkdir()
         try:
             lines = _fill(unfinished, to, model, config, adapters == "separate")
-            if os.path.isdir(to):
-                shutil.rmtree(to)
-            unfinished.rename(to)
+            made = {"hvdtrain": __version__, "run": config.resume, "step": step}
+            (unfinished / MARK).write_text(json.dumps(made) + "\n")
+            put_in_place(unfinished, to)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as error:
@@ -134,7 +150,6 @@ def _write(rank: ConnectedRank, to: Path, which: str, adapters: str | None) -> i
             "--to",
             "a folder that can be written and has room",
         ) from None
-    step = loaded.checkpoint.train_state.progress.step
     described = loaded.learner.describe()
     print("\n".join([*loaded.notes, described, f"step {step} of {config.resume} -> {to}", *lines]))
     return DONE

@@ -4,6 +4,7 @@ predicted from."""
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.cli.evaluate.target import put_in_place
 from hvdtrain.config.schema import Config
 from hvdtrain.core.extras import map_files
 from hvdtrain.data.grid import Grid, GridVariable
@@ -24,7 +26,8 @@ WHERE = "--to"
 VALID_TIME = "valid_time"
 _CHANNEL = "channel"
 _PIXELS = ("y", "x")
-_OF_GROUPS = (".zgroup", "zarr.json")  # files of a Zarr group
+_ATTRIBUTES = ".zattrs"  # of a Zarr group, as predict writes it
+_SOURCE = "hvdtrain "  # begins the attribute `source`
 
 
 def is_map_file(to: str) -> bool:
@@ -32,13 +35,21 @@ def is_map_file(to: str) -> bool:
 
 
 def check_map_file(to: str) -> None:
-    """Raises UserError if such a file cannot be written, or if it would replace a folder that is
-    not a Zarr group."""
+    """Raises UserError if such a file cannot be written, or if it would replace a folder that
+    predict has not written."""
     path = Path(os.path.expanduser(to))
     _writer(path).check()
-    if path.is_dir() and not any((path / name).is_file() for name in _OF_GROUPS):
-        what = f"{to} is a folder, but not a Zarr group"
+    if path.is_dir() and not _is_predicted(path):
+        what = f"{to} is a folder, but not a Zarr group that predict has written"
         raise UserError(what, WHERE, "give another name")
+
+
+def _is_predicted(group: Path) -> bool:
+    try:
+        about = json.loads((group / _ATTRIBUTES).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(about, dict) and str(about.get("source")).startswith(_SOURCE)
 
 
 def _writer(path: Path) -> Any:
@@ -75,15 +86,15 @@ def write_map_file(
     variables = _variables(maps, axes, task, source, config)
     taken = {one.name for one in variables}
     coordinates = [one for one in coordinates if one.name not in taken]
-    about = {"Conventions": "CF-1.11", "source": f"hvdtrain {__version__}, {checkpoint}"}
+    about = {"Conventions": "CF-1.11", "source": f"{_SOURCE}{__version__}, {checkpoint}"}
     path = Path(os.path.expanduser(to))
-    unfinished = path.with_name(f"{path.name}.part")
+    unfinished = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
     try:
-        _remove(unfinished)
-        _writer(path).write(unfinished, variables, coordinates, about)
-        if path.is_dir():
-            _remove(path)
-        unfinished.replace(path)
+        try:
+            _writer(path).write(unfinished, variables, coordinates, about)
+            put_in_place(unfinished, path)
+        finally:
+            _remove(unfinished)
     except OSError as error:
         raise UserError(
             f"cannot write {to}: {error.strerror or error}",
@@ -93,8 +104,8 @@ def write_map_file(
 
 
 def _remove(path: Path) -> None:
-    """Removes a file, or the folder of a group that predict wrote."""
-    if path.is_dir() and not path.is_symlink():
+    """Removes an unfinished file or folder, if there is one."""
+    if path.is_dir():
         shutil.rmtree(path)
     elif os.path.lexists(path):
         path.unlink()

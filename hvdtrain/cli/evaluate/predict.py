@@ -27,6 +27,7 @@ from hvdtrain.cli.evaluate.map_file import check_map_file, is_map_file, maps_of,
 from hvdtrain.cli.evaluate.masks import check_folder_of_masks, write_masks
 from hvdtrain.cli.evaluate.of_data import WITHOUT_TARGETS, AskedData, predict_data
 from hvdtrain.cli.evaluate.table import table_of
+from hvdtrain.cli.evaluate.target import refuse_inputs
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.section import Given
@@ -93,6 +94,9 @@ def predict(arguments: Sequence[str]) -> int:
             what = "--images and --data are both given"
         raise UserError(what, "command line of predict", USAGE.partition("\n")[0])
     to = parsed.options["to"]
+    if parsed.options["force"] and to != "-":
+        inputs = {f"--{name}": parsed.options[name] for name in given}
+        refuse_inputs(to, parsed.run, parsed.overrides, inputs)
     if given == ["images"] and not Path(to).suffix and to != "-":
         check_folder_of_masks(to, parsed.options["force"])
     else:
