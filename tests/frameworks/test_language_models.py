@@ -344,6 +344,36 @@ def test_padding_is_masked_by_name(way: str, tmp_path: Path) -> None:
         assert all(np.array_equal(x.numpy(), run.weights[key]) for key, x in state.items())
 
 
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_the_last_token_before_padding_is_classified(
+    make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever token config.json pads with, the outputs are those of each sequence alone."""
+    config = copy.deepcopy(make().config)
+    config.num_labels = 3
+    config.pad_token_id = 7 if make is gpt2 else None
+    kind = f"{make.__name__.replace('gpt', 'GPT').replace('ll', 'Ll')}ForSequenceClassification"
+    folder = saved(getattr(transformers, kind)(config), tmp_path / "folder")
+    sequences = [np.where(sequence == 0, 1, sequence) for sequence in SEQUENCES]
+    data = {"x": sequences, "y": np.arange(len(sequences)) % 3}
+    run = hvdtrain.train(
+        {"run": str(tmp_path / "run"), "stop.steps": 1, "model.name": f"transformers:{folder}"},
+        *(word for word in WORDS if word != "task.name=language"),
+        *(f"model.weights={folder}", "data.pad={x: 0}", "batch.size=15"),
+        train_data=data,
+        val_data=data,
+    )
+    assert f"pad_token_id of {kind} is 0, the token of padding" in capsys.readouterr().out
+    model = loaded(folder, kind)
+    model.load_state_dict({name: torch.from_numpy(array) for name, array in run.weights.items()})
+    model.config.pad_token_id = None
+    with torch.no_grad():
+        expected = [model(torch.from_numpy(one)[None]).logits.numpy() for one in sequences]
+    np.testing.assert_allclose(
+        hvdtrain.predict(run, sequences), np.concatenate(expected), rtol=0, atol=1e-6
+    )
+
+
 def test_a_language_model_gets_the_mask_if_it_has_the_parameter(tmp_path: Path) -> None:
     data = {"tokens": SEQUENCES}
     hvdtrain.train(

@@ -79,6 +79,8 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     arrangement.cut()
     learner = assemble(arrangement)
     learner.notes += not_used
+    for module in arrangement.model.modules():
+        learner.notes += getattr(module, "lines_of_padding", ())
     return learner
 
 

@@ -132,9 +132,12 @@ def build_model(config: Config, task: Task) -> torch.nn.Module:
         raise UserError(what, where, "pass the wrapped model: model.module")
     _refuse_hooks_on_parts(model, config)
     if "transformers" in sys.modules:
-        from hvdtrain.frameworks.torch.libraries.transformers import without_past
+        from hvdtrain.frameworks.torch.libraries.transformers import pool_before, without_past
 
         without_past(model)
+        for field in task.input_fields.values():
+            if field.padding is not None and not field.is_mask and field.dtype == "int64":
+                pool_before(model, int(field.padding.value))
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError(
             f"{name} has no parameter to train",
