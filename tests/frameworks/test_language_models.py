@@ -241,9 +241,22 @@ def mamba() -> Any:
     return transformers.MambaForCausalLM(transformers.MambaConfig(**sizes))
 
 
+class Mixing(transformers.GPT2LMHeadModel):  # type: ignore[misc]
+    """Keeps the sequences of one row apart, as flash attention."""
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **more: Any) -> Any:
+        is_one = len(input_ids) == 1
+        return super().forward(input_ids, position_ids=position_ids if is_one else None, **more)
+
+
+def mixing() -> Any:
+    return Mixing(gpt2().config)
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
+        (mixing, "Mixing of transformers: the tokens of a sequence change the outputs"),
         (opt, "OPTForCausalLM of transformers: the tokens of a sequence change the outputs"),
         (lfm2, "Lfm2ForCausalLM of transformers: the tokens of a sequence change the outputs"),
         (mamba, "MambaForCausalLM of transformers: its forward.. has no parameter position_ids"),

@@ -10,7 +10,8 @@ from hvdtrain.frameworks.torch.call import call
 from hvdtrain.frameworks.torch.forward import first_of
 from hvdtrain.tasks.task import Task
 
-_LENGTHS = (5, 7)  # tokens of the two sequences of the row that is tried
+_LENGTHS = (5, 7)  # tokens of the two sequences of a row that is tried
+_ROWS = 2  # flash attention of transformers keeps sequences apart only in a batch of one row
 # differences from rounding, relative to the largest output. Some models round to float32 inside.
 _SAME_SHAPES = 4 * torch.finfo(torch.float32).eps
 _OTHER_SHAPES = 1e-3
@@ -18,7 +19,7 @@ _OTHER_SHAPES = 1e-3
 
 def check_packing(model: torch.nn.Module, task: Task, device: torch.device, where: str) -> None:
     """Raises UserError if the outputs for the second of two sequences in a row depend on the first,
-    or are not those for that sequence alone.
+    or are not those for that sequence alone. Tries a batch of two rows.
 
     The library finds the sequences by their position_ids, which begin again at 0. Models with
     states or convolutions, and those that count positions themselves, do not.
@@ -29,8 +30,9 @@ def check_packing(model: torch.nn.Module, task: Task, device: torch.device, wher
         return
     first, second = (max(1, min(length, context * length // sum(_LENGTHS))) for length in _LENGTHS)
     at = torch.arange(first + second, device=device)
-    tokens = ((7 * at * at + 3 * at + 1) % vocabulary)[None]  # (1, T)
-    is_second = (at >= first)[None]
+    rows = torch.arange(_ROWS, device=device)[:, None]
+    tokens = (7 * at * at + 3 * at + 1 + 2 * rows) % vocabulary  # (n, T)
+    is_second = (at >= first).expand(_ROWS, -1)
     segments = 1 + is_second.long()
 
     def outputs(tokens: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
