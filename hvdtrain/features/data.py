@@ -148,8 +148,6 @@ TEXTS = JobFeature(
             fix="framework=torch; or data.name=text, whose windows have one length",
             why="only torch supports samples of different lengths",
         ),
-        Exclusion("parallel.pipeline", above(1)),
-        Exclusion("parallel.sequence", among(True), words="parallel.tensor=2"),
         *(
             Exclusion(
                 key,

@@ -154,7 +154,7 @@ ROWS = (
     ),
     AddedRows((optim.MUON,), (Exclusion(_KEY, _ANY),), behind="parallel.tensor"),
     AddedRows((optim.EMA,), (Exclusion(_KEY, _ANY, where="optim.ema"),), behind="parallel.tensor"),
-    AddedRows((data.PAD,), (Exclusion(_KEY, _ANY),)),
+    AddedRows((data.PAD, data.TEXTS), (Exclusion(_KEY, _ANY),)),
     AddedRows(
         (data.PACK,), (data.of_rows(_KEY, _ANY, data.PLAIN_TOKENS),), behind="parallel.tensor"
     ),

@@ -69,7 +69,7 @@ ROWS = (
         behind="servers.count",
     ),
     AddedRows(
-        (data.PAD,),
+        (data.PAD, data.TEXTS),
         (Exclusion("parallel.sequence", among(True), words="parallel.tensor=2"),),
         behind="parallel.pipeline",
     ),
