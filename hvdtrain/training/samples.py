@@ -19,6 +19,7 @@ from hvdtrain.config.read import expand
 from hvdtrain.config.schema import Config
 from hvdtrain.data.sampler import evaluation_batches
 from hvdtrain.data.source import Source
+from hvdtrain.data.stored.stored_in import stored_in
 from hvdtrain.data.subset import Subset
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import Log
@@ -205,6 +206,7 @@ class SampleSeries:
         from hvdtrain.training.shown_maps import (
             MOST_CHANNELS,
             MapSamples,
+            begins_in_the_south,
             part_of_maps,
             picture_of_maps,
         )
@@ -221,6 +223,12 @@ class SampleSeries:
             said.append(part_of_maps(task.as_maps(predictions.outputs)))
         whole = self.learner.data.allgather(np.concatenate(said), "samples.maps")
         names = task.map_names[:MOST_CHANNELS]
+        files = stored_in(self.val)
+        texts = (self.config.data.options.get("fields") or {}).get("x", "x")
+        text = texts if isinstance(texts, str) else texts[0]
+        if begins_in_the_south(None if files is None else files.known_grid(text)):
+            true = true[:, :, ::-1]  # north on top
+            whole = whole[:, :, ::-1]
         return png(picture_of_maps(MapSamples(numbers, true, whole, names)))
 
     def _keep_up(self, now: TrainState) -> Callable[[], None]:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hvdtrain.data.grid import Grid
 from hvdtrain.training.shown_masks import GAP, LINE, NO_CLASS, PAPER, TILE, sized, with_text
 
 MOST_CHANNELS = 3
@@ -33,6 +34,21 @@ def part_of_maps(maps: np.ndarray) -> np.ndarray:
     maps every second point, or fewer."""
     step = max(1, -(-max(maps.shape[2:]) // (2 * TILE)))
     return maps[:, :MOST_CHANNELS, ::step, ::step].astype(np.float64)
+
+
+def begins_in_the_south(grid: Grid | None) -> bool:
+    """Whether the rows of maps go from south to north, by a coordinate in degrees north along an
+    axis before that in degrees east."""
+    axes = {}
+    for one in grid.coordinates if grid else ():
+        kind = f"{one.attributes.get('units', '')}".rpartition("_")[2]
+        if kind in ("north", "east") and len(one.axes) == 1 and len(one.values) > 1:
+            axes[kind] = one
+    if grid is None or len(axes) < 2:
+        return False
+    north = axes["north"]
+    rows_first = grid.axes.index(north.axes[0]) < grid.axes.index(axes["east"].axes[0])
+    return rows_first and bool(north.values[0] < north.values[-1])
 
 
 def picture_of_maps(maps: MapSamples) -> np.ndarray:

@@ -19,16 +19,24 @@ from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.config.read import configure
 from hvdtrain.core.metrics import add_sums, zero_sums
 from hvdtrain.core.progress import Hyper
-from hvdtrain.data.configured.shifted import shifted
+from hvdtrain.data.configured.shifted import SampleTimes, shifted
+from hvdtrain.data.declared import CheckedSource
 from hvdtrain.data.field import Field
+from hvdtrain.data.grid import Grid, GridVariable
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import NamedArrays
 from hvdtrain.data.stored.statistics import ReadingRanks, mean_and_std
+from hvdtrain.data.subset import subset
 from hvdtrain.errors import UserError
 from hvdtrain.tasks import regression, segmentation
 from hvdtrain.tasks.maps import maps_of
 from hvdtrain.training.build import build_learner, restore_task
-from hvdtrain.training.shown_maps import MapSamples, part_of_maps, picture_of_maps
+from hvdtrain.training.shown_maps import (
+    MapSamples,
+    begins_in_the_south,
+    part_of_maps,
+    picture_of_maps,
+)
 
 UNET = ["model.name=unet", "model.widths=[4,6]", "model.norm=group", "model.groups=2"]
 WORDS = ["task.name=regression", "speed.precision=fp64", "optim.name=sgd"]
@@ -667,6 +675,42 @@ def test_shifted_arrays_take_y_of_the_later_sample() -> None:
     assert found.fields["y"].gaps and not found.fields["x"].gaps
     with pytest.raises(OptionError, match="needs more than 10 samples"):
         shifted(NamedArrays({"x": x}), 10)
+
+
+def test_samples_whose_targets_are_at_another_time_are_left_out() -> None:
+    """Days 5 to 7 are missing: day 4 has no next day, nor has any day of another set."""
+    x = np.arange(9.0)[:, None]
+    data = CheckedSource(NamedArrays({"x": x}), "days")
+    times = SampleTimes(np.array([0.0, 1, 2, 3, 4, 8, 9, 10, 11]), "days")
+    found = shifted(data, 1, times)
+    batch = found.read(np.arange(len(found)))
+    assert batch["x"].ravel().tolist() == [0, 1, 2, 3, 5, 6, 7]
+    assert batch["y"].ravel().tolist() == [1, 2, 3, 4, 6, 7, 8]
+    assert found.notes[-1] == (
+        "data.shift=1: 1 of 8 samples are left out, as their targets are not 1 days later"
+    )
+    part = shifted(subset(data, np.array([3, 4, 5, 6])), 1, times)
+    assert part.read(np.arange(len(part)))["x"].ravel().tolist() == [3, 5]
+    assert len(shifted(data, 1)) == 8 and not shifted(data, 1).notes
+    assert len(shifted(data, 2, SampleTimes(np.arange(9.0), ""))) == 7
+
+
+def test_rows_that_begin_in_the_south_are_known_by_their_coordinates() -> None:
+    def grid(first: float, last: float, units: str = "degrees_north", turned: bool = False) -> Grid:
+        axes = ("time", "x", "y") if turned else ("time", "y", "x")
+        return Grid(
+            axes,
+            (5, 2, 2),
+            (
+                GridVariable("lat", ("y",), np.array([first, last]), {"units": units}),
+                GridVariable("lon", ("x",), np.array([0.0, 1.0]), {"units": "degrees_east"}),
+            ),
+        )
+
+    assert begins_in_the_south(grid(-80, 80)) and not begins_in_the_south(grid(80, -80))
+    assert not begins_in_the_south(grid(-80, 80, "m"))
+    assert not begins_in_the_south(grid(-80, 80, turned=True))
+    assert not begins_in_the_south(None)
 
 
 def test_a_picture_of_maps_has_their_colours() -> None:

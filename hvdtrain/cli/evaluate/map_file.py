@@ -171,14 +171,15 @@ def _described(text: str, source: Source | None) -> Mapping[str, Any]:
 
 
 def _valid_times(coordinates: Sequence[GridVariable], axis: str, steps: int) -> list[GridVariable]:
-    """Returns the coordinate of the samples `steps` later, where a prediction is valid; at the end
-    of a series of unequal steps NaN."""
+    """Returns the times for which predictions are valid: `steps` usual steps later. In a series
+    without a usual step they are those of the later samples, and at its end NaN."""
     time = next((one for one in coordinates if one.name == axis and one.axes == (axis,)), None)
     if time is None or time.values.dtype.kind not in "iuf" or len(time.values) <= steps:
         return []
     differences = np.diff(time.values)
-    if (differences == differences[0]).all():
-        values = time.values + steps * differences[0]
+    usual = np.sort(differences)[len(differences) // 2]
+    if np.isclose(differences, usual, rtol=1e-6, atol=0.0).mean() > 0.5:  # some may be missing
+        values = time.values + steps * usual
     else:
         values = np.append(time.values[steps:].astype(np.float64), [np.nan] * steps)
     about = {key: value for key, value in time.attributes.items() if key in ("units", "calendar")}

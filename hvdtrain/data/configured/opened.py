@@ -87,14 +87,18 @@ def _changed(config: Config, source: Source) -> Source:
     if not config.data.gaps and config.data.shift is None:
         return source
     from hvdtrain.data.configured.gaps import with_gaps
-    from hvdtrain.data.configured.shifted import shifted
+    from hvdtrain.data.configured.shifted import shifted, times_of
 
     with with_keys(config):
         gaps = config.data.gaps
         if config.data.shift is not None and "y" not in source.fields:  # y is x, some steps later
             gaps = list(dict.fromkeys("x" if name == "y" else name for name in gaps))
         found = with_gaps(source, gaps)
-        return found if config.data.shift is None else shifted(found, config.data.shift)
+        if config.data.shift is None:
+            return found
+        texts = (config.data.options.get("fields") or {}).get("x", "x")
+        text = texts if isinstance(texts, str) else texts[0]
+        return shifted(found, config.data.shift, times_of(found, text))
 
 
 def _check_workers(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -22,18 +22,70 @@ if TYPE_CHECKING:
 _FIX = "a dict of arrays, or a file of them, in the order of time"
 
 
-def shifted(source: Source, steps: int) -> Source:
+class SampleTimes(NamedTuple):
+    """The time coordinate of samples."""
+
+    values: np.ndarray  # (n,)
+    unit: str  # "days"; "" if unknown
+
+
+def times_of(source: Source, text: str) -> SampleTimes | None:
+    """Returns the times of all samples of a file, by the coordinate of the first axis of the array
+    `text`; None if the data have none, or have several files."""
+    while isinstance(source, Subset):
+        source = source.source
+    grid = source.known_grid(text)
+    if grid is None or not grid.axes:
+        return None
+    axis = grid.axes[0]
+    for one in grid.coordinates:
+        is_number = one.values.dtype.kind in "iuf" and np.isfinite(one.values).all()
+        if one.name == axis and one.axes == (axis,) and is_number:
+            unit = f"{one.attributes.get('units', '')}".partition(" ")[0]
+            return SampleTimes(one.values.astype(np.float64), unit)
+    return None
+
+
+def shifted(source: Source, steps: int, times: SampleTimes | None = None) -> Source:
     """Returns the samples i whose y is that of sample i + steps, or its x if there is no y.
 
-    Samples of a split have both in the split. Raises OptionError for other data than arrays, and if
-    nothing is left.
+    Samples of a split have both in the split. Leaves out samples whose y would be at an unusual
+    time, because times are missing between them. Raises OptionError for other data than arrays, and
+    if nothing is left.
     """
     if isinstance(source, Subset):
         both = source.indices[np.isin(source.indices + steps, source.indices)]
         if not len(both):
             what = f"no two samples of a set are {steps:,} apart, as data.shift={steps} needs"
             raise OptionError(what, "shift", "a smaller number, or longer periods in each set")
-        return subset(shifted(source.source, steps), both)
+        return _at_usual_times(shifted(source.source, steps), both, steps, times)
+    found = _shifted(source, steps)
+    return _at_usual_times(found, np.arange(len(found)), steps, times)
+
+
+def _at_usual_times(
+    source: Source, samples: np.ndarray, steps: int, times: SampleTimes | None
+) -> Source:
+    """Returns these samples, without those whose y is not as much later as that of most."""
+    if times is None or len(times.values) != len(source) + steps:
+        return source if len(samples) == len(source) else subset(source, samples)
+    later = times.values[samples + steps] - times.values[samples]
+    usual = float(np.median(later))
+    kept = samples[np.isclose(later, usual, rtol=1e-6, atol=0.0)]
+    if len(kept) == len(source):
+        return source
+    if len(kept) < len(samples) and isinstance(source, Shifted):
+        left_out = (
+            f"data.shift={steps}: {len(samples) - len(kept):,} of {len(samples):,} samples are "
+            f"left out, as their targets are not {usual:g} {times.unit}".rstrip()
+            + " later"
+        )
+        source = replace(source, left_out=left_out)
+    return subset(source, kept)
+
+
+def _shifted(source: Source, steps: int) -> Source:
+    """Returns all samples that have a later one."""
     if not isinstance(source, (NamedArrays, CheckedSource)) or "x" not in source.fields:
         what = f"data.shift needs a field x of arrays, but {where_of(source)} has none"
         raise OptionError(what, "shift", _FIX)
@@ -63,6 +115,11 @@ class Shifted(AroundSource):
     source: Source
     steps: int
     target: str  # the field that y is of
+    left_out: str = ""  # a line about samples without a target at the usual time
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (*self.source.notes, *[self.left_out] * bool(self.left_out))
 
     @property
     def fields(self) -> Mapping[str, Field]:
