@@ -207,7 +207,7 @@ def test_a_run_that_is_over_says_that_nothing_was_trained_and_how_to_go_on(
         "nothing to do: run one is already complete. Use another run=, or resume it with "
         "stop.steps=8\n"
         in said
-        and "speed" not in said
+        and "\nspeed" not in said
     )
     assert again.last == first.last
     further = hvdtrain.train({"resume": "one", "model.name": Net}, "max_steps=8")

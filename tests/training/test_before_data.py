@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,8 @@ def test_a_mistake_is_reported_before_the_data_are_read(
     (tmp_path / "slow_data.py").write_text(DATA)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "slow_data", None)  # removed again, whoever imports it
+    del sys.modules["slow_data"]
     job = ["data.name=slow_data:never", "data.val_share=0.25", "batch.size=16", "max_steps=1"]
     assert main([*job, "run=out", "model.name=mlp", wrong]) == 2
     shown = capsys.readouterr()

@@ -131,7 +131,8 @@ def repository(top: Path) -> Repository:
     status = _git(top, "status", "--porcelain=v1", "-z", "--no-renames")
     if not commit or status is None:
         return Repository(str(top), "", "", [], "", "", "git has no commit, or does not answer")
-    names = [entry[3:] for entry in status.split("\0") if entry]
+    entries = [entry for entry in status.split("\0") if entry and not _is_compiled(entry)]
+    names = [entry[3:] for entry in entries]
     origin = redact_urls((_git(top, "config", "--get", "remote.origin.url") or "").strip())
     if not names:
         return Repository(str(top), commit.strip(), origin, [], "", "")
@@ -139,7 +140,7 @@ def repository(top: Path) -> Repository:
     diff = _git(
         top, "diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color", "--", ".", *hidden
     )
-    new = [entry[3:] for entry in status.split("\0") if entry.startswith("??")]
+    new = [entry[3:] for entry in entries if entry.startswith("??")]
     digest = hashlib.sha256((diff or "").encode())
     for name in new[:_MOST_FILES]:
         digest.update(f"\0{name}\0".encode() + _content(top / name))
@@ -155,6 +156,11 @@ def repository(top: Path) -> Repository:
         text,
         f"the diff has more than {MOST_DIFF_BYTES:,} letters and is cut" if cut else problem,
     )
+
+
+def _is_compiled(entry: str) -> bool:
+    """Whether git lists what Python has compiled."""
+    return entry.rstrip("/").endswith(("__pycache__", ".pyc"))
 
 
 def without_secrets(diff: str) -> str:
