@@ -155,7 +155,7 @@ class Run:
     def _predicted(self, readers: int) -> dict[str, int]:
         """What `plan --memory` says of this rank, in bytes."""
         config = configure(None, f"{COMMON} {self._job.words}".split())
-        task = open_datasets(config, self._communicator).task
+        task = open_datasets(config).task  # on rank 0 alone
         samples = -(-config.batch.size // readers)
         passes = -(-samples // (config.batch.micro or samples))
         step = PlannedStep(samples, passes, 1, 0, writes_checkpoints=False)
