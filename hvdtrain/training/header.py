@@ -7,7 +7,7 @@ import math
 import platform
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from hvdtrain.training.job_memory import line as memory_line
 from hvdtrain.training.progress.event_fields import job_energy
 from hvdtrain.training.progress.train_state import Reached, TrainState
 from hvdtrain.training.progress.triggers import stop_seconds
-from hvdtrain.training.provenance.environment import environment_fields, write_environment
 from hvdtrain.training.start import Start
 from hvdtrain.training.telemetry import energy
 from hvdtrain.version import __version__
@@ -42,13 +41,9 @@ SCHEMA = 2  # version of the events; see docs/events.md
 CLASS_NAMES_WIDTH = 40  # letters of class names in the header
 
 
-def emit_start(job: Job, start: Start, engine_reason: str) -> None:
-    """Emits the event "start", and writes environment.json. engine_reason: why this engine was
-    chosen."""
-    environment: dict[str, Any] = {}
-    if job.communicator.rank == 0 and not start.is_over:
-        environment = environment_fields()
-        write_environment(start.run, environment)
+def emit_start(job: Job, start: Start, engine_reason: str, environment: Mapping[str, Any]) -> None:
+    """Emits the event "start". engine_reason: why this engine was chosen; environment: of rank
+    0."""
     job.log.emit(
         "start",
         start.train_state.progress.step,

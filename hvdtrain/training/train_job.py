@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.on_all_ranks import on_rank_0_only
@@ -40,6 +40,7 @@ from hvdtrain.training.lost import RunningJob, ready_for_losses
 from hvdtrain.training.memory import room_of_rank
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.progress.triggers import stop_reason
+from hvdtrain.training.provenance.environment import environment_fields, write_environment
 from hvdtrain.training.replicas.probe import Probe
 from hvdtrain.training.replicas.same_job import check_same_facts, facts
 from hvdtrain.training.run_folder import write_config
@@ -111,6 +112,10 @@ def train_job(
         *getattr(learner, "notes", ()),
     ]
     start = start._replace(notes=[*start.notes, *found])
+    environment: dict[str, Any] = {}
+    if communicator.rank == 0 and not start.is_over:  # before a collective: other ranks wait for it
+        environment = environment_fields()
+        write_environment(start.run, environment)
     log = open_log(config, communicator, start, lock)
     record_config = (
         None if start.config_is_written else lambda: write_config(config, start.run, lock)
@@ -135,7 +140,7 @@ def train_job(
         throughput=throughput,
     )
     start = start._replace(notes=[*start.notes, *job.hooks.load(start.train_state)])
-    header.emit_start(job, start, engine_reason)
+    header.emit_start(job, start, engine_reason, environment)
     running = RunningJob(job)
     if ranks is not None:
         from hvdtrain.training.elastic_job import ElasticJob, Successor
