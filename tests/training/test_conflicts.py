@@ -33,6 +33,7 @@ from hvdtrain.comm.engines import MEANINGS, features_of, possible_engines
 from hvdtrain.comm.launcher_variables import NO_LAUNCHER, Placement
 from hvdtrain.config.exclusion import Exclusion
 from hvdtrain.config.schema import known_keys
+from hvdtrain.core.extras import extras
 from hvdtrain.errors import USER, UserError
 from hvdtrain.features.core_keys import core_keys
 from hvdtrain.features.every_feature import FEATURES, configure
@@ -301,8 +302,12 @@ def test_each_pair_of_features_is_accepted_or_refused_with_both_keys_and_in_both
             wrong += _unnamed(pair, error)
     assert not wrong, "\n".join(wrong)
     assert len(every_pair) > 4000
-    # 721 of 5,577 were refused; features that exclude little lower the share
-    assert accepted > 0.7 * len(pairs) and refused > 0.1 * len(pairs), (accepted, refused)
+    # Those that divide a model exclude most. 721 of 5,577 pairs: the floor is a number, not a
+    # share, which falls with each feature that excludes little. A day has a fifth of the pairs.
+    is_complete = {"dense", "pipeline", "servers", "tensor"} <= extras().keys()
+    least = 670 if is_complete else 0.1 * len(every_pair)
+    assert accepted > 0.7 * len(pairs), accepted
+    assert refused * len(every_pair) > least * len(pairs), refused
 
 
 def _unnamed(pair: Pair, error: UserError) -> list[str]:
