@@ -52,9 +52,10 @@ class Batches:
         now = loop.points.now
         p = dataclasses.replace(now.progress, dataset=len(stream.source), total=stream.total)
         loop.points.go_on_from(dataclasses.replace(now, progress=p))
+        environment = loop.record_environment()  # before a collective: other ranks wait for it
         if loop.run.is_new:
             on_rank_0(loop.communicator, lambda: loop.run.write_first_files(stream.config))
-        loop.emit_start(stream)
+        loop.emit_start(stream, environment)
         loop.heartbeat.training = True
         return self._batches(stream)
 

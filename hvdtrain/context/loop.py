@@ -7,7 +7,7 @@ import contextlib
 import socket
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +193,15 @@ class ScriptLoop:
             else DONE
         )
 
-    def emit_start(self, stream: SampleStream) -> None:
+    def record_environment(self) -> dict[str, Any]:
+        """Writes environment.json on rank 0, and returns its fields; empty elsewhere."""
+        if self.communicator.rank or self.run.path is None:
+            return {}
+        environment = environment_fields()
+        write_environment(self.run.path, environment)
+        return environment
+
+    def emit_start(self, stream: SampleStream, environment: Mapping[str, Any]) -> None:
         """Emits the event "start", and "lost" if the loop continues after a loss."""
         fields = loop_events.start_fields(
             self.communicator, self.hosts, self.learner.describe(), stream
@@ -202,10 +210,6 @@ class ScriptLoop:
         lines = loop_events.header(
             fields, self._reason, stream, self.run.path, self.points.now, notes
         )
-        environment: dict[str, Any] = {}
-        if self.communicator.rank == 0 and self.run.path is not None:
-            environment = environment_fields()
-            write_environment(self.run.path, environment)
         self.run.log.emit(
             "start",
             self.step,

@@ -200,13 +200,16 @@ class Source(ABC):
         them; else the same source."""
         return self
 
-    def measure(self, rank: int, size: int) -> np.ndarray | None:
-        """Measures this rank's part of the samples, if all ranks measure them together when the
-        data are opened: integers (samples of the part, ...). None: nothing is measured.
+    @property
+    def is_measured(self) -> bool:
+        """Whether all ranks measure the samples together when the data are opened; the same on
+        every rank."""
+        return False
 
-        Raises UserError for a damaged sample.
-        """
-        return None
+    def measure(self, rank: int, size: int) -> np.ndarray:
+        """Measures this rank's part of the samples: integers (samples of the part, ...). Raises
+        UserError for a damaged sample."""
+        raise NotImplementedError(f"{type(self).__name__} measures nothing")
 
     def with_measures(self, measured: np.ndarray) -> Source:
         """Returns the source with what all ranks measured, in rank order."""

@@ -37,19 +37,20 @@ class CommonArray:
 
     def measured(self, source: Source) -> Source:
         """Returns the source, with what each rank measures in its part of the samples. Every rank
-        calls it. Raises on every rank the UserError of the first part."""
+        calls it. Raises on every rank the UserError of the first part. Sources that are not
+        measured need no other rank."""
+        if not source.is_measured:
+            return source
         ranks = self._communicator
         failure = None
-        part = None
+        part = np.empty(0)
         try:
             part = source.measure(ranks.rank, ranks.size)
         except UserError as error:
             failure = error
-        failures = ranks.allgather_object((failure, part is not None))
-        if first := next((one for one, _ in failures if one is not None), None):
+        failures = ranks.allgather_object(failure)
+        if first := next((one for one in failures if one is not None), None):
             raise first
-        if part is None:
-            return source
         return source.with_measures(np.asarray(ranks.allgather(part, "measures")))
 
     def _broadcast(self, array: np.ndarray | None, name: str) -> np.ndarray:

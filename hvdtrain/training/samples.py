@@ -17,6 +17,7 @@ import numpy as np
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import expand
 from hvdtrain.config.schema import Config
+from hvdtrain.data.configured.opened import array_of_x
 from hvdtrain.data.sampler import evaluation_batches
 from hvdtrain.data.source import Source
 from hvdtrain.data.stored.stored_in import stored_in
@@ -224,9 +225,8 @@ class SampleSeries:
         whole = self.learner.data.allgather(np.concatenate(said), "samples.maps")
         names = task.map_names[:MOST_CHANNELS]
         files = stored_in(self.val)
-        texts = (self.config.data.options.get("fields") or {}).get("x", "x")
-        text = texts if isinstance(texts, str) else texts[0]
-        if begins_in_the_south(None if files is None else files.known_grid(text)):
+        grid = None if files is None else files.known_grid(array_of_x(self.config))
+        if begins_in_the_south(grid):
             true = true[:, :, ::-1]  # north on top
             whole = whole[:, :, ::-1]
         return png(picture_of_maps(MapSamples(numbers, true, whole, names)))

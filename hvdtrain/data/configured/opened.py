@@ -96,9 +96,13 @@ def _changed(config: Config, source: Source) -> Source:
         found = with_gaps(source, gaps)
         if config.data.shift is None:
             return found
-        texts = (config.data.options.get("fields") or {}).get("x", "x")
-        text = texts if isinstance(texts, str) else texts[0]
-        return shifted(found, config.data.shift, times_of(found, text))
+        return shifted(found, config.data.shift, times_of(found, array_of_x(config)))
+
+
+def array_of_x(config: Config) -> str:
+    """Returns the first array of x, as data.fields names it."""
+    texts = (config.data.options.get("fields") or {}).get("x", "x")
+    return texts if isinstance(texts, str) else str(texts[0])
 
 
 def _check_workers(

@@ -47,6 +47,10 @@ class Documents(Source):
     # bounds that cover another set, too
     longest: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def is_measured(self) -> bool:
+        return True
+
     def measure(self, rank: int, size: int) -> np.ndarray:
         """Makes the tokens of this rank's part of the lines once, to check and to count them; see
         `measured`. Raises UserError for the first line that is wrong."""
