@@ -6,55 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from model_in_blocks import made, whole
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.core.arrays import Cut
 from hvdtrain.extras.tensor.plan import TensorParallelLayers
 from hvdtrain.frameworks.torch import deferred
-from hvdtrain.frameworks.torch.models.gpt import GPT
 from hvdtrain.frameworks.torch.parallel import block_by_block
-from hvdtrain.frameworks.torch.parallel.block_by_block import BlockByBlock, make_block_by_block
-
-TOKENS = torch.arange(12).view(2, 6) % 17
-ALONE = SingleProcessCommunicator()
 
 
 @pytest.fixture(autouse=True)
 def _no_model_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_by_block, "WHOLE_BYTES", 0)
     monkeypatch.setattr(deferred, "SMALL", 64)
-
-
-def gpt() -> nn.Module:
-    return GPT(
-        6,
-        17,
-        layers=3,
-        heads=2,
-        width=16,
-        embedding_dropout=0.0,
-        attention_dropout=0.0,
-        residual_dropout=0.0,
-        tied=False,
-    )
-
-
-def whole() -> nn.Module:
-    torch.manual_seed(3)
-    return gpt().double().eval()
-
-
-@torch.no_grad()
-def run(model: nn.Module) -> Any:
-    return model.eval()(TOKENS)
-
-
-def made() -> BlockByBlock:
-    torch.manual_seed(3)
-    found = make_block_by_block(gpt, torch.device("cpu"), torch.float64, ALONE, run)
-    assert isinstance(found, BlockByBlock)
-    return found
 
 
 class SecondOfTwo(SingleProcessCommunicator):
