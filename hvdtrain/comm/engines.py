@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, cast
 from hvdtrain.comm.launcher_variables import NO_LAUNCHER, TORCH_LAUNCHERS, Placement
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
+from hvdtrain.core.syntax_tree import syntax_tree
 
 Feature = Literal[
     "several_ranks", "device_memory", "nccl", "asynchronous", "bfloat16_sums", "adasum", "horovod_api", "ddp", "plain_mpi", "p2p", "shrink"  # noqa: E501
@@ -45,7 +46,7 @@ def features_of(engine: str) -> frozenset[Feature]:
     A connected engine may have more (Communicator.features). Raises UserError if there is no such
     engine.
     """
-    tree = ast.parse(plugins.find("comm", engine, "comm.engine").read_text())
+    tree = syntax_tree(plugins.find("comm", engine, "comm.engine").read_text())
     assigned = {
         node.target.id: node.value
         for node in tree.body

@@ -35,6 +35,7 @@ from hvdtrain.config.words_of_other_tools import (
 )
 from hvdtrain.core.extras import aliases
 from hvdtrain.core.import_torchvision import define_missing_operators
+from hvdtrain.core.syntax_tree import syntax_tree
 from hvdtrain.errors import UserError, closest, nearest, short
 
 # Names that share a file. Every other name is the name of its file, and needs no line here.
@@ -333,7 +334,7 @@ def folder_of(section: str, framework: str) -> str:
 
 def entry_of(path: Path) -> ast.FunctionDef:
     """Returns the build() or connect() of a plugin as a syntax tree."""
-    body = ast.parse(path.read_text()).body
+    body = syntax_tree(path.read_text()).body
     return next(
         node
         for node in body

@@ -12,7 +12,13 @@ import pytest
 
 from hvdtrain.__main__ import main
 from hvdtrain.training.provenance import environment
-from hvdtrain.training.provenance.repositories import repositories, repository, without_secrets
+from hvdtrain.training.provenance import repositories as provenance_repositories
+from hvdtrain.training.provenance.repositories import (
+    files_of_user,
+    repositories,
+    repository,
+    without_secrets,
+)
 
 SECRETS = {
     "password": 'password = "hunter2-in-a-file"',
@@ -111,6 +117,21 @@ def test_a_command_line_has_no_secrets() -> None:
     words = ["x.py", "data.hub_token=abc", "--password", "abc", "lr=1", "http://a:abc@b/c?sig=abc"]
     assert "abc" not in "".join(environment._command(words))
     assert environment._command(words)[4] == "lr=1"
+
+
+def test_what_is_not_recorded_is_counted(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance_repositories, "_MOST_NAMES", 2)
+    modules = {}
+    for name in "abc":
+        (code / f"{name}.py").touch()
+        modules[name] = types.ModuleType(name)
+        modules[name].__file__ = str(code / f"{name}.py")
+    found = files_of_user(modules)
+    assert list(found) == [str(code / "a.py"), str(code / "b.py"), "and 1 more"]
+    assert found["and 1 more"] == "not recorded"
+    state = repository.__wrapped__(code)
+    assert state.changed == ["a.py", "b.py", "c.py"]
+    assert state.fields()["changed"] == ["a.py", "b.py", "and 1 more"]
 
 
 def test_a_job_records_its_environment(

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 from hvdtrain.events.redaction import HIDDEN, is_secret_key, redact_urls
 
 MOST_DIFF_BYTES = 2**20
-_MOST_FOLDERS = 32
-_MOST_FILES = 200
+_MOST_NAMES = 2000  # of files in an event
 _GIT_S = 5.0  # a file server may be slow
 # files whose content never enters a diff: names of secrets
 _SECRET_FILES = (".env*", "*.pem", "*.key", "id_*", ".netrc", "*credentials*", "*secret*")
@@ -55,7 +54,7 @@ class Repository(NamedTuple):
             "folder": self.folder,
             "commit": self.commit,
             "origin": self.origin,
-            "changed": self.changed[:_MOST_FILES],
+            "changed": _at_most(self.changed),
             "digest": self.digest,
             "problem": self.problem,
         }
@@ -65,21 +64,29 @@ def repositories(modules: Mapping[str, ModuleType], package: Path) -> list[Repos
     """Returns the repositories of hvdtrain's `package` and of imported modules that belong neither
     to Python nor to an installed package."""
     folders = [package, *_folders_of_user(modules)]
-    tops = dict.fromkeys(
-        top for folder in folders[:_MOST_FOLDERS] if (top := _top(folder)) is not None
-    )
+    tops = dict.fromkeys(top for folder in folders if (top := _top(folder)) is not None)
     return [repository(top) for top in tops]
 
 
 def files_of_user(modules: Mapping[str, ModuleType]) -> dict[str, str]:
-    """Returns path -> digest of the user's imported files."""
+    """Returns path -> digest of the user's imported files. If there are more than 2,000, the last
+    entry says how many are not recorded."""
+    files = _files_of_user(modules)
     found = {}
-    for path in _files_of_user(modules)[:_MOST_FILES]:
+    for path in files[:_MOST_NAMES]:
         try:
             found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         except OSError:
             found[str(path)] = "cannot be read"
+    if len(files) > _MOST_NAMES:
+        found[f"and {len(files) - _MOST_NAMES:,} more"] = "not recorded"
     return found
+
+
+def _at_most(names: list[str]) -> list[str]:
+    """Returns the first 2,000 names, and how many more there are."""
+    more = len(names) - _MOST_NAMES
+    return names if more <= 0 else [*names[:_MOST_NAMES], f"and {more:,} more"]
 
 
 def _folders_of_user(modules: Mapping[str, ModuleType]) -> list[Path]:
@@ -142,7 +149,7 @@ def repository(top: Path) -> Repository:
     )
     new = [entry[3:] for entry in entries if entry.startswith("??")]
     digest = hashlib.sha256((diff or "").encode())
-    for name in new[:_MOST_FILES]:
+    for name in new:
         digest.update(f"\0{name}\0".encode() + _content(top / name))
     problem = "" if diff is not None else "git diff does not answer"
     text = without_secrets((diff or "")[:MOST_DIFF_BYTES])

@@ -20,6 +20,7 @@ import numpy as np
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.section import is_object
+from hvdtrain.core.syntax_tree import syntax_tree
 from hvdtrain.tasks.user_functions import is_torch_module
 
 MOST_MODULES = 2000
@@ -136,7 +137,7 @@ def _imports(source: bytes, module: str, *, is_package: bool) -> Iterator[str]:
     """Yields the modules that its import statements name, inside of functions too; `from a import
     b` may mean the module a.b."""
     try:
-        tree = ast.parse(source)
+        tree = syntax_tree(source)
     except (SyntaxError, ValueError, RecursionError):  # importing it reports the error
         return
     package = module if is_package else module.rpartition(".")[0]
