@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 COMMANDS = {  # each is the function of its name in that module; hvdtrain/extras has more
     "train": "hvdtrain.cli.train",
-    "report": "hvdtrain.cli.report",
     "check": "hvdtrain.cli.check.command",
     "launch": "hvdtrain.cli.launch.command",
     "export": "hvdtrain.cli.evaluate.export",

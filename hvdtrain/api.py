@@ -465,7 +465,7 @@ def read(run: Run | str | Path, *, step_times: bool = False) -> pandas.DataFrame
     or killed.
     """
     from hvdtrain.config.read import expand
-    from hvdtrain.report.run import read_run, to_dataframe
+    from hvdtrain.records.run import read_run, to_dataframe
 
     folder = run.folder if isinstance(run, Run) else expand(run, "hvdtrain.read()")
     return to_dataframe(read_run(folder, step_times))

@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ranks import mpirun, needs_mpirun, python
+from ranks import mpirun, needs_extra, needs_mpirun, python
 from safetensors.torch import load_file
 
 import hvdtrain
 from hvdtrain.__main__ import main
+from hvdtrain.core.extras import shows_run
 from hvdtrain.core.process import command_line
 
 
@@ -255,7 +256,8 @@ def test_commands_are_for_a_shell_whatever_the_folder_is_called(
         f"model.name={__name__}:Net",
         "stop.steps=8",
     ]
-    assert command(said, "report   ") == [*program, "report", run]
+    for name in shows_run():
+        assert command(said, f"{name:8} ") == [*program, name, run]
     assert main(command(said, "resume   ")[len(program) :]) == 0
     assert f"run folder: {run}\n" in capsys.readouterr().out
     assert hvdtrain.read(run).step.max() == 8
@@ -281,6 +283,7 @@ def test_commands_are_for_a_shell_whatever_the_folder_is_called(
     ]
 
 
+@needs_extra("report")
 def test_the_command_of_a_report_takes_a_folder_that_looks_like_an_option(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from pages import Block, blocks, differences, failures, run_page
-from ranks import ROOT, Job, in_full_rounds, needs_horovod, needs_mpirun, python
+from ranks import ROOT, Job, in_full_rounds, needs_extra, needs_horovod, needs_mpirun, python
 from torch.utils.data import TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -69,6 +69,7 @@ def file_of(page: Path, name: str) -> Block:
 
 
 @needs_mpirun
+@needs_extra("report")
 @pytest.mark.slow
 def test_the_tutorial_runs_and_prints_the_output_that_it_shows(tmp_path: Path) -> None:
     messages = failures(TUTORIAL, run_page(TUTORIAL, tmp_path))

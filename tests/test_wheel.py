@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.core.extras import commands
+
 ROOT = Path(__file__).parent.parent
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_{}(sys.argv[1]))"
 
@@ -148,6 +150,7 @@ def test_pip_installs_the_wheel_in_an_empty_environment(wheel: Path, tmp_path: P
     command = tmp_path / "env" / "bin" / "hvdtrain"
     trained = run([command, "run=digits", "epochs=1"], env=environment).stdout
     assert "done (epochs=1)" in trained
-    run([command, "report", "digits"], env=environment)
-    assert list(tmp_path.glob("**/report.html"))
+    if "report" in commands():
+        run([command, "report", "digits"], env=environment)
+        assert list(tmp_path.glob("**/report.html"))
     run([python, "-m", "pip", "check"])

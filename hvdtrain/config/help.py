@@ -25,7 +25,6 @@ hvdtrain trains deep networks on many workers.
   hvdtrain evaluate RUN [--split val] [data.root=DIR]      loss and accuracy of a checkpoint, overall and by class
   hvdtrain predict RUN --data FILE --to FILE.csv           the outputs of a run's model for tables, arrays, tokens; --images DIR
   hvdtrain export RUN --to FILE                            weights for inference elsewhere: model.safetensors, or model.pt
-  hvdtrain report RUN [RUN ...] [--to FOLDER]              a page with figures of one or several jobs: running, done or killed
   hvdtrain --num-nodes 2 --node-id 0 --num-gpus 4 comm.address=n1:29500 [key=value ...]    by hand on each node, without MPI
 
   COMMAND --help     the options of a command; --help SECTION: its keys and the options of each name; --help KEY

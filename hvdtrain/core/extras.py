@@ -19,7 +19,8 @@ class Command(NamedTuple):
     usage: its help text; `hvdtrain extras` shows the first line. trains: it starts jobs, so a
     signal that asks for a checkpoint does not kill it. on_ranks: --num-nodes and so on start it on
     ranks. listed_after: the beginning of the line in `hvdtrain --help` after which it is listed;
-    empty if it is not listed there.
+    empty if it is not listed there. shows_run: its argument is a run, and the lines at the end of a
+    job suggest it.
     """
 
     module: str
@@ -27,6 +28,7 @@ class Command(NamedTuple):
     trains: bool = False
     on_ranks: bool = False
     listed_after: str = ""
+    shows_run: bool = False
 
 
 class Mode(NamedTuple):
@@ -100,6 +102,11 @@ def commands() -> Mapping[str, Command]:
 def trains(name: str) -> bool:
     """Whether a command of an extra starts jobs."""
     return name in commands() and commands()[name].trains
+
+
+def shows_run() -> list[str]:
+    """Returns the commands of extras that show a run."""
+    return [name for name, each in commands().items() if each.shows_run]
 
 
 def modes(command: str) -> dict[str, Mode]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
+from hvdtrain.core.extras import shows_run
 from hvdtrain.core.metrics import Metric
 from hvdtrain.core.process import command_line, path_argument
 from hvdtrain.data.sampler import share_bounds
@@ -263,7 +264,8 @@ def done(
         )
         results = [line for line in results if not line.startswith("speed")]  # of other ranks
     lines += [*results, f"resume   {resume_command(job.config, run, *goes_on)}"]
-    return [*lines, f"report   {command_line('report', path_argument(run))}", f"run folder: {run}"]
+    lines += [f"{name:8} {command_line(name, path_argument(run))}" for name in shows_run()]
+    return [*lines, f"run folder: {run}"]
 
 
 def stopped(

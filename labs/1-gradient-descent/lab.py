@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 import hvdtrain
+from hvdtrain.core.figure import COLOURS, log_scale, new_figure
 from hvdtrain.errors import REQUEUE
 from hvdtrain.extras.lab.command import Parser, run_lab
-from hvdtrain.report.figures.canvas import COLOURS, log_scale, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

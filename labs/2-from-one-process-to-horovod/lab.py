@@ -17,8 +17,8 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from runs import Job, launch, write_table
 
+from hvdtrain.core.figure import COLOURS, new_figure
 from hvdtrain.extras.lab.command import Parser, run_lab
-from hvdtrain.report.figures.canvas import COLOURS, new_figure
 
 RANKS = (1, 2, 4)
 JOB = (

@@ -23,8 +23,8 @@ from runs import event, start, write_table
 
 import hvdtrain
 from hvdtrain.comm.rendezvous import address_towards
+from hvdtrain.core.figure import COLOURS, integer_ticks, new_figure
 from hvdtrain.extras.lab.command import Parser, run_lab
-from hvdtrain.report.figures.canvas import COLOURS, integer_ticks, new_figure
 
 HERE = Path(__file__).resolve().parent
 # This machine's address, as other machines call it: two "nodes" on one machine use it, too. Without

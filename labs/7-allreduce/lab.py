@@ -30,8 +30,8 @@ from schedules import (
 )
 
 from hvdtrain.cli.launch.launch_commands import available_cores
+from hvdtrain.core.figure import COLOURS, DASHES, new_figure
 from hvdtrain.extras.lab.command import Parser, run_lab
-from hvdtrain.report.figures.canvas import COLOURS, DASHES, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

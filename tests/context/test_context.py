@@ -4,7 +4,6 @@ stops; and the text of each error."""
 from __future__ import annotations
 
 import copy
-import html
 import io
 import json
 import math
@@ -20,7 +19,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 
 import hvdtrain as ht
 from hvdtrain.context.logged import Logged, quotient
@@ -164,26 +162,6 @@ def test_what_is_logged_is_the_mean_over_samples_between_sync_points(
     assert [s.value for s in reader.Scalars("Loss/train")] == pytest.approx(
         [sum(values[:2]) / 2], rel=1e-6
     )
-
-
-def test_a_report_of_the_run(make: Any, tmp_path: Path) -> None:
-    from hvdtrain.cli.report import report
-
-    run = tmp_path / "run"
-    ctx, model, optimizer = make(f"run={run}", "log.every_steps=1")
-    for batch in ctx.samples(DATA, batch=4, epochs=1):
-        plain_step(ctx, model, optimizer, batch)
-        ctx.log(loss=loss_of(model, batch), other=float(batch.step))
-    ctx.close()
-    assert report([str(run)]) == 0
-    page = html.unescape((run / "report.html").read_text())
-    assert "done: its samples are over" in page and "Linear, 3 parameters" in page
-    assert yaml.safe_load((run / "config.yaml").read_text())["batch"] == {"size": 4}
-    assert "log.every_steps" in page and "model.name" not in page  # the keys of a custom loop only
-    names = ["report-logged.png", "report-loss.png", "report-rates.png", "report-throughput.png"]
-    assert sorted(path.name for path in run.glob("*.png")) == names
-    table = page[page.index("Logged by the script") :]
-    assert re.search(r">other<.*?>4<.*?>0<.*?>4<", table, re.DOTALL), "last, least and most"
 
 
 def test_an_event_and_a_line_for_each_epoch(

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from small_images import save
 
 from hvdtrain.__main__ import main
-from hvdtrain.report.run import read_run
+from hvdtrain.records.run import read_run
 
 # of 13 images in steps of 5, over ranks and epochs unevenly
 STOP = 5

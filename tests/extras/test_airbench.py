@@ -20,7 +20,7 @@ from hvdtrain.data.sampler import evaluated_samples
 from hvdtrain.errors import UserError
 from hvdtrain.extras.airbench.frameworks.torch.models import airbench
 from hvdtrain.extras.airbench.frameworks.torch.models.airbench import Whitening
-from hvdtrain.report.run import read_run
+from hvdtrain.records.run import read_run
 from hvdtrain.training.datasets import open_datasets
 
 WORDS = [

@@ -17,7 +17,7 @@ from hvdtrain.comm.engines import needed_features
 from hvdtrain.config.read import configure
 from hvdtrain.errors import UserError
 from hvdtrain.extras.servers.tables import staleness
-from hvdtrain.report.run import RunRecord
+from hvdtrain.records.run import RunRecord
 
 # (the configuration, the engine, ranks, what the message says, the key that it names, how to fix
 # it)

@@ -16,6 +16,7 @@ from ranks import HANG_S, ROOT, environment, needs_mpirun
 from waiting import wait_until
 
 from hvdtrain.__main__ import main
+from hvdtrain.core.extras import shows_run
 from hvdtrain.errors import BUG, DIVERGED, DONE, REQUEUE, UserError
 from hvdtrain.extras.sweep.arguments import USAGE, read_options
 from hvdtrain.extras.sweep.command import exit_code, shares, sweep
@@ -38,7 +39,7 @@ from hvdtrain.extras.sweep.trials import (
     take_up_sweep,
     write_sweep,
 )
-from hvdtrain.report.run import ACCURACY, RunMetric
+from hvdtrain.records.run import ACCURACY, RunMetric
 
 JOB = ["framework=numpy", "model.name=linear"]
 LOSS = RunMetric("loss", lower_is_better=True)
@@ -482,10 +483,10 @@ def test_what_is_printed_can_be_typed_and_where_all_trials_diverge_the_code_says
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     few = [*JOB, "stop.steps=9", "epochs=null", "guard.nonfinite=stop"]
     assert sweep([*few, "--grid", "optim.base_lr=0.05", "--out=-x"]) == DONE
-    report = next(
-        line for line in capfd.readouterr().out.splitlines() if line.startswith("report  ")
-    )
-    assert main(["report", *shlex.split(report.partition(" report ")[2])]) == DONE, report
+    said = capfd.readouterr().out.splitlines()
+    for name in shows_run():
+        line = next(line for line in said if line.startswith(f"{name}  "))
+        assert main([name, *shlex.split(line.partition(f" {name} ")[2])]) == DONE, line
     explosive = ["optim.weight_decay=1e6", "optim.exclude=none"]
     assert (
         sweep([*few, *explosive, "--grid", "optim.base_lr=1e6", "--out", "explosive"]) == DIVERGED

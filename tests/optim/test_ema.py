@@ -25,7 +25,7 @@ from hvdtrain.optim.adam import Adam
 from hvdtrain.optim.rule import ArrayOps
 from hvdtrain.optim.sgd import Sgd
 from hvdtrain.optim.weight_average import Averaged, averages
-from hvdtrain.report.run import read_run
+from hvdtrain.records.run import read_run
 from hvdtrain.training.checkpoint.files import read_arrays
 
 WORDS = [

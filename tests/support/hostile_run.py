@@ -26,6 +26,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -37,12 +38,11 @@ from PIL import Image
 
 import hvdtrain
 from hvdtrain.__main__ import main
+from hvdtrain.core import extras
 from hvdtrain.errors import DIVERGED, DONE, USER, UserError
 from hvdtrain.events.log import Event
 from hvdtrain.events.tracker_data import load_run_id
-from hvdtrain.report.page import render_page
-from hvdtrain.report.run import read_run
-from hvdtrain.report.summary import labels
+from hvdtrain.records.run import read_run
 
 # of os.fork(), since Python 3.12
 warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
@@ -92,7 +92,7 @@ NAMES = (
 )
 READERS = {  # the commands that read a file
     "config.yaml": ("resume=", "--config", "export", "evaluate", "predict"),
-    "events.jsonl": ("run=", "evaluate", "read", "report"),
+    "events.jsonl": ("run=", "evaluate", "read", *({"report"} & extras.commands().keys())),
     "mlflow_run.json": ("read",),
     **dict.fromkeys(CHECKPOINT, ("run=", "export", "evaluate", "predict")),
 }
@@ -202,10 +202,13 @@ def commands(run: Path, top: Path, *, page: bool = False) -> dict[str, Callable[
     images = top / "outside" / "images"
     to.mkdir(exist_ok=True)
 
-    def summarize(run: Path) -> int:
-        """The part of a report that takes no seconds to draw."""
+    def report() -> int:
+        """Without `page` only the part that takes no seconds to draw."""
+        if page:
+            return main(["report", str(run)])
+        command = import_module(extras.commands()["report"].module)
         record = read_run(run)
-        render_page([record], labels([record]), [], "report")
+        command.render_page([record], command.run_labels([record]), [], "report")
         return DONE
 
     def read() -> int:
@@ -244,7 +247,7 @@ def commands(run: Path, top: Path, *, page: bool = False) -> dict[str, Callable[
             ]
         ),
         "read": read,
-        "report": (lambda: main(["report", str(run)])) if page else (lambda: summarize(run)),
+        **({"report": report} if "report" in extras.commands() else {}),
     }
 
 

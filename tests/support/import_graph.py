@@ -22,7 +22,7 @@ FLOORS = (  # lowest first; a module imports its own package and packages on low
     ("core",),
     ("config",),
     ("comm", "data", "events", "optim", "recipe"),
-    ("tasks", "report", "horovod", "features"),
+    ("tasks", "records", "horovod", "features"),
     ("frameworks",),
     ("training",),
     ("cli", "context"),

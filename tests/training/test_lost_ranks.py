@@ -28,7 +28,7 @@ from pool import alone
 from ranks import FULL, Job, Result, needs_mpirun
 
 from hvdtrain.errors import DONE, LOST, MEMORY, REQUEUE, STALLED, USER
-from hvdtrain.report.run import read_run
+from hvdtrain.records.run import read_run
 
 pytestmark = pytest.mark.faults
 

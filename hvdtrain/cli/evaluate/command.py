@@ -15,6 +15,7 @@ from hvdtrain.cli.output import print_result, with_json_value
 from hvdtrain.cli.saved_weights import find_checkpoint
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.section import COMMAND_LINE
+from hvdtrain.core.extras import shows_run
 from hvdtrain.core.process import command_line, path_argument
 from hvdtrain.data.configured.unwritten import unstaged
 from hvdtrain.data.declared import as_declared
@@ -296,6 +297,5 @@ def _record(run: Path, step: int, found: dict[str, Any]) -> list[str]:
         append_event(run, Event(time.time(), "evaluation", step, found))
     except OSError as error:
         return [f"not added to {run / 'events.jsonl'}: {error.strerror or error}"]
-    return [
-        f"added to {run / 'events.jsonl'}: {command_line('report', path_argument(run))} draws it"
-    ]
+    draws = [f": {command_line(name, path_argument(run))} draws it" for name in shows_run()]
+    return [f"added to {run / 'events.jsonl'}{''.join(draws[:1])}"]

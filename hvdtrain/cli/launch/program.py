@@ -18,7 +18,6 @@ from hvdtrain.errors import UserError, closest, short
 _PYTHONS = ("python", "python3", f"python3.{sys.version_info.minor}")
 _JOBS = ("train", "check")  # commands of hvdtrain that run on ranks
 NOT_ON_RANKS = (  # the other commands, in addition to the commands of extras
-    "report",
     "launch",
     "export",
     "evaluate",

@@ -13,10 +13,9 @@ from hvdtrain.cli.output import align, plural, print_result, with_json_value
 from hvdtrain.core.extras import commands
 from hvdtrain.errors import DONE, short
 from hvdtrain.events import redaction
-from hvdtrain.report.compare import differing_keys
-from hvdtrain.report.environment import differing_environment, environment_of
-from hvdtrain.report.page_tables import cell
-from hvdtrain.report.run import Fields, RunRecord, number, read_run
+from hvdtrain.records.differing import differing_environment, differing_keys, environment_of
+from hvdtrain.records.run import Fields, RunRecord, number, read_run
+from hvdtrain.records.table import cell
 
 _WIDEST = 60  # letters of a value in a line
 _KINDS = ("step", "epoch")

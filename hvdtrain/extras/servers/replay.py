@@ -18,6 +18,7 @@ from hvdtrain.config import plugins
 from hvdtrain.config.read import ACTS, CODE, expand
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
+from hvdtrain.core.extras import shows_run
 from hvdtrain.core.process import command_line, path_argument
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.configured.unwritten import unstaged
@@ -25,7 +26,7 @@ from hvdtrain.errors import DIVERGED, DONE, UserError
 from hvdtrain.extras.servers.keys import ServersConfig
 from hvdtrain.extras.servers.update_log import NAME, read_updates
 from hvdtrain.features.every_feature import configure
-from hvdtrain.report.run import read_run
+from hvdtrain.records.run import read_run
 from hvdtrain.training.checkpoint.files import Checkpoint
 from hvdtrain.training.checkpoint.resume import check_identity, newest_good
 from hvdtrain.training.data_facts import identity
@@ -181,5 +182,6 @@ def compare(run: Path, arrays: Arrays, replayed: Arrays, step: int) -> int:
         "another processor, another version of torch, changed keys, or a model that draws random "
         "numbers of its own"
     )
-    print(f"report   {command_line('report', path_argument(run))}")
+    for name in shows_run():
+        print(f"{name:8} {command_line(name, path_argument(run))}")
     return DIVERGED

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hvdtrain.report.page_tables import MOST_RANKS, Table, cell, percent, shown
-from hvdtrain.report.run import RunRecord
+from hvdtrain.records.run import RunRecord
+from hvdtrain.records.table import MOST_RANKS, Table, cell, percent, shown
 
 _MOST_AGES = 12  # ages in a row
 

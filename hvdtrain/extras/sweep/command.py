@@ -21,6 +21,7 @@ from hvdtrain.cli.output import STANDARD_OUTPUT, print_result
 from hvdtrain.comm.driver_files import HERE
 from hvdtrain.comm.launcher_variables import listed_devices, placement
 from hvdtrain.core.early_signals import EarlySignals
+from hvdtrain.core.extras import shows_run
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.process import command_line, path_argument, start_child
 from hvdtrain.errors import BUG, DIVERGED, DONE, REQUEUE, UserError
@@ -49,7 +50,7 @@ from hvdtrain.extras.sweep.trials import (
     to_json,
     write_sweep,
 )
-from hvdtrain.report.run import RunMetric
+from hvdtrain.records.run import RunMetric
 
 TABLE = "sweep.txt"
 PICTURE = "sweep.png"
@@ -138,7 +139,7 @@ class _Job:
                 for trial in rows[0].trials
                 if self._results[trial].state == "done"
             ]
-            footer.append(f"report      {command_line('report', *best)}")
+            footer += [f"{name:11} {command_line(name, *best)}" for name in shows_run()]
         states: list[State] = [result.state for result in self._results.values()]
         missing = self._total - sum(state in KEPT or state == "failed" for state in states)
         if missing:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hvdtrain.report.figures.canvas import COLOURS, literal, new_figure, run_style, save_png
-from hvdtrain.report.run import RunMetric
+from hvdtrain.core.figure import COLOURS, literal, new_figure, run_style, save_png
+from hvdtrain.records.run import RunMetric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -23,7 +23,7 @@ from hvdtrain.config.yaml_reader import compose, leaves, value_of
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import BUG, DIVERGED, DONE, REQUEUE, UserError, short
 from hvdtrain.extras.sweep.space import SEED, Point
-from hvdtrain.report.run import ACCURACY, RunMetric, RunRecord, number, objective_of, read_run
+from hvdtrain.records.run import ACCURACY, RunMetric, RunRecord, number, objective_of, read_run
 
 State = Literal["done", "diverged", "pruned", "failed", "stopped", "waiting"]
 # the same command does not restart these

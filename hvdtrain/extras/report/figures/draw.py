@@ -7,36 +7,35 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from hvdtrain.errors import UserError
-from hvdtrain.report.figures import ranks, speed
-from hvdtrain.report.figures.canvas import (
-    EACH_SEED,
+from hvdtrain.core.figure import (
     GREY,
     HEIGHT,
-    MEAN_OF_SEEDS,
-    LegendEntry,
     LineStyle,
-    Point,
-    draw_line,
     drawn_values,
-    group_entries,
     integer_ticks,
-    legend,
     literal,
     log_scale,
-    mark_resumes,
     new_figure,
-    resumed_entry,
     run_style,
+)
+from hvdtrain.errors import UserError
+from hvdtrain.extras.report.figures import ranks, speed
+from hvdtrain.extras.report.figures.canvas import (
+    EACH_SEED,
+    MEAN_OF_SEEDS,
+    LegendEntry,
+    Point,
+    draw_line,
+    group_entries,
+    legend,
+    mark_resumes,
+    resumed_entry,
     scale_from_zero,
     styled,
 )
-from hvdtrain.report.figures.seeds import draw_mean, finite_points
-from hvdtrain.report.groups import RunGroup, group_runs
-from hvdtrain.report.run import (
-    Fields,
-    RunMetric,
-    RunRecord,
+from hvdtrain.extras.report.figures.seeds import draw_mean, finite_points
+from hvdtrain.extras.report.measures.groups import RunGroup, group_runs
+from hvdtrain.extras.report.measures.results import (
     calibration_of,
     class_names,
     confusion_shares,
@@ -46,12 +45,17 @@ from hvdtrain.report.run import (
     finite_values,
     logged_names,
     logged_steps,
+)
+from hvdtrain.extras.report.measures.summary import finite, first_finite, resumes, targets
+from hvdtrain.records.run import (
+    Fields,
+    RunMetric,
+    RunRecord,
     metrics_of,
     number,
     numbers,
     objective_of,
 )
-from hvdtrain.report.summary import finite, first_finite, resumes, targets
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

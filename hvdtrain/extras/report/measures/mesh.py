@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from hvdtrain.comm.mesh import AXES, mesh_summary
 from hvdtrain.config.sections.extra_keys import defaults, dividing_keys
-from hvdtrain.report.run import RunRecord, number, numbers
+from hvdtrain.records.run import RunRecord, number, numbers
 
 MOST_RANKS = 2**20
 

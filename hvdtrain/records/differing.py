@@ -1,5 +1,5 @@
-"""What runs ran with, as their events "start" say: one run as rows, and what differs between
-runs."""
+"""What differs between runs: keys of their configurations, and the environments in which they ran,
+as their events "start" say."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hvdtrain.config.sections.extra_keys import defaults
 from hvdtrain.events.redaction import redact_urls
-from hvdtrain.report.run import RunRecord
+from hvdtrain.records.run import RunRecord
 
 _MOST_LETTERS = 10_000  # of a value
 _OF_JOB = ("ranks", "engine", "device")  # fields of the event itself
@@ -18,6 +19,21 @@ _OF_ONE_START = (
     *("$PBS_JOBID", "$LSB_JOBID", "$JOB_ID", "$FLUX_JOB_ID"),
 )
 _SHORT_DIGITS = 12  # of a commit
+
+
+def differing_keys(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
+    """Returns (key, its value in each run) for keys whose values differ, except `run`. None if a
+    run lacks the key; the default for a key of an extra, which a run records only if it uses it."""
+    keys = dict.fromkeys(key for run in runs for key in run.config if key != "run")
+    values = {
+        key: [run.config.get(key, defaults().get(key) if run.config else None) for run in runs]
+        for key in keys
+    }
+    return [
+        (key, of_runs)
+        for key, of_runs in values.items()
+        if len({json.dumps(value, sort_keys=True, default=str) for value in of_runs}) > 1
+    ]
 
 
 def environment_of(run: RunRecord) -> dict[str, str]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hvdtrain.report.figures.canvas import MOST_POINTS, Point, draw_line, section_means
+from hvdtrain.extras.report.figures.canvas import MOST_POINTS, Point, draw_line, section_means
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,18 +18,21 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from PIL import Image
-from test_report_run import COMPLETE, CONFIG, end, epoch, record_of, run_on, start, step, write
+from run_events import COMPLETE, CONFIG, end, epoch, record_of, start, step, write
+from test_report_summary import run_on
 
 from hvdtrain.__main__ import main
-from hvdtrain.cli.report import ProgressPrinter
+from hvdtrain.core.figure import COLOURS, png
 from hvdtrain.core.process import command_line
-from hvdtrain.report import page_tables, summary
-from hvdtrain.report.compare import scaling_comparisons
-from hvdtrain.report.figures import canvas, draw, ranks, speed
-from hvdtrain.report.figures.canvas import COLOURS, downsample
-from hvdtrain.report.page import render_page
-from hvdtrain.report.run import RunRecord
-from hvdtrain.report.summary import host_of
+from hvdtrain.extras.report import page_tables
+from hvdtrain.extras.report.command import ProgressPrinter
+from hvdtrain.extras.report.figures import canvas, draw, ranks, speed
+from hvdtrain.extras.report.figures.canvas import downsample
+from hvdtrain.extras.report.measures import summary
+from hvdtrain.extras.report.measures.compare import scaling_comparisons
+from hvdtrain.extras.report.measures.summary import host_of
+from hvdtrain.extras.report.page import render_page
+from hvdtrain.records.run import RunRecord
 
 SCRIPT = '<script>alert("1")</script>'
 FULL = [  # every figure but the comparison of ranks has something to show
@@ -210,6 +213,12 @@ def test_the_numbers_on_the_page(made: Path) -> None:
     assert "a loss or gradient was not finite: step 12; policy skip" in text
     assert f"1 checkpoint could not be written, the last at step 13: {SCRIPT}" in text
     assert f"{command_line()} report " in text and "The last events" not in text
+
+
+def test_the_environment_is_on_the_page() -> None:
+    run = record_of([start(environment={"modules": ["gcc/13"]})])
+    page = render_page([run], ["a"], [], "command")
+    assert "<h2>Environment</h2>" in page and "gcc/13" in page
 
 
 def test_text_of_a_run_is_escaped(made: Path) -> None:
@@ -493,9 +502,7 @@ def test_a_figure_with_a_large_svg_is_a_png_in_the_page() -> None:
 def test_labels_are_shown_literally(recwarn: pytest.WarningsRecorder) -> None:
     """A dollar sign, a leading underscore, and letters that the font lacks."""
     for drawn in draw.draw_all([record_of(COMPLETE[:2])] * 2, ["_$x^{$", "中文"])[:1]:
-        assert (
-            canvas.png(drawn.figure)[:4] == b"\x89PNG" and len(drawn.figure.legends[0].texts) == 3
-        )
+        assert png(drawn.figure)[:4] == b"\x89PNG" and len(drawn.figure.legends[0].texts) == 3
     assert not recwarn.list
 
 

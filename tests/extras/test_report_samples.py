@@ -7,11 +7,11 @@ import base64
 from pathlib import Path
 
 import numpy as np
+from run_events import COMPLETE, CONFIG, write
 from test_report import SCRIPT, PageParser
-from test_report_run import COMPLETE, CONFIG, write
 
-from hvdtrain.report.page import MOST_BYTES, SAMPLE_KINDS, evenly, read_samples, render_page
-from hvdtrain.report.run import read_run
+from hvdtrain.extras.report.page import MOST_BYTES, SAMPLE_KINDS, evenly, read_samples, render_page
+from hvdtrain.records.run import read_run
 from hvdtrain.training.samples import png
 
 PICTURE = png(np.zeros((4, 4, 3), np.uint8))

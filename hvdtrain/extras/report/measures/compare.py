@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from hvdtrain.config.schema import of_sections
 from hvdtrain.config.sections.extra_keys import defaults
-from hvdtrain.report import summary
-from hvdtrain.report.run import Fields, RunRecord, number
+from hvdtrain.extras.report.measures import summary
+from hvdtrain.records.run import Fields, RunRecord, number
 
 # Keys that do not change what is trained: where data and files are, and how ranks find each other.
 _LOCATION_KEYS = (
@@ -87,21 +87,6 @@ def spread(values: list[float]) -> Spread:
         stdev(known) if len(known) > 1 else math.nan,
         len(known),
     )
-
-
-def differing_keys(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
-    """Returns (key, its value in each run) for keys whose values differ, except `run`. None if a
-    run lacks the key; the default for a key of an extra, which a run records only if it uses it."""
-    keys = dict.fromkeys(key for run in runs for key in run.config if key != "run")
-    values = {
-        key: [run.config.get(key, defaults().get(key) if run.config else None) for run in runs]
-        for key in keys
-    }
-    return [
-        (key, of_runs)
-        for key, of_runs in values.items()
-        if len({_json(value) for value in of_runs}) > 1
-    ]
 
 
 def scaling_comparisons(runs: Sequence[RunRecord]) -> list[ScalingComparison]:

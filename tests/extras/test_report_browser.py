@@ -12,8 +12,8 @@ import pytest
 from cluster_packages import need
 from PIL import Image
 from ranks import HANG_S
+from run_events import CONFIG, write
 from test_report import FULL, SCRIPT
-from test_report_run import CONFIG, write
 
 from hvdtrain.__main__ import main
 

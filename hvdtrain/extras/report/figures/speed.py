@@ -7,29 +7,24 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hvdtrain.report.figures.canvas import (
-    COLOURS,
-    GREY,
-    HEIGHT,
+from hvdtrain.core.figure import COLOURS, GREY, HEIGHT, LineStyle, new_figure, run_style
+from hvdtrain.extras.report.figures.canvas import (
     MEAN_OF_SEEDS,
     LegendEntry,
-    LineStyle,
     Point,
     group_entries,
     legend,
     mark_resumes,
-    new_figure,
     resumed_entry,
     row_names,
-    run_style,
     scale_from_zero,
     styled,
     time_unit,
 )
-from hvdtrain.report.figures.seeds import draw_mean, finite_points
-from hvdtrain.report.groups import RunGroup, group_runs
-from hvdtrain.report.run import Fields, RunRecord, number
-from hvdtrain.report.summary import finite, first_finite, job_seconds, resumes
+from hvdtrain.extras.report.figures.seeds import draw_mean, finite_points
+from hvdtrain.extras.report.measures.groups import RunGroup, group_runs
+from hvdtrain.extras.report.measures.summary import finite, first_finite, job_seconds, resumes
+from hvdtrain.records.run import Fields, RunRecord, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

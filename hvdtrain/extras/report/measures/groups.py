@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from hvdtrain.config.sections.extra_keys import defaults
 from hvdtrain.events.redaction import redact
-from hvdtrain.report import summary
-from hvdtrain.report.compare import differing_keys, is_about_training
-from hvdtrain.report.run import RunRecord, number
+from hvdtrain.extras.report.measures import summary
+from hvdtrain.extras.report.measures.compare import is_about_training
+from hvdtrain.records.differing import differing_keys
+from hvdtrain.records.run import RunRecord, number
 
 SEED = "seed"
 MOST_KEYS = 3  # in a name; runs that differ in more are named by their folders

@@ -11,13 +11,14 @@ from typing import NamedTuple
 
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.config.read import expand
+from hvdtrain.core.figure import png
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.process import command_line, print_stderr
 from hvdtrain.errors import DONE, UserError, nearest, short
-from hvdtrain.report.figures import canvas, draw
-from hvdtrain.report.groups import run_labels
-from hvdtrain.report.page import PageImage, render_page
-from hvdtrain.report.run import read_run
+from hvdtrain.extras.report.figures import canvas, draw
+from hvdtrain.extras.report.measures.groups import run_labels
+from hvdtrain.extras.report.page import PageImage, render_page
+from hvdtrain.records.run import read_run
 
 USAGE = """\
 hvdtrain report RUN [RUN ...] [--to FOLDER]
@@ -49,11 +50,10 @@ def report(arguments: Sequence[str]) -> int:
     drawn = draw.draw_all(runs, labels, progress)
     for number, (kind, figure) in enumerate(drawn, start=1):
         progress(f"writing: {number} of {len(drawn)}")
-        png = canvas.png(figure)
-        pictures[_picture_name(kind)] = png
-        images.append(
-            PageImage(kind.title, kind.description, canvas.data_url(canvas.svg(figure), png))
-        )
+        picture = png(figure)
+        pictures[_picture_name(kind)] = picture
+        url = canvas.data_url(canvas.svg(figure), picture)
+        images.append(PageImage(kind.title, kind.description, url))
     command = command_line("report", *arguments)
     html = render_page(runs, labels, images, command)
     _remove_old_pictures(options.to, keep=set(pictures))

@@ -13,18 +13,18 @@ from hvdtrain.core.extras import modules
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import UserError
 from hvdtrain.events.redaction import redact_urls
-from hvdtrain.report import page_tables, summary
-from hvdtrain.report.compare import (
+from hvdtrain.extras.report import page_tables
+from hvdtrain.extras.report.measures import summary
+from hvdtrain.extras.report.measures.compare import (
     SHORTEST_S,
     changes_between_starts,
-    differing_keys,
     is_short,
     scaling_comparisons,
 )
-from hvdtrain.report.environment import differing_environment
-from hvdtrain.report.mesh import mesh_of, stage_summary
-from hvdtrain.report.page_tables import Table
-from hvdtrain.report.run import RunRecord, number, objective_of
+from hvdtrain.extras.report.measures.mesh import mesh_of, stage_summary
+from hvdtrain.records.differing import differing_environment, differing_keys
+from hvdtrain.records.run import RunRecord, number, objective_of
+from hvdtrain.records.table import Table
 from hvdtrain.version import __version__
 
 _LAST_EVENTS = 8  # events shown for a run without a regular end

@@ -2,63 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from hvdtrain.events import redaction
-from hvdtrain.report import mesh, summary
-from hvdtrain.report.compare import ScalingComparison, Spread, global_batch, spread
-from hvdtrain.report.environment import environment_of
-from hvdtrain.report.groups import RunGroup, group_runs
-from hvdtrain.report.run import (
-    RunRecord,
+from hvdtrain.extras.report.measures import mesh, summary
+from hvdtrain.extras.report.measures.compare import ScalingComparison, Spread, global_batch, spread
+from hvdtrain.extras.report.measures.groups import RunGroup, group_runs
+from hvdtrain.extras.report.measures.results import (
     class_results,
     evaluated_data,
     evaluations_of,
     finite_values,
     logged_names,
-    number,
-    objective_of,
 )
+from hvdtrain.records.differing import environment_of
+from hvdtrain.records.run import RunRecord, number, objective_of
+from hvdtrain.records.table import MOST_RANKS, Table, cell, percent, shown
 
-MOST_RANKS = 32  # rows: the slowest ranks
 _MOST_HOSTS = 8
 _MOST_COLUMNS = 16  # of the mesh
 _MOST_EVALUATIONS = 10  # rows of a run
 _MOST_CLASSES = 100  # rows
 _MOST_CHANGES = 50  # rows
 _ENERGY = "energy per sample"  # a row of the summary
-
-
-class Table(NamedTuple):
-    """Cells as they are shown; the page escapes them."""
-
-    header: list[str]
-    rows: list[list[str]]
-    note: str = ""
-
-    def filled(self) -> Table:
-        """Returns the table without columns that are empty in all rows."""
-        kept = [
-            column for column in range(len(self.header)) if any(row[column] for row in self.rows)
-        ]
-        return Table(
-            [self.header[column] for column in kept],
-            [[row[column] for column in kept] for row in self.rows],
-            self.note,
-        )
-
-
-def shown(value: float, form: str = "") -> str:
-    """Formats with four digits, or all digits of a whole number, unless a format is given; empty
-    for NaN."""
-    if not math.isfinite(value):
-        return ""
-    return format(value, form or (",.0f" if abs(value) >= 1000 else ".4g"))
 
 
 def aligned(values: Sequence[float]) -> list[str]:
@@ -71,11 +41,6 @@ def aligned(values: Sequence[float]) -> list[str]:
     if not 0 <= decimals <= 6 or max(sizes) > 100 * min(sizes):
         return [shown(value) for value in values]
     return [f"{value:.{decimals}f}" for value in values]
-
-
-def percent(value: float) -> str:
-    """Formats as a percentage; empty for NaN."""
-    return f"{100 * value:.2f}%" if math.isfinite(value) else ""
 
 
 def summary_table(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table:
@@ -463,10 +428,3 @@ def settings(run: RunRecord) -> Table:
         ["key", "value"],
         [[key, cell(value)] for key, value in redaction.redact(run.config).items()],
     )
-
-
-def cell(value: Any) -> str:
-    """Returns a value of JSON or YAML; text without quotes, nothing for None."""
-    if value is None:
-        return ""
-    return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from hvdtrain.report.mesh import mesh_of
-from hvdtrain.report.run import Fields, RunRecord, number, numbers, objective_of
+from hvdtrain.extras.report.measures.mesh import mesh_of
+from hvdtrain.records.run import Fields, RunRecord, number, numbers, objective_of
 
 LONGEST_LABEL = 40  # characters of a run's name in a legend
 SLOW = 1.1  # times the median of the ranks' own work; a rank above it delays the others

@@ -11,14 +11,15 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
-from test_report_run import end, epoch, record_of, start, step
+from run_events import end, epoch, record_of, start, step
 
-from hvdtrain.report import page_tables
-from hvdtrain.report.compare import Spread
-from hvdtrain.report.figures import canvas, draw, ranks, speed
-from hvdtrain.report.figures.seeds import draw_mean, mean_curve
-from hvdtrain.report.groups import group_runs, run_labels
-from hvdtrain.report.run import RunRecord
+from hvdtrain.core.figure import new_figure
+from hvdtrain.extras.report import page_tables
+from hvdtrain.extras.report.figures import canvas, draw, ranks, speed
+from hvdtrain.extras.report.figures.seeds import draw_mean, mean_curve
+from hvdtrain.extras.report.measures.compare import Spread
+from hvdtrain.extras.report.measures.groups import group_runs, run_labels
+from hvdtrain.records.run import RunRecord
 
 
 def run_of(seed: int, *accuracies: float, **config: Any) -> RunRecord:
@@ -151,7 +152,7 @@ def test_a_group_is_drawn_as_a_mean_with_a_band() -> None:
 
 def test_a_band_of_positive_values_does_not_reach_0() -> None:
     """Values 0.1 and 3: mean 1.55, deviation 2.05; on a logarithmic axis it had no lower end."""
-    _, (axes,) = canvas.new_figure()
+    _, (axes,) = new_figure()
     assert draw_mean(axes, [[(1, 0.1), (2, 0.1)], [(1, 3.0), (2, 3.0)]], color="#000000") == 2
     assert band_of(axes, 0)[2.0] == pytest.approx((0.1, 1.55 + 2.9 / math.sqrt(2)))
 

@@ -7,24 +7,28 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hvdtrain.report.compare import ScalingComparison, Spread, scaling_comparisons
-from hvdtrain.report.figures.canvas import (
+from hvdtrain.core.figure import (
     COLOURS,
     GREY,
     HEIGHT,
-    LegendEntry,
     LineStyle,
     integer_ticks,
-    legend,
     literal,
     new_figure,
-    row_names,
     run_style,
 )
-from hvdtrain.report.figures.speed import PHASES
-from hvdtrain.report.mesh import MOST_RANKS, bubble, mesh_of, predicted_bubble
-from hvdtrain.report.run import Fields, RunRecord, number, numbers
-from hvdtrain.report.summary import Straggler, finite, host_of, rank_work_ms, straggler
+from hvdtrain.extras.report.figures.canvas import LegendEntry, legend, row_names
+from hvdtrain.extras.report.figures.speed import PHASES
+from hvdtrain.extras.report.measures.compare import ScalingComparison, Spread, scaling_comparisons
+from hvdtrain.extras.report.measures.mesh import MOST_RANKS, bubble, mesh_of, predicted_bubble
+from hvdtrain.extras.report.measures.summary import (
+    Straggler,
+    finite,
+    host_of,
+    rank_work_ms,
+    straggler,
+)
+from hvdtrain.records.run import Fields, RunRecord, number, numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,0 +1,17 @@
+"""The registration of the command report as an extra."""
+
+from hvdtrain.core.extras import Command, Extra
+
+EXTRA = Extra(
+    status="stable",
+    says="Shows one run, or several side by side, as an HTML page with figures.",
+    commands={
+        "report": Command(
+            "hvdtrain.extras.report.command",
+            "hvdtrain report RUN [RUN ...] [--to FOLDER]              "
+            "a page with figures of one or several jobs: running, done or killed",
+            listed_after="  hvdtrain export RUN",
+            shows_run=True,
+        )
+    },
+)

@@ -1,0 +1,1 @@
+"""What a report computes from runs: key figures, groups of seeds, comparisons and meshes."""
