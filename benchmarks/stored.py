@@ -29,8 +29,8 @@ import numpy as np
 import torch
 
 from hvdtrain.core.progress import Progress
+from hvdtrain.data.array_files import array_files_in
 from hvdtrain.data.sampler import BlockShuffle, BlocksOfRanks, Shuffle, positions_of_rank
-from hvdtrain.data.stored.stored_in import stored_in
 from hvdtrain.data.upcoming import Upcoming
 from hvdtrain.extras.science.data.datasets import hdf5
 
@@ -237,7 +237,7 @@ def _reader(
     path: Path, cache_mb: int, shuffle: Shuffle | None, rank: int, size: int
 ) -> Callable[[int], int]:
     """Reads an epoch of a rank; gives the chunks that were decoded for it."""
-    source = stored_in(
+    source = array_files_in(
         hdf5.build("hdf5", path, "train", fields={"x": "chunks", "y": "y"}, cache_mb=cache_mb)
     )
     assert source is not None

@@ -49,11 +49,10 @@ def _encoded(x: Any, run: Path) -> Any:
     """Encodes a DataFrame as the run's tables; anything else is not changed."""
     if not hasattr(x, "columns"):
         return x
-    from hvdtrain.data.columns.record import encoding_of_run
-    from hvdtrain.data.user_data.encoded_frame import with_encoded_x
+    from hvdtrain.data.input_encoding import encoding_of_run
 
     encoding = encoding_of_run(run)
-    return x if encoding is None else with_encoded_x({"x": x}, encoding, (), "run.transform()")["x"]
+    return x if encoding is None else encoding.encode({"x": x}, (), "run.transform()")["x"]
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,9 @@ sys.modules.update(dict.fromkeys(libraries.split()))  # their import fails, in n
 sys.path.insert(0, root)
 import hvdtrain
 from hvdtrain.__main__ import main
-from hvdtrain.core.extras import commands, extras
+from hvdtrain.core.extras import column_encoder, commands, extras
+from hvdtrain.data.input_encoding import encoding_of_run
+from hvdtrain.errors import UserError
 assert Path(hvdtrain.__file__).parents[1] == Path(root), hvdtrain.__file__
 assert not set(extras()) & set(missing), extras()
 imported = 0
@@ -54,6 +56,14 @@ for command, option in gone:
     with contextlib.redirect_stderr(shown):
         assert main([command, option, "--", "run=r"]) == 2
     assert f"argument '{option}'" in shown.getvalue(), shown.getvalue()
+if column_encoder() is None:
+    Path(root, "columns.json").write_text("{}")
+    try:
+        encoding_of_run(Path(root))
+    except UserError as error:
+        assert "this copy of hvdtrain has no extra that does so" in error.what, error
+    else:
+        raise AssertionError("the columns of a run are encoded without an extra")
 print("imported", imported)
 """  # noqa: E501
 OF_COPY = """

@@ -16,7 +16,7 @@ from hvdtrain.config.read import read_run_config
 from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.config.sections.section import is_object
 from hvdtrain.core.arrays import Arrays
-from hvdtrain.data.columns.record import FILE, encoding_of_run, to_json
+from hvdtrain.data.input_encoding import FILE, encoding_of_run
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.optim.weight_average import averages
 from hvdtrain.tasks.several_inputs import transforms_of_facts
@@ -267,7 +267,7 @@ def _columns(run: Path) -> Metadata:
         encoding = encoding_of_run(run)
     except UserError as error:
         return Metadata({}, [f"what the columns become is unknown: {FILE}: {error.what[:200]}"])
-    return Metadata({} if encoding is None else {"columns": to_json(encoding).decode()}, [])
+    return Metadata({} if encoding is None else {"columns": encoding.to_json().decode()}, [])
 
 
 def _inputs(data: dict[str, Any]) -> dict[str, str]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from hvdtrain.core.extras import data_files
+from hvdtrain.core.extras import archives, data_files, tables
 from hvdtrain.errors import short
 
 # word, in lower case and with _ -> the key, or key=value
@@ -317,10 +317,7 @@ NO_KEYS = {
 # suffixes of files that a user's function reads
 _TABLES = (".xlsx", ".json", ".npy", ".pt", ".arrow", ".feather")
 # suffixes of files -> the data.name that reads them
-_STORED = {
-    **{".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".npz": "npz"},
-    **data_files(),
-}
+_STORED = {**tables(), **archives(), **data_files()}
 
 # key -> lower-case word -> the value
 VALUES: dict[str, dict[str, str]] = {

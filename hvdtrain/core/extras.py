@@ -51,14 +51,19 @@ class Extra(NamedTuple):
 
     says: one sentence. modes: what `COMMAND --OPTION` runs. Plugins need no entry:
     extras/NAME/FOLDER/PLUGIN.py is found like FOLDER/PLUGIN.py. aliases: by folder, further names
-    of plugins. data_files: suffix of a user's file, or of a folder that counts as a file -> the
-    data.name that reads it. map_files: suffix of a file that `predict --to` writes -> the module
-    whose check() and write() store maps with their coordinates. model_files: suffix of a file that
-    `export --to` writes -> the module whose export() writes the model's computation. image_files:
-    the data.name of images in files, whose size data.size sets. token_images: the data.name whose
-    tokens are pixels, which log.samples and `hvdtrain sample` show by read_pictures() of its
-    module. Keys and features need no entry, either: config/sections/extra_keys.py finds them in
-    extras/NAME/keys.py, and features/of_extras.py in extras/NAME/features.py.
+    of plugins. image_files: the data.name of images in files, whose size data.size sets.
+    token_images: the data.name whose tokens are pixels, which log.samples and `hvdtrain sample`
+    show by read_pictures() of its module. Keys and features need no entry, either:
+    config/sections/extra_keys.py finds them in extras/NAME/keys.py, and features/of_extras.py in
+    extras/NAME/features.py.
+
+    Suffix of a user's file, or of a folder that counts as a file -> the data.name that reads it:
+    data_files of arrays, in blocks; tables, whose columns have names; archives of arrays by name.
+    Suffix of a file -> the module: number_files, whose read_numbers() reads what `predict --data`
+    takes; map_files, whose check(), maps_of() and write() store what `predict --to` writes;
+    model_files, whose export() writes a model's computation for `export --to`.
+    column_encoder: the module that encodes columns of text, dates and missing cells for
+    data/input_encoding.py.
     """
 
     status: Literal["stable", "experimental"]
@@ -67,7 +72,11 @@ class Extra(NamedTuple):
     modes: Mapping[str, Mode] = MappingProxyType({})
     aliases: Mapping[str, Mapping[str, str]] = MappingProxyType({})
     data_files: Mapping[str, str] = MappingProxyType({})
+    tables: Mapping[str, str] = MappingProxyType({})
+    archives: Mapping[str, str] = MappingProxyType({})
+    number_files: Mapping[str, str] = MappingProxyType({})
     map_files: Mapping[str, str] = MappingProxyType({})
+    column_encoder: str = ""
     model_files: Mapping[str, str] = MappingProxyType({})
     image_files: tuple[str, ...] = ()
     token_images: tuple[str, ...] = ()
@@ -140,6 +149,27 @@ def data_files() -> dict[str, str]:
         for module in modules("extra", beside="data/datasets").values()
         for end, name in module.EXTRA.data_files.items()
     }
+
+
+def tables() -> dict[str, str]:
+    """Returns suffix -> the data.name of an extra that reads such tables."""
+    return {end: name for extra in extras().values() for end, name in extra.tables.items()}
+
+
+def archives() -> dict[str, str]:
+    """Returns suffix -> the data.name of an extra that reads such files of arrays by name."""
+    return {end: name for extra in extras().values() for end, name in extra.archives.items()}
+
+
+def number_files() -> dict[str, str]:
+    """Returns suffix -> the module of an extra that reads such files for `predict`."""
+    return {end: name for extra in extras().values() for end, name in extra.number_files.items()}
+
+
+def column_encoder() -> str | None:
+    """Returns the module of an extra that encodes columns of tables; None if there is none."""
+    found = (extra.column_encoder for extra in extras().values() if extra.column_encoder)
+    return next(found, None)
 
 
 def map_files() -> dict[str, str]:

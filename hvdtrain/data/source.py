@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
@@ -188,8 +188,13 @@ class Source(ABC):
 
     @property
     def reads_array_files(self) -> bool:
-        """Whether it is a StoredSource; stored_in() looks for one."""
+        """Whether it is one of ArrayFiles; array_files_in() looks for it."""
         return False
+
+    def with_gaps(self, names: Collection[str]) -> Source:
+        """Returns the source with Field.gaps in these fields, if it checks numbers when it reads
+        them; else the same source."""
+        return self
 
     def read_by(self, workers: int) -> Source:
         """Returns the source with `workers` processes that read its files."""
@@ -222,7 +227,7 @@ class Source(ABC):
 
     @property
     def has_encoded_columns(self) -> bool:
-        """Whether it wraps an EncodedTable, or is a part of one."""
+        """Whether it wraps a table with encoded columns, or is a part of one."""
         return False
 
     @property

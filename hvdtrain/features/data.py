@@ -259,24 +259,6 @@ INPUTS = JobFeature(
     examples=("data.inputs=[image,table]",),
     off="data.inputs=[]",
 )
-COLUMNS = JobFeature(
-    key="data.columns",
-    is_value=True,  # an option of tables, as data.missing and data.rare
-    on=lambda config: config.data.options.get("columns") is not None,
-    chosen=lambda config: "data.columns",
-    examples=("data.name=csv data.columns=auto data.missing=mean",),
-    excludes=tuple(
-        Exclusion(
-            "task.name",
-            among(task),
-            what=f"{{chosen}} makes numbers x of a table, but {{set}} needs {needed}",
-            where="data.columns",
-            fix="another task, or leave data.columns out",
-            why=f"columns of a table become numbers, not {needed}",
-        )
-        for task, needed in (("language", "tokens"), ("segmentation", "images"))
-    ),
-)
 VAL_SHARE = JobFeature(
     key="data.val_share",
     on=lambda config: config.data.val_share is not None,

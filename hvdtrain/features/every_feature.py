@@ -143,7 +143,6 @@ OF_HVDTRAIN: tuple[JobFeature, ...] = (
     data.PACK,
     data.BUCKETS,
     data.INPUTS,
-    data.COLUMNS,
     data.VAL_SHARE,
     data.SHARE,
     data.CROP,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from hvdtrain.config.schema import Config
+from hvdtrain.data.array_files import array_files_in
 from hvdtrain.data.source import Source
-from hvdtrain.data.stored.stored_in import stored_in
 from hvdtrain.errors import short
 from hvdtrain.training.datasets import Datasets
 from hvdtrain.training.input import block_shuffle, ranks_read_own_blocks
@@ -37,13 +37,13 @@ def notes(config: Config, datasets: Datasets) -> list[str]:
 def _notes_on_blocks(config: Config, train: Source) -> list[str]:
     """Returns a line if blocks of files are decoded more than once in an epoch for lack of
     memory."""
-    files = stored_in(train)
+    files = array_files_in(train)
     if files is None or files.rows_of_block is None:
         return []
     shuffle = block_shuffle(config.data)
-    cache_mb = files.samples.cache.most_bytes / 1e6
+    cache_mb = files.cache_bytes / 1e6
     samples = len(train) if shuffle is None else min(len(train), shuffle.block * shuffle.window)
-    wanted_mb = samples * files.samples.bytes_of_sample / 1e6
+    wanted_mb = samples * files.bytes_of_sample / 1e6
     if wanted_mb <= cache_mb:
         return []
     of = "the training set" if shuffle is None else "a window of data.shuffle_window"

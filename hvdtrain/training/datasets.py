@@ -9,6 +9,7 @@ from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import BATCH_KEYS
+from hvdtrain.data.array_files import ReadingRanks, array_files_in
 from hvdtrain.data.configured.columns import check_columns, with_columns
 from hvdtrain.data.configured.opened import open_split, plugin_of, root_of, with_keys
 from hvdtrain.data.configured.pad import packed_rows
@@ -16,9 +17,9 @@ from hvdtrain.data.configured.split import divided, evaluated_part, share_of_tra
 from hvdtrain.data.declared import as_declared, bounded_alike
 from hvdtrain.data.images import augment
 from hvdtrain.data.images.moved_masks import with_moved_masks
+from hvdtrain.data.input_encoding import unencoded
 from hvdtrain.data.sampler import WeightedDraws
 from hvdtrain.data.source import Source, Split
-from hvdtrain.data.stored.stored_in import stored_in
 from hvdtrain.data.subset import Division, without_fields
 from hvdtrain.errors import UserError
 from hvdtrain.recipe.recipe import Recipe
@@ -49,9 +50,7 @@ def open_datasets(config: Config, communicator: Communicator | None = None) -> D
     train = packed_rows(config, sources.train, "training")
     val = packed_rows(config, sources.val, "validation")
     ranks = communicator or SingleProcessCommunicator()
-    if (files := stored_in(train)) is not None:
-        from hvdtrain.data.stored.statistics import ReadingRanks
-
+    if (files := array_files_in(train)) is not None:
         files.read_together(ReadingRanks(ranks.rank, ranks.size, ranks.allreduce))
     _check_reading(config, train, val)
     check_augmentation(config, train)
@@ -230,9 +229,7 @@ def _encoded(source: Source, array: CommonArray, train: Callable[[], Source]) ->
     are not changed."""
     if not source.has_encoded_columns:
         return source
-    from hvdtrain.data.columns.encoded_table import UnencodedTable
-
-    return array.finish(UnencodedTable(source), lambda: UnencodedTable(train()))
+    return array.finish(unencoded(source), lambda: unencoded(train()))
 
 
 def _open_sources(config: Config, array: CommonArray) -> Division:
@@ -266,6 +263,6 @@ def with_blocks(config: Config, source: Source) -> Config:
     row group of the files."""
     if config.data.shuffle != "blocks" or config.data.shuffle_block is not None:
         return config
-    files = stored_in(source)
+    files = array_files_in(source)
     block = None if files is None else files.rows_of_block
     return config.replace(data=config.data.replace(shuffle_block=block or DEFAULT_BLOCK))

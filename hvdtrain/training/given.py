@@ -10,10 +10,9 @@ import numpy as np
 
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.section import DEFAULT, Given, name_of_object
-from hvdtrain.data.columns.options import column_options
+from hvdtrain.data.input_encoding import data_to_encode
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.user_data.arrays import is_array, to_numpy
-from hvdtrain.data.user_data.encoded_frame import frame_to_encode
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.by_name import makes_groups
 from hvdtrain.tasks.task import Task
@@ -70,10 +69,10 @@ def given_data(train: Any, val: Any) -> Given:
         if source is None:
             fix = "val_data= of the same kind, or data.val_share=0.1"
             raise UserError("val_data is missing", "hvdtrain.train()", fix)
-        options = column_options(columns, missing, rare)
-        if options is None:
+        if columns is None and missing == "error" and rare == 0:
             return source
-        return frame_to_encode(source, train, options, "hvdtrain.train()")
+        options = {"columns": columns, "missing": missing, "rare": rare}
+        return data_to_encode(source, train, options, "hvdtrain.train()")
 
     if train is None:
         raise UserError("val_data without train_data", "hvdtrain.train()", "both")

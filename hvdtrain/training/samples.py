@@ -17,10 +17,10 @@ import numpy as np
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import expand
 from hvdtrain.config.schema import Config
+from hvdtrain.data.array_files import array_files_in
 from hvdtrain.data.configured.opened import array_of_x
 from hvdtrain.data.sampler import evaluation_batches
 from hvdtrain.data.source import Source
-from hvdtrain.data.stored.stored_in import stored_in
 from hvdtrain.data.subset import Subset
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import Log
@@ -224,7 +224,7 @@ class SampleSeries:
             said.append(part_of_maps(task.as_maps(predictions.outputs)))
         whole = self.learner.data.allgather(np.concatenate(said), "samples.maps")
         names = task.map_names[:MOST_CHANNELS]
-        files = stored_in(self.val)
+        files = array_files_in(self.val)
         grid = None if files is None else files.known_grid(array_of_x(self.config))
         if begins_in_the_south(grid):
             true = true[:, :, ::-1]  # north on top

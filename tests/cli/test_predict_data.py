@@ -20,9 +20,9 @@ from safetensors.numpy import load_file, save_file
 import hvdtrain
 from hvdtrain.__main__ import main
 from hvdtrain.cli.evaluate.data_file import read_data_file
-from hvdtrain.cli.evaluate.table import TableFormat
 from hvdtrain.data.source import NamedArrays
 from hvdtrain.errors import UserError
+from hvdtrain.extras.science.user_tables.predicted_table import read_numbers
 
 RANDOM = np.random.default_rng(0)
 COLUMNS = RANDOM.normal([100.0, -5.0, 0.0], [10.0, 1.0, 0.01], (60, 3))
@@ -294,9 +294,11 @@ def test_a_run_of_an_earlier_version_goes_on_without_a_change(
 def test_rows_to_predict_may_have_truth_values() -> None:
     Path("t.csv").write_text("a,b\nTRUE,1.5\nfalse,2\n")
     np.testing.assert_array_equal(
-        read_data_file(Path("t.csv"), TableFormat(("b", "a"))), [[1.5, 1.0], [2.0, 0.0]]
+        read_numbers(Path("t.csv"), {"fields": {"x": ["b", "a"]}}), [[1.5, 1.0], [2.0, 0.0]]
     )
     Path("t.csv").write_text("TRUE,1\nFALSE,2\n")
     np.testing.assert_array_equal(read_data_file(Path("t.csv")), [[1, 1], [0, 2]])
     Path("t.csv").write_text("a;b\n1;2\n")
-    np.testing.assert_array_equal(read_data_file(Path("t.csv"), TableFormat(("b",), ";")), [[2]])
+    np.testing.assert_array_equal(
+        read_data_file(Path("t.csv"), {"fields": {"x": "b"}, "delimiter": ";"}), [[2]]
+    )

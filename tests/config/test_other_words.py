@@ -14,6 +14,7 @@ from hvdtrain.config import plugins
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import SECTIONS, known_keys
 from hvdtrain.config.words_of_other_tools import KEYS, NO_KEYS, NO_VALUES, VALUES
+from hvdtrain.core.extras import tables
 from hvdtrain.errors import UserError
 
 
@@ -95,12 +96,18 @@ def is_right(*arguments: str) -> bool:
         (["--deepspeed", "ds.json"], "docs/memory.md lists DeepSpeed's keys"),
         (["data=./photos"], "data is a section: write data.name=folder data.root=./photos; "),
         (["data.name=/data/photos"], "data.name=folder data.root=/data/photos"),
-        (
-            ["data=x.csv"],
-            "data is a section: write data.name=csv data.root=x.csv (docs/science-data.md)",
+        *(
+            (
+                (
+                    ["data=x.csv"],
+                    "data is a section: write data.name=csv data.root=x.csv (docs/science-data.md)",
+                ),
+                (["data.name=x.CSV"], "data.name=csv data.root=x.CSV"),
+                (["run.npz"], "write data.name=npz data.root=run.npz"),
+            )
+            if tables()
+            else ()
         ),
-        (["data.name=x.CSV"], "data.name=csv data.root=x.CSV"),
-        (["run.npz"], "write data.name=npz data.root=run.npz"),
         (
             ["data=x.json"],
             "data is a section: write data.name=mydata:load, where load() in mydata.py is yours "

@@ -13,7 +13,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.config.sections.data import DataConfig
 from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.config.sections.optim import OptimConfig
-from hvdtrain.core.extras import data_files, image_files, token_images
+from hvdtrain.core.extras import archives, data_files, image_files, tables, token_images
 from hvdtrain.errors import UserError, nearest
 
 WIDTHS = "model.widths takes a list of 4, each a whole number: 'model.widths=[16,16,32,64]'"
@@ -39,7 +39,7 @@ def test_known_names() -> None:
         "image_masks",
         *image_files(),
     }
-    stored = {"parquet", "csv", "npz"} | set(data_files().values())
+    stored = {*data_files().values(), *tables().values(), *archives().values()}
     assert images | stored | {*token_images(), "text", "jsonl"} == set(
         plugins.files("data/datasets")
     )

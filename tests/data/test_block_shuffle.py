@@ -12,6 +12,7 @@ from pool import alone
 from ranks import mpirun, needs_mpirun
 
 import hvdtrain
+from hvdtrain.core.extras import archives
 from hvdtrain.core.progress import fold
 from hvdtrain.data.sampler import (
     BlockShuffle,
@@ -135,6 +136,7 @@ def test_partitions_are_not_by_block() -> None:
     assert "data.shuffle=full" in caught.value.fix
 
 
+@pytest.mark.skipif(".npz" not in archives(), reason="this copy reads no .npz")
 @pytest.mark.in_turn
 @needs_mpirun
 def test_a_job_is_the_same_on_ranks_and_resumed(

@@ -18,6 +18,7 @@ from ranks import mpirun, needs_mpirun
 import hvdtrain
 from hvdtrain.config.read import configure
 from hvdtrain.config.sections.section import Given
+from hvdtrain.core.extras import archives
 from hvdtrain.core.progress import fold
 from hvdtrain.data.configured.weights import draws_of, read_weights
 from hvdtrain.data.field import Padding
@@ -153,6 +154,7 @@ def test_balanced_weights_are_of_classes_and_of_parts() -> None:
         read_weights(of_lists, "x", None, "here")
 
 
+@pytest.mark.skipif(".npz" not in archives(), reason="this copy reads no .npz")
 def test_a_field_of_a_file_has_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     data = stored_data.samples()

@@ -16,6 +16,7 @@ import pytest
 
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import digest
+from hvdtrain.core.extras import tables
 from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.core.progress import fold
 from hvdtrain.data.channel_stats import channel_stats
@@ -333,7 +334,11 @@ def test_names_of_classes_are_those_of_torchvision() -> None:
         ("data.name=synthetic data.samples=0", "data.samples, command line"),
         ("data.name=folder", "data.root, default"),
         ("data.name=digits data.root=x", "data.root, command line"),
-        ("data.name=csv data.root=t.csv data.delimiter=ab", "data.delimiter, command line"),
+        pytest.param(
+            "data.name=csv data.root=t.csv data.delimiter=ab",
+            "data.delimiter, command line",
+            marks=pytest.mark.skipif(".csv" not in tables(), reason="this copy reads no tables"),
+        ),
     ],
 )
 def test_an_error_of_an_option_names_its_key_and_where_that_was_set(

@@ -10,10 +10,10 @@ import stored_data
 from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
-from hvdtrain.data.stored.stored_in import stored_in
-from hvdtrain.data.stored.text_tables import lines as table_lines
+from hvdtrain.data.array_files import array_files_in
 from hvdtrain.extras.bench import data as bench_data
 from hvdtrain.extras.bench.trainer import Trainer
+from hvdtrain.extras.science.stored.text_tables import lines as table_lines
 from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.health.signals import Signals
 
@@ -38,7 +38,7 @@ def test_a_bench_shuffles_the_blocks_of_the_files(
     )
     communicator = SingleProcessCommunicator()
     datasets = open_datasets(config, communicator)
-    files = stored_in(datasets.train)
+    files = array_files_in(datasets.train)
     assert files is not None
     with Signals(0) as signals:
         trainer = Trainer(config, communicator, signals, datasets)

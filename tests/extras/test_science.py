@@ -21,12 +21,12 @@ import stored_data
 import hvdtrain
 from hvdtrain.config.read import configure
 from hvdtrain.config.words_of_other_tools import data_of_path
+from hvdtrain.data.array_files import array_files_in
 from hvdtrain.data.source import Source
-from hvdtrain.data.stored.cache import BlockCache
-from hvdtrain.data.stored.source import StoredSource
-from hvdtrain.data.stored.stored_in import stored_in
 from hvdtrain.errors import UserError
 from hvdtrain.extras.science.data.datasets import hdf5, zarr
+from hvdtrain.extras.science.stored.cache import BlockCache
+from hvdtrain.extras.science.stored.source import StoredSource
 from hvdtrain.training.datasets import build_source
 
 needs_h5py = pytest.mark.skipif(
@@ -43,7 +43,7 @@ DRAWN = RANDOM.integers(0, 101, 40)
 
 
 def stored(source: Source) -> StoredSource:
-    found = stored_in(source)
+    found = array_files_in(source)
     assert found is not None
     return found
 

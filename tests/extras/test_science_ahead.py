@@ -16,16 +16,16 @@ from ranks import mpirun, needs_mpirun
 import hvdtrain
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Progress
+from hvdtrain.data.array_files import array_files_in
 from hvdtrain.data.sampler import BlocksOfRanks, Positions, parts_of_rank, positions_of_rank
 from hvdtrain.data.source import (
     Foresight,
 )
-from hvdtrain.data.stored.source import StoredSource
-from hvdtrain.data.stored.stored_in import stored_in
 from hvdtrain.data.subset import subset
 from hvdtrain.data.upcoming import Upcoming
 from hvdtrain.errors import UserError
 from hvdtrain.extras.science.data.datasets import hdf5
+from hvdtrain.extras.science.stored.source import StoredSource
 from hvdtrain.training.data_facts import data_facts
 from hvdtrain.training.datasets import open_datasets
 
@@ -51,7 +51,7 @@ def of(folder: Path) -> StoredSource:
 
 
 def of_file(path: Path) -> StoredSource:
-    source = stored_in(hdf5.build("hdf5", path, "train", cache_mb=1))
+    source = array_files_in(hdf5.build("hdf5", path, "train", cache_mb=1))
     assert source is not None
     return source
 

@@ -15,9 +15,9 @@ from hvdtrain.__main__ import main
 from hvdtrain.cli.evaluate import data_file
 from hvdtrain.config.read import configure
 from hvdtrain.data.grid import GridVariable
-from hvdtrain.data.stored.stored_array import StoredFile
 from hvdtrain.extras.science import write_netcdf, write_zarr
 from hvdtrain.extras.science.data.datasets import hdf5, zarr
+from hvdtrain.extras.science.stored.stored_array import StoredFile
 
 pytestmark = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("h5py", "zarr"))), reason="needs h5py and zarr"

@@ -11,10 +11,10 @@ import pytest
 import stored_data
 import zarr as zarr_library
 
-from hvdtrain.data.stored.selection import SelectionBox
 from hvdtrain.errors import UserError
 from hvdtrain.extras.science.data.datasets import hdf5, zarr
 from hvdtrain.extras.science.netcdf_numbers import unpacked, unpacked_dtype
+from hvdtrain.extras.science.stored.selection import SelectionBox
 
 
 def test_missing_integers_are_an_error_and_missing_floats_nan() -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.config import plugins
-from hvdtrain.data.datasets import csv, npz, parquet
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
+from hvdtrain.extras.science.data.datasets import csv, npz, parquet
 
 Build = Callable[[Path], Source]
 
@@ -33,7 +33,7 @@ def sound(folder: Path, random: np.random.Generator) -> list[tuple[Path, Build]]
         (folder / name, lambda path: npz.build("npz", path, "train")) for name in ("a.npz", "b.npz")
     ]
     found.append((folder / "a.csv", lambda path: csv.build("csv", path, "train")))
-    if importlib.util.find_spec("h5py") and "hdf5" in plugins.files("data/datasets"):
+    if importlib.util.find_spec("h5py"):
         import h5py
 
         with h5py.File(folder / "a.h5", "w") as file:

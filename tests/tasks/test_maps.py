@@ -19,15 +19,16 @@ from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.config.read import configure
 from hvdtrain.core.metrics import add_sums, zero_sums
 from hvdtrain.core.progress import Hyper
+from hvdtrain.data.array_files import ReadingRanks
 from hvdtrain.data.configured.shifted import SampleTimes, shifted
 from hvdtrain.data.declared import CheckedSource
 from hvdtrain.data.field import Field
 from hvdtrain.data.grid import Grid, GridVariable
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import NamedArrays
-from hvdtrain.data.stored.statistics import ReadingRanks, mean_and_std
 from hvdtrain.data.subset import subset
 from hvdtrain.errors import UserError
+from hvdtrain.extras.science.stored.statistics import mean_and_std
 from hvdtrain.tasks import regression, segmentation
 from hvdtrain.tasks.maps import maps_of
 from hvdtrain.training.build import build_learner, restore_task

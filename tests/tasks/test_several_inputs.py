@@ -20,6 +20,7 @@ from hvdtrain.__main__ import main
 from hvdtrain.cli.evaluate.command import fit
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import configure
+from hvdtrain.core.extras import archives
 from hvdtrain.core.progress import Hyper
 from hvdtrain.data.field import Field
 from hvdtrain.data.source import ArraySource
@@ -213,6 +214,7 @@ def weights_of(run: str) -> dict[str, np.ndarray]:
     return found
 
 
+@pytest.mark.skipif(".npz" not in archives(), reason="this copy reads no .npz")
 def test_every_kind_of_data_is_one_job_stopped_or_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,6 +330,7 @@ def test_what_does_not_fit_is_said_before_the_job(words: str, message: str) -> N
         open_datasets(configure(None, [*words_of("regression"), *words.split()]))
 
 
+@pytest.mark.skipif(".npz" not in archives(), reason="this copy reads no .npz")
 def test_images_with_their_channels_first_are_turned_or_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.config.read import Assignment, read_argument, read_resumed
 from hvdtrain.config.sections.section import Given, is_object
+from hvdtrain.core.extras import tables
 from hvdtrain.errors import UserError, nearest, short
 
 OF_A_FILE = Given("<object of hvdtrain:file>", lambda: None, {})  # predict --data FILE
 # predict --data FILE.nc, with the run's data.fields
 OF_STORED_ARRAYS = Given("<object of hvdtrain:arrays>", lambda: None, {})
-TABLES = ("csv", "parquet")  # data sets whose columns have names
 OF_ROWS = ("data.fields.", "data.delimiter")  # which columns of a file are inputs
 # Keys of the run that define its model and its data. Other keys define the training, which no
 # longer matters.
@@ -135,7 +135,8 @@ def read_former_run(assigned: Sequence[Assignment]) -> list[Assignment]:
     ):  # its options belong to another data set
         remain: tuple[str, ...] = ("data.class_names",)
         name = given["data.name"]
-        if recorded["data.name"] in TABLES and (name in TABLES or is_object(name)):
+        of_tables = tables().values()  # data sets whose columns have names
+        if recorded["data.name"] in of_tables and (name in of_tables or is_object(name)):
             remain += OF_ROWS if name == OF_A_FILE.name else OF_ROWS[:1]
         if name == OF_STORED_ARRAYS.name:
             remain += _OF_ARRAYS

@@ -17,11 +17,11 @@ from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.section import COMMAND_LINE
 from hvdtrain.core.extras import shows_run
 from hvdtrain.core.process import command_line, path_argument
+from hvdtrain.data.array_files import array_files_in
 from hvdtrain.data.configured.unwritten import unstaged
 from hvdtrain.data.declared import as_declared
 from hvdtrain.data.option_error import NoValidationSet
 from hvdtrain.data.source import LabelledImages, Source, Split
-from hvdtrain.data.stored.stored_in import stored_in
 from hvdtrain.data.subset import relabelled, relabelled_rows
 from hvdtrain.data.texts.documents import Documents
 from hvdtrain.errors import DONE, UserError, short
@@ -212,7 +212,7 @@ def _with_classes_of(source: Source, task: Task, names: Sequence[str] | None, wh
         raise UserError(
             what, where, "data with all classes of the run (config.yaml has no very long lists)"
         )
-    is_table = stored_in(source) is not None and not isinstance(source, LabelledImages)
+    is_table = array_files_in(source) is not None and not isinstance(source, LabelledImages)
     if names and (is_table or isinstance(source, Documents)) and task.class_label in source.fields:
         what = f"{task.class_label} has no names of classes, as the run has: {', '.join(names)}"
         what = short(what, 120)

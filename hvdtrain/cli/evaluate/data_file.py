@@ -3,59 +3,59 @@ arrays with coordinates."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from hvdtrain.cli.evaluate.table import NO_TABLE, TableFormat, read_encoded, read_table
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
-from hvdtrain.core.extras import data_files
-from hvdtrain.data.columns.encoding import Encoding
+from hvdtrain.core.extras import data_files, number_files
 from hvdtrain.data.configured.gaps import with_gaps
-from hvdtrain.data.datasets import npz
+from hvdtrain.data.input_encoding import InputEncoding
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import Source
 from hvdtrain.data.user_data.arrays import read_safetensors
 from hvdtrain.errors import UserError, first_line, short
 
-ENCODED_SUFFIXES = (".csv", ".tsv", ".parquet", ".pq")
-TABLE_SUFFIXES = (".csv", ".npy", ".npz", ".safetensors")
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})  # a run that was not trained on files
 
 
 def read_data_file(
-    path: Path, table: TableFormat = NO_TABLE, encoding: Encoding | None = None
+    path: Path, options: Mapping[str, Any] = NO_OPTIONS, encoding: InputEncoding | None = None
 ) -> Any:
     """An array of a table or of a .npy file, arrays by name of the others. Nothing pickled is read.
     Raises UserError.
 
-    encoding: what the columns of the run's table become; None if they are numbers.
+    options: of the run's data set. encoding: what the columns of the run's table become; None if
+    they are numbers.
     """
-    if path.suffix not in (*TABLE_SUFFIXES, *(ENCODED_SUFFIXES if encoding else ())):
-        ends = ", ".join((*TABLE_SUFFIXES, *data_files()))
+    readers = number_files()
+    suffixes = sorted((".npy", ".safetensors", *readers))
+    encoded = () if encoding is None else encoding.suffixes
+    if path.suffix not in (*suffixes, *encoded):
+        ends = ", ".join((*suffixes, *data_files()))
         fix = f"a file that ends in {ends}; or your own package.module:function, or --images DIR"
         raise UserError(f"{short(str(path))} is not a file of numbers", "--data", fix)
     if not path.is_file():
         raise UserError(
             f"there is no file {path}", "--data", "the path of a file, or package.module:function"
         )
-    if encoding is not None and path.suffix in ENCODED_SUFFIXES:
-        return read_encoded(path, table, encoding)
-    if path.suffix == ".csv":
-        return read_table(path, table)
+    if encoding is not None and path.suffix in encoded:
+        return encoding.read(path, options)
+    if path.suffix in readers:
+        return importlib.import_module(readers[path.suffix]).read_numbers(path, options)
     if path.suffix == ".safetensors":
         return read_safetensors(path, str(path), "--data")
     try:
-        if path.suffix == ".npy":
-            with np.errstate(over="ignore"):
-                # memory-mapped, so a damaged header does not allocate memory
-                return np.load(path, mmap_mode="r", allow_pickle=False)
-        archive = npz.NpzFile.open(path)
-        return {name: archive.values(name) for name in archive.names}
+        with np.errstate(over="ignore"):
+            # memory-mapped, so a damaged header does not allocate memory
+            return np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(
             f"{path} cannot be read: {first_line(error)}",

@@ -8,16 +8,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdtrain.cli.evaluate.command import load_checkpoint, run_folder
-from hvdtrain.cli.evaluate.table import table_of
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.section import Given, is_object
-from hvdtrain.data.columns.record import encoding_of_run
+from hvdtrain.data.configured.columns import columns_of_x
 from hvdtrain.data.configured.unwritten import unstaged
+from hvdtrain.data.input_encoding import encoding_of_run
 from hvdtrain.data.source import Source
 from hvdtrain.data.user_data.as_source import in_order_of
-from hvdtrain.data.user_data.encoded_frame import with_encoded_x
 from hvdtrain.errors import UserError, short
 from hvdtrain.tasks.only_inputs import OnlyInputs
 from hvdtrain.tasks.several_inputs import restore_inputs, with_several_inputs
@@ -90,10 +89,10 @@ def evaluate_data(rank: ConnectedRank, data: AskedData, which: str) -> dict[str,
 
 def _asked(rank: ConnectedRank, data: AskedData, task: Task, with_targets: bool = True) -> Source:
     """Returns the data with the fields of the task, the same on every rank."""
-    columns = table_of(rank.config.data.options).columns
+    columns = columns_of_x(rank.config.data.options)
     encoding = encoding_of_run(run_folder(rank))
     if encoding is not None:
-        given = with_encoded_x(data.given, encoding, rank.config.data.class_names or (), data.where)
+        given = encoding.encode(data.given, rank.config.data.class_names or (), data.where)
     else:
         given = data.given if not columns else in_order_of(data.given, columns)
     source = asked_source(

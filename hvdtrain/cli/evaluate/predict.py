@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import importlib
 import io
 import os
 import sys
@@ -23,17 +24,14 @@ from hvdtrain.cli.evaluate.arguments import (
 )
 from hvdtrain.cli.evaluate.command import load_model, run_folder
 from hvdtrain.cli.evaluate.data_file import open_stored, read_data_file, stored_name
-from hvdtrain.cli.evaluate.map_file import check_map_file, is_map_file, maps_of, write_map_file
 from hvdtrain.cli.evaluate.masks import check_folder_of_masks, write_masks
 from hvdtrain.cli.evaluate.of_data import WITHOUT_TARGETS, AskedData, predict_data
-from hvdtrain.cli.evaluate.table import table_of
 from hvdtrain.cli.evaluate.target import refuse_inputs
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.section import Given
-from hvdtrain.core.extras import image_files
+from hvdtrain.core.extras import image_files, map_files
 from hvdtrain.core.folder import Folder
-from hvdtrain.data.columns.record import encoding_of_run
 from hvdtrain.data.images.decode import SUFFIXES
 from hvdtrain.data.images.image_source import (
     FoundImages,
@@ -42,6 +40,7 @@ from hvdtrain.data.images.image_source import (
     find_images,
     left_out_note,
 )
+from hvdtrain.data.input_encoding import encoding_of_run
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.tasks.rows import Rows
 from hvdtrain.tasks.transform import is_image
@@ -100,7 +99,7 @@ def predict(arguments: Sequence[str]) -> int:
     if given == ["images"] and not Path(to).suffix and to != "-":
         check_folder_of_masks(to, parsed.options["force"])
     else:
-        _check_target(to, parsed.options["force"], of_maps=given == ["data"] and is_map_file(to))
+        _check_target(to, parsed.options["force"], of_maps=given == ["data"] and _is_map_file(to))
     work, objects = (_predict, {}) if given == ["images"] else (_predict_data, _objects(parsed))
     words = [*parsed.of_job(), *(f"{section}.name={one.name}" for section, one in objects.items())]
     if given == ["data"] and "data" not in objects:
@@ -153,7 +152,7 @@ def _predict_data(rank: ConnectedRank, parsed: Arguments) -> int:
         with _said_once(rank):
             samples = read_data_file(
                 Path(os.path.expanduser(name)),
-                table_of(config.data.options),
+                config.data.options,
                 encoding_of_run(run_folder(rank)),
             )
     else:
@@ -161,13 +160,13 @@ def _predict_data(rank: ConnectedRank, parsed: Arguments) -> int:
             config.data, {"name": name, "root": config.data.root, "split": "val"}
         )
     to = parsed.options["to"]
-    of_maps = is_map_file(to)
+    of_maps = _is_map_file(to)
     model, numbers = predict_data(
         rank,
         AskedData(samples, name, "--data"),
         parsed.options["checkpoint"],
         lambda outputs, model, lengths: (
-            maps_of(outputs, model.task)
+            _map_writer(to).maps_of(outputs, model.task)
             if of_maps
             else _rows(model, config).numbers(outputs, lengths)
         ),
@@ -177,13 +176,21 @@ def _predict_data(rank: ConnectedRank, parsed: Arguments) -> int:
     print("\n".join(model.notes), end="\n" * bool(model.notes), file=sys.stderr)
     if of_maps:
         checkpoint = f"{parsed.run}, {model.checkpoint.folder.name}"
-        write_map_file(to, numbers, model.task, stored, config, checkpoint)
+        _map_writer(to).write(to, numbers, model.task, stored, config, checkpoint)
         print(f"{len(numbers):,} samples -> {to}")
         return DONE
     form = _rows(model, config)
     rows = [[str(sample), *form.row(row)] for sample, row in enumerate(numbers)]
     _write(to, ["sample", *form.head(numbers.shape[1])], rows, "samples")
     return DONE
+
+
+def _is_map_file(to: str) -> bool:
+    return Path(to).suffix in map_files()
+
+
+def _map_writer(to: str) -> Any:
+    return importlib.import_module(map_files()[Path(to).suffix])
 
 
 def _rows(model: TrainedModel, config: Config) -> Rows:
@@ -298,7 +305,7 @@ def _check_target(to: str, force: bool, of_maps: bool = False) -> None:
     if not os.path.isdir(path.parent):
         raise UserError(f"there is no folder {path.parent}", "--to", f"mkdir -p {path.parent}")
     if of_maps:
-        check_map_file(to)
+        _map_writer(to).check(to)
     if os.path.lexists(path) and not force:
         raise UserError(
             f"{to} exists already", "--to", "--force overwrites it; or give another name"

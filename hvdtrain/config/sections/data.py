@@ -8,9 +8,11 @@ from pydantic import Field
 
 from hvdtrain.config.sections.extra_keys import with_keys_of_extras
 from hvdtrain.config.sections.section import OpenSection, Owners
-from hvdtrain.core.extras import data_files, image_files, token_images
+from hvdtrain.core.extras import archives, data_files, image_files, tables, token_images
 
-_SCIENTIFIC = dict.fromkeys(data_files().values())
+_SCIENTIFIC = dict.fromkeys(
+    name for files in (data_files(), tables(), archives()) for name in files.values()
+)
 
 
 @with_keys_of_extras
@@ -34,7 +36,8 @@ class DataConfig(OpenSection):
         description="data set: digits (embedded), mnist, fashion_mnist, kmnist, cifar10, "
         f"cifar100, {', '.join(['folder', *image_files(), 'synthetic', *token_images()])}, "
         "text, jsonl; "
-        f"scientific formats: {', '.join([*_SCIENTIFIC, 'parquet', 'csv', 'npz'])}; or "
+        f"{'scientific formats: ' if _SCIENTIFIC else ''}{', '.join(_SCIENTIFIC)}"
+        f"{'; ' if _SCIENTIFIC else ''}or "
         "your own as package.module:function",
     )
     root: str | None = Field(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.config.yaml_reader import MOST_BYTES
+from hvdtrain.data.array_files import name_and_words
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError, short
 
@@ -20,6 +23,14 @@ def with_columns(config: Config, source: Source) -> Config:
     if not columns or not _fits(columns):
         return config
     return config.replace(data=config.data.with_options(fields=columns))
+
+
+def columns_of_x(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the columns of x that the options of a run's data set have, in the order of the
+    model's inputs; empty if they are unknown."""
+    x = (options.get("fields") or {}).get("x", ())
+    named = [name_and_words(text) for text in ([x] if isinstance(x, str) else x)]
+    return () if any(words for _, words in named) else tuple(name for name, _ in named)
 
 
 def check_columns(config: Config, train: Source, val: Source) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
 
 from hvdtrain.data.around_source import where_of
 from hvdtrain.data.declared import CheckedSource
-from hvdtrain.data.field import Field
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import NamedArrays, Source
-from hvdtrain.data.stored.source import StoredSource
 from hvdtrain.data.subset import Subset
 
 
@@ -34,11 +32,8 @@ def _with_gaps(source: Source, names: Collection[str]) -> Source:
     if isinstance(source, NamedArrays):
         return source if set(names) <= source.gaps else replace(source, gaps=frozenset(names))
     if isinstance(source, CheckedSource):
-        inner = source.source
-        if isinstance(inner, StoredSource):
-            fields = _with(inner.samples.fields, names)
-            inner = replace(inner, samples=replace(inner.samples, fields=fields))
-        declared = {name: _with(source.fields, names)[name] for name in names}
+        inner = source.source.with_gaps(names)
+        declared = {name: source.fields[name]._replace(gaps=True) for name in names}
         return replace(source, source=inner, declared={**source.declared, **declared})
     raise OptionError(
         f"data.gaps needs arrays or files of arrays, but {where_of(source)} is read sample by "
@@ -46,10 +41,3 @@ def _with_gaps(source: Source, names: Collection[str]) -> Source:
         "gaps",
         "a dict of arrays, or a file of them",
     )
-
-
-def _with(fields: Mapping[str, Field], names: Collection[str]) -> dict[str, Field]:
-    return {
-        name: field._replace(gaps=True) if name in names else field
-        for name, field in fields.items()
-    }

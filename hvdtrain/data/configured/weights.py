@@ -9,10 +9,10 @@ from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.section import is_object
 from hvdtrain.data.around_source import inner_source
+from hvdtrain.data.array_files import array_files_in
 from hvdtrain.data.ragged import PaddedArrays
 from hvdtrain.data.sampler import WeightedDraws
 from hvdtrain.data.source import Source, arrays_in_memory
-from hvdtrain.data.stored.stored_in import stored_in
 from hvdtrain.data.subset import Subset
 from hvdtrain.errors import UserError
 
@@ -136,7 +136,7 @@ def _field(source: Source, name: str) -> np.ndarray | None:
     inner = inner_source(source)
     if inner is not None and len(inner) == len(source):
         return _field(inner, name)
-    files = stored_in(source)
+    files = array_files_in(source)
     return (
         None
         if files is None or len(files) != len(source)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from hvdtrain.data.files.split_files import FileOnDisk
 from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.source import Source, Split
-from hvdtrain.data.stored.files import FileOnDisk
 from hvdtrain.data.texts.build import build_texts
 from hvdtrain.data.texts.lines import LinesOfFile
 from hvdtrain.data.texts.options import text_options

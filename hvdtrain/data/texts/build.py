@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from hvdtrain.data.files.split_files import files_of_split
 from hvdtrain.data.option_error import OptionError, expanded
 from hvdtrain.data.source import Source, Split
-from hvdtrain.data.stored.files import files_of_split
 from hvdtrain.data.texts.documents import Documents, paths_of
 from hvdtrain.data.texts.lines import Lines, LinesOfFile
 from hvdtrain.data.texts.options import TextOptions

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdtrain.data.stored.files import FileOnDisk
+from hvdtrain.data.files.split_files import FileOnDisk
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ import numpy as np
 
 from hvdtrain.data.declared import CheckedSource
 from hvdtrain.data.field import Padding, check_numbers
+from hvdtrain.data.input_encoding import EncodedData
 from hvdtrain.data.source import LabelledImages, NamedArrays, Source
 from hvdtrain.data.user_data.arrays import (
     TARGETS,
@@ -25,7 +26,6 @@ from hvdtrain.data.user_data.arrays import (
     read_safetensors,
 )
 from hvdtrain.data.user_data.dataset import from_dataset
-from hvdtrain.data.user_data.encoded_frame import FrameToEncode, source_of_frame
 from hvdtrain.data.user_data.sequences import from_ragged, is_ragged
 from hvdtrain.data.user_data.user_source import MEMBERS, user_source
 from hvdtrain.errors import UserError
@@ -65,8 +65,8 @@ def as_source(
     Raises UserError for anything else, and for invalid data.
     """
     source = (
-        source_of_frame(given, name, where)
-        if isinstance(given, FrameToEncode)
+        given.source(name, where)
+        if isinstance(given, EncodedData)
         else _as_source(given, name, where, workers, kept, padding, gaps)
     )
     if not len(source):

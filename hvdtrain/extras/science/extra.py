@@ -1,10 +1,10 @@
-"""What the rest of hvdtrain learns of the files of HDF5 and Zarr."""
+"""What the rest of hvdtrain learns of files of arrays and tables."""
 
 from hvdtrain.core.extras import Extra
 
 EXTRA = Extra(
     status="stable",
-    says="Trains on HDF5, netCDF-4 and Zarr files, one block at a time.",
+    says="Trains on CSV, Parquet, npz, HDF5, netCDF-4 and Zarr files, one block at a time.",
     aliases={"data/datasets": {"hdf5": "hdf5", "netcdf": "hdf5"}},
     data_files={
         ".h5": "hdf5",
@@ -13,8 +13,15 @@ EXTRA = Extra(
         ".nc4": "netcdf",
         ".zarr": "zarr",
     },
-    map_files={
-        ".nc": "hvdtrain.extras.science.write_netcdf",
-        ".zarr": "hvdtrain.extras.science.write_zarr",
+    tables={".parquet": "parquet", ".csv": "csv", ".tsv": "csv"},
+    archives={".npz": "npz"},
+    number_files={
+        ".csv": "hvdtrain.extras.science.user_tables.predicted_table",
+        ".npz": "hvdtrain.extras.science.data.datasets.npz",
     },
+    map_files={
+        ".nc": "hvdtrain.extras.science.map_file",
+        ".zarr": "hvdtrain.extras.science.map_file",
+    },
+    column_encoder="hvdtrain.extras.science.user_tables.column_encoder",
 )

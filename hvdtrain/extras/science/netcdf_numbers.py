@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.data.stored.stored_array import whole
 from hvdtrain.errors import UserError
+from hvdtrain.extras.science.stored.stored_array import whole
 
 _SCALE = ("scale_factor", "add_offset")
 _MISSING = ("_FillValue", "missing_value")

@@ -19,25 +19,25 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.core.folder import WrongKind, check_regular
+from hvdtrain.data.files.split_files import FileOnDisk, cut_off
 from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.grid import Grid, GridVariable
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import Source, Split
-from hvdtrain.data.stored.build import build_stored
-from hvdtrain.data.stored.files import FileOnDisk, cut_off
-from hvdtrain.data.stored.options import Wanted
-from hvdtrain.data.stored.selection import SelectionBox
-from hvdtrain.data.stored.stored_array import (
+from hvdtrain.errors import UserError, first_line
+from hvdtrain.extras.science.chunks import block_edges, check_chunks
+from hvdtrain.extras.science.grids import described, grid_of
+from hvdtrain.extras.science.netcdf_numbers import is_packed, unpacked, unpacked_dtype
+from hvdtrain.extras.science.stored.build import build_stored
+from hvdtrain.extras.science.stored.options import Wanted
+from hvdtrain.extras.science.stored.selection import SelectionBox
+from hvdtrain.extras.science.stored.stored_array import (
     StoredArray,
     StoredFile,
     check_axes,
     check_dtype,
     no_such,
 )
-from hvdtrain.errors import UserError, first_line
-from hvdtrain.extras.science.chunks import block_edges, check_chunks
-from hvdtrain.extras.science.grids import described, grid_of
-from hvdtrain.extras.science.netcdf_numbers import is_packed, unpacked, unpacked_dtype
 
 _CODEC_KEYS = ("filters", "compressor", "codecs", "index_codecs")
 # codecs of numcodecs and zarr, without pickle, which may run code, and msgpack2
