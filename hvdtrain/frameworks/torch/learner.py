@@ -78,7 +78,9 @@ class TorchLearner(RankModel, DrawsTokens, Learner):
         """Takes the parts that this rank updates, without optimizer state."""
         self.shards = [self.strategy.shard(p) for p in self.parameters]
         self.updated = [shard.parameter for shard in self.shards]
-        self.is_sharded = not all(shard.is_whole for shard in self.shards)
+        self.is_sharded = not all(shard.is_whole for shard in self.shards) or any(
+            own.ranks > 1 for own in self.strategy.tensors().values()
+        )
         last = self.passes.updated_after(self.shards)
         self._update = OptimizerStep(
             self.config, self.optimizer, self.strategy, last, self.scale, self.buffers.restore
@@ -223,7 +225,7 @@ class TorchLearner(RankModel, DrawsTokens, Learner):
 
     def load(self, state: Arrays | ArrayStream) -> None:
         set_mode(self.optimizer, training=False)  # a state has the weights of a sync point
-        self._state.load(state)
+        self.notes += self._state.load(state)
         self.optimizer.zero_grad()  # gradients of an interrupted step
 
     def loss_scale(self) -> float | None:

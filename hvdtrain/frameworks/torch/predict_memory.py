@@ -253,11 +253,13 @@ def state_bytes(learner: TorchLearner) -> int:
 
 
 def state_tensors(learner: TorchLearner) -> list[torch.Tensor]:
-    """Returns the weights, or the rank's part of them, and its part of the optimizer's state."""
+    """Returns the weights, or the rank's part of them, its part of the optimizer's state, and what
+    the strategy keeps."""
     weights = [learner.strategy.part(p).parameter for p in learner.model.parameters()]
     states = [learner.optimizer.state.get(shard.parameter, {}) for shard in learner.shards]
     tensors = [t for state in states for t in state.values() if isinstance(t, torch.Tensor)]
-    return [*weights, *learner.model.buffers(), *tensors]
+    of_strategy = [own.tensor for own in learner.strategy.tensors().values()]
+    return [*weights, *learner.model.buffers(), *tensors, *of_strategy]
 
 
 def copies_bytes(learner: TorchLearner) -> int:

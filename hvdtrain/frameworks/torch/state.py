@@ -18,7 +18,7 @@ from hvdtrain.frameworks.torch.device_digest import sum_of_bytes
 from hvdtrain.frameworks.torch.optim import rule_optimizer
 from hvdtrain.frameworks.torch.optim.rule_optimizer import RuleOptimizer
 from hvdtrain.frameworks.torch.precision import Scale, load_loss_scale, without_loss_scale
-from hvdtrain.frameworks.torch.strategy import Shard, Strategy
+from hvdtrain.frameworks.torch.strategy import Shard, Strategy, StrategyTensor
 
 
 class LearnerState:
@@ -52,7 +52,8 @@ class LearnerState:
         held = {f"p.{name}": self._strategy.part(p) for name, p in self._parameters.items()}
         in_parts = {name: shard for name, shard in (held | shards).items() if not shard.is_whole}
         tensors = self.tensors()
-        self._staging.expect(tensors.values())
+        of_strategy = [own.tensor for own in self._of_strategy().values()]
+        self._staging.expect([*tensors.values(), *of_strategy])
         for name, tensor in tensors.items():
             dtype = numpy_type(tensor.dtype)
             read = functools.partial(self._staging.read, tensor)
@@ -77,6 +78,27 @@ class LearnerState:
             else:
                 found = Piece(name, tuple(tensor.shape), 0, tensor.numel(), dtype, read, True)
                 yield found._replace(hash_in_place=self._hash_of(tensor))
+        for name, own in self._of_strategy().items():
+            yield self._piece_of_strategy(name, own)
+
+    def _of_strategy(self) -> dict[str, StrategyTensor]:
+        return {f"s.{name}": own for name, own in self._strategy.tensors().items()}
+
+    def _piece_of_strategy(self, name: str, own: StrategyTensor) -> Piece:
+        tensor = own.tensor
+        size = tensor.numel()
+        is_whole = own.ranks <= 1
+        return Piece(
+            name,
+            own.shape,
+            own.rank * size,
+            (own.rank + 1) * size,
+            numpy_type(tensor.dtype),
+            lambda: self._staging.read(tensor).reshape(own.shape if is_whole else -1),
+            is_whole,
+            is_mine=not is_whole and self._is_first_replica,
+            hash_in_place=self._hash_of(tensor),
+        )
 
     def _hash_of(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         if self._hashes_on_device and not self._staging.is_on_host(tensor):
@@ -112,14 +134,19 @@ class LearnerState:
         theirs = self._model.state_dict(keep_vars=True)
         return {name: ours[id(tensor)] for name, tensor in theirs.items() if id(tensor) in ours}
 
-    def load(self, state: Arrays | ArrayStream) -> None:
-        """Loads a state: Learner.load(). Raises UserError if the state is of another model or
-        another class of optimizer."""
+    def load(self, state: Arrays | ArrayStream) -> list[str]:
+        """Loads a state: Learner.load(). Returns lines for the user. Raises UserError if the state
+        is of another model or another class of optimizer."""
         stream = as_stream(state)
         live = self.tensors()
-        shapes = without_loss_scale(stream.shapes)
+        of_strategy = self._of_strategy()
+        all_shapes = without_loss_scale(stream.shapes)
+        check_strategy(of_strategy, all_shapes, stream.is_partial)
+        shapes = {name: shape for name, shape in all_shapes.items() if name not in of_strategy}
         rule_optimizer.check_class(self._optimizer, shapes)
-        model_has: Shapes = without_loss_scale({piece.name: piece.shape for piece in self.pieces()})
+        model_has: Shapes = without_loss_scale(
+            {piece.name: piece.shape for piece in self.pieces() if piece.name not in of_strategy}
+        )
         state_has: Shapes = shapes
         if not isinstance(
             self._optimizer, RuleOptimizer
@@ -139,7 +166,9 @@ class LearnerState:
         held = {f"p.{name}": self._strategy.part(p) for name, p in self._parameters.items()}
         with torch.no_grad():
             for name, array in stream.arrays:
-                if name not in shapes:
+                if name in of_strategy:
+                    of_strategy[name].load(array)
+                elif name not in shapes:
                     scale[name] = np.asarray(array)
                 elif name.startswith("s."):
                     for parameter, key in _places(name, shards):
@@ -167,6 +196,7 @@ class LearnerState:
                 )
             else:
                 rule_optimizer.load_optimizer_state(self._optimizer, shards[name].parameter, arrays)
+        return _notes_on_ranks(of_strategy, all_shapes)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -194,6 +224,40 @@ class LearnerState:
             for name, p in self._parameters.items()
             if p.requires_grad
         ]
+
+
+def check_strategy(
+    of_strategy: dict[str, StrategyTensor], shapes: Shapes, is_partial: bool
+) -> None:
+    """Raises UserError if a state lacks a tensor of the strategy (a partial one may), or has one in
+    another shape."""
+    found = {name: shape for name, shape in shapes.items() if name in of_strategy}
+    job = {name: own.shape for name, own in of_strategy.items()}
+    check_fit(
+        job,
+        {
+            name: job[name] if of_strategy[name].fits(shape) else shape
+            for name, shape in found.items()
+        },
+        is_partial,
+    )
+
+
+def _notes_on_ranks(of_strategy: dict[str, StrategyTensor], shapes: Shapes) -> list[str]:
+    """Returns a line if tensors that each rank has were of another number of ranks."""
+    others = [
+        name
+        for name, own in of_strategy.items()
+        if own.ranks and name in shapes and shapes[name] != own.shape
+    ]
+    if not others:
+        return []
+    name = others[0]
+    more = f" and {len(others) - 1} more" * (len(others) > 1)
+    return [
+        f"the checkpoint has {name}{more} of {shapes[name][0]} ranks; each of the "
+        f"{of_strategy[name].ranks} ranks starts with an equal share of their sum"
+    ]
 
 
 def _part(array: np.ndarray | ArrayInFile, shard: Shard) -> np.ndarray:

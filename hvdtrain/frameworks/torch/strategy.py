@@ -64,6 +64,36 @@ def whole_shard(p: torch.nn.Parameter) -> Shard:
     return Shard(p, p, 0, p.numel())
 
 
+class StrategyTensor(NamedTuple):
+    """A tensor of a strategy that a resume needs, on the device of its parameter."""
+
+    tensor: torch.Tensor
+    # 0: equal on all ranks. Otherwise each of so many ranks has its own. Only their sum matters, so
+    # another number of ranks divides the sum equally
+    ranks: int = 0
+    rank: int = 0  # among them
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in a checkpoint: (ranks, ...) if ranks have their own."""
+        return (*([self.ranks] if self.ranks else ()), *self.tensor.shape)
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether load() takes an array of this shape."""
+        return shape[bool(self.ranks) :] == tuple(self.tensor.shape) and len(shape) == len(
+            self.shape
+        )
+
+    def load(self, array: Any) -> None:
+        """Loads this rank's tensor from an array of a checkpoint, maybe of other ranks."""
+        size = self.tensor.numel()
+        is_same = not self.ranks or array.shape[0] == self.ranks
+        rows = [self.rank] if is_same else range(array.shape[0])
+        total = sum(elements(array, WHOLE, row * size, (row + 1) * size) for row in rows)
+        found = total if is_same else total / self.ranks
+        self.tensor.copy_(torch.from_numpy(found).view(self.tensor.shape))
+
+
 class StrategyMemory(NamedTuple):
     """The memory that a strategy itself keeps between two steps."""
 
@@ -158,6 +188,11 @@ class Strategy:
     def sync(self, optimizer: torch.optim.Optimizer) -> None:
         """Makes weights and optimizer state equal on all ranks, if they are not. A collective."""
 
+    def tensors(self) -> dict[str, StrategyTensor]:
+        """Returns the tensors that a resume needs besides weights and optimizer state, at a sync
+        point. Their names, the same on all ranks, begin with a parameter's: fc.weight.residual."""
+        return {}
+
     def held(self) -> StrategyMemory:
         """Returns the memory that the strategy itself holds."""
         return StrategyMemory([], [])
@@ -233,6 +268,9 @@ class Around(Strategy):
 
     def sync(self, optimizer: torch.optim.Optimizer) -> None:
         self._within.sync(optimizer)
+
+    def tensors(self) -> dict[str, StrategyTensor]:
+        return self._within.tensors()
 
     def held(self) -> StrategyMemory:
         return self._within.held()

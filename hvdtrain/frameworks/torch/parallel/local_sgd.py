@@ -3,6 +3,8 @@ optimizer state."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from hvdtrain.comm.communicator import Communicator
@@ -14,6 +16,7 @@ from hvdtrain.frameworks.torch.strategy import (
     NamedParameters,
     Strategy,
     StrategyMemory,
+    StrategyTensor,
     reduction_device,
 )
 
@@ -53,21 +56,22 @@ class LocalSGD(Strategy):
             self.sync(optimizer)
             self._stopwatch.enter("update")
 
-    @torch.no_grad()
     def sync(self, optimizer: torch.optim.Optimizer) -> None:
         """Averages over ranks, if a step was made since the last average."""
         if not self._steps:
             return
         self._steps = 0
-        tensors = [
-            torch.nn.Parameter(t.data, requires_grad=False)
-            for t in self._averaged_tensors(optimizer)
-        ]
+        self._average([*self._trained, *self._state_tensors(optimizer)])
+
+    @torch.no_grad()
+    def _average(self, averaged: Sequence[torch.Tensor], name: str = "average") -> None:
+        """Averages tensors over ranks, in place. A collective."""
+        tensors = [torch.nn.Parameter(t.data, requires_grad=False) for t in averaged]
         reductions = []
         for i, bucket in enumerate(group([("", t) for t in tensors], self._bucket_bytes)):
             device = reduction_device(bucket[0].device, self._communicator)
             flat = torch.cat([t.reshape(-1) for t in bucket]).to(device) / self._communicator.size
-            reductions.append((bucket, self._communicator.start_allreduce(flat, f"average.{i}")))
+            reductions.append((bucket, self._communicator.start_allreduce(flat, f"{name}.{i}")))
         for bucket, handle in reductions:
             means = handle.wait().to(bucket[0].device).split([t.numel() for t in bucket])
             torch._foreach_copy_(
@@ -75,18 +79,15 @@ class LocalSGD(Strategy):
                 [mean.view(t.shape) for t, mean in zip(bucket, means, strict=True)],
             )
 
-    def _averaged_tensors(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        """Yields weights, then the floating-point state of each, by sorted keys; step counts are
-        equal on all ranks."""
-        tensors: list[torch.Tensor] = list(self._trained)
-        for p in self._trained:
-            entries = sorted(optimizer.state.get(p, {}).items())
-            tensors += [
-                t
-                for key, t in entries
-                if key != "step" and torch.is_tensor(t) and t.is_floating_point()
-            ]
-        return tensors
+    def _state_tensors(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """Returns the floating-point state of each weight, by sorted keys; step counts are equal on
+        all ranks."""
+        return [
+            t
+            for p in self._trained
+            for key, t in sorted(optimizer.state.get(p, {}).items())
+            if key != "step" and torch.is_tensor(t) and t.is_floating_point()
+        ]
 
 
 class PostLocalSGD(Around):
@@ -106,6 +107,7 @@ class PostLocalSGD(Around):
     def begin_step(self, hyper: Hyper) -> None:
         self._within = self._together if hyper.together else self._apart
         self.local_mean = self._within.local_mean
+        self._within.begin_step(hyper)
 
     def weights_changed(self) -> None:
         self._together.weights_changed()
@@ -114,5 +116,9 @@ class PostLocalSGD(Around):
     def sync(self, optimizer: torch.optim.Optimizer) -> None:
         self._apart.sync(optimizer)
 
+    def tensors(self) -> dict[str, StrategyTensor]:
+        return self._apart.tensors()
+
     def held(self) -> StrategyMemory:
-        return self._together.held()
+        together = self._together.held()
+        return together._replace(in_transit=together.in_transit + self._apart.held().in_transit)

@@ -4,6 +4,7 @@ choose how gradients are reduced."""
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +23,9 @@ from hvdtrain.frameworks.torch.parallel.buckets import (
 from hvdtrain.frameworks.torch.parallel.by_library import Ddp, HorovodOptimizer, fits_horovod
 from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy, nccl_ranks
 from hvdtrain.recipe.clock import epoch_multiplier
+
+if TYPE_CHECKING:  # few jobs have local steps
+    from hvdtrain.frameworks.torch.parallel.local_sgd import LocalSGD
 
 
 class WholeModel(Arrangement):
@@ -48,9 +52,7 @@ def select_strategy(
     """
     comm = config.comm
     communicator = mesh.data
-    # a stage of a pipeline may have no trained parameter
-    device = named[0][1].device if named else torch.device("cpu")
-    bucket_bytes = comm.bucket_bytes(nccl_ranks(device, communicator))
+    bucket_bytes = bucket_bytes_of(config, named, communicator)
     if config.shard.stage in (1, 2):
         from hvdtrain.frameworks.torch.parallel.zero_1_and_2 import ZeroStrategy
 
@@ -66,7 +68,10 @@ def select_strategy(
     if communicator.size == 1 and comm.reduce == "auto":
         return Strategy(named)
     if comm.local_steps > 1:
-        return _local_steps(config, named, communicator, bucket_bytes, stopwatch)
+        from hvdtrain.frameworks.torch.parallel.local_sgd import LocalSGD
+
+        local = LocalSGD(named, communicator, comm.local_steps, bucket_bytes, stopwatch)
+        return from_its_begin(config, named, communicator, local, stopwatch)
     if (
         "horovod_api" in communicator.features
         and comm.reduce != "bucket"
@@ -81,19 +86,27 @@ def select_strategy(
     return buckets
 
 
-def _local_steps(
+def bucket_bytes_of(config: Config, named: NamedParameters, communicator: Communicator) -> int:
+    """Returns the size of a bucket of these parameters."""
+    # a stage of a pipeline may have no trained parameter
+    device = named[0][1].device if named else torch.device("cpu")
+    return config.comm.bucket_bytes(nccl_ranks(device, communicator))
+
+
+def from_its_begin(
     config: Config,
     named: NamedParameters,
     communicator: Communicator,
-    bucket_bytes: int,
+    local: LocalSGD,
     stopwatch: Stopwatch,
 ) -> Strategy:
-    from hvdtrain.frameworks.torch.parallel.local_sgd import LocalSGD, PostLocalSGD
-
+    """Returns local steps; before comm.local_from, gradients are reduced in every step."""
     begin = read_length(config.comm.local_from)
-    local = LocalSGD(named, communicator, config.comm.local_steps, bucket_bytes, stopwatch)
     if not begin.amount:
         return local
+    from hvdtrain.frameworks.torch.parallel.local_sgd import PostLocalSGD
+
+    bucket_bytes = bucket_bytes_of(config, named, communicator)
     together = Buckets(named, communicator, bucket_bytes, stopwatch)
     return PostLocalSGD(together, local, begin.words(epoch_multiplier(config)))
 
