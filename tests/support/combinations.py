@@ -175,6 +175,8 @@ ON_RANKS = (
     "log.noise_scale",
     "speed.devices",
 )
+# a key of ON_RANKS that changes what one process computes
+ONE_PROCESS_TOO = "comm.compression_rank"
 SAME_NUMBERS = (  # keys that change no number, besides those in HAS_NO_TWIN
     *(
         "comm.tune",
@@ -268,7 +270,9 @@ def job_of(pair: Pair, model: str, words: str) -> DrawnJob:
     on_ranks = {
         key
         for key in found
-        if key.startswith(ON_RANKS) and not (updates and key.startswith("parallel.dense"))
+        if key.startswith(ON_RANKS)
+        and key != ONE_PROCESS_TOO
+        and not (updates and key.startswith("parallel.dense"))
     }
     alone = as_words({key: value for key, value in found.items() if key not in on_ranks})
     if found.get("comm.reduce") == "ddp" and "speed.compile" in found:

@@ -7,6 +7,7 @@ extra's folder and its tests.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -47,10 +48,17 @@ def is_test_of(name: str, file: Path) -> bool:
 
 
 def _is_configuration_of(name: str, file: Path) -> bool:
-    """Whether a file of configs/ names a plugin of the extra."""
+    """Whether a file of configs/ names a plugin or sets a key of the extra."""
+    if file.parts[0] != "configs":
+        return False
+    text = (ROOT / file).read_text()
+    keys = EXTRAS / name / "keys.py"
+    fields = re.findall(
+        r"^    (\w+): .+ = Field\(", keys.read_text() if keys.exists() else "", re.M
+    )
     plugins = (path.stem for path in (EXTRAS / name).glob("*/**/*.py"))
-    return file.parts[0] == "configs" and any(
-        f"name: {plugin}\n" in (ROOT / file).read_text() for plugin in plugins
+    return any(f"name: {plugin}\n" in text for plugin in plugins) or any(
+        f"\n  {field}: " in text for field in fields
     )
 
 

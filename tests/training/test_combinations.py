@@ -33,7 +33,7 @@ from ranks import FULL, needs_horovod, needs_mpirun
 from hvdtrain.core.extras import extras
 
 PAGE = Path(__file__).parents[2] / "docs/combinations.md"
-OF_EXTRAS = {"dense", "pipeline", "servers", "tensor"}
+OF_EXTRAS = {"dense", "diloco", "gossip", "pipeline", "powersgd", "servers", "tensor"}
 PAIRS = {pair.name: pair for pair in all_pairs()}
 
 

@@ -1,0 +1,1 @@
+"""PowerSGD: gradients are reduced as products of two thin matrices."""
