@@ -1,6 +1,6 @@
 """What ranks that communicate rarely, or with fewer bytes, send and learn: bytes and accuracy on Fashion-MNIST.
 
-mpirun -np 4 python benchmarks/rare_communication.py [--seeds 1,2] [--epochs 3] [--ways NAME,...] [--json FILE] [key=value ...]
+mpirun -np 4 python benchmarks/rare_communication.py [--seeds 1,2] [--epochs 3] [--ways NAME;...] [--json FILE] [key=value ...]
 
 Each way trains the same small convolutional network with the same recipe. The bytes are those that a rank sends while it trains, counted in
 the communicator; of an allreduce those of a ring, 2 (ranks - 1) / ranks of the buffer. Ranks evaluate once, at the end.
@@ -95,7 +95,7 @@ def main() -> None:
     torch.set_num_threads(1)
     communicator, _ = connect(configure(None, ["comm.engine=mpi"]), placement(os.environ))
     for seed in map(int, options.seeds.split(",")):
-        for name in options.ways.split(",") if options.ways else WAYS:
+        for name in options.ways.split(";") if options.ways else WAYS:
             words = (
                 f"{WAYS[name]} epochs={options.epochs} seed={seed} {' '.join(options.overrides)}"
             )
@@ -116,7 +116,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--seeds", default="1,2")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--ways", default="", help="some of: " + "; ".join(WAYS))
+    parser.add_argument("--ways", default="", help="some of: " + ";".join(WAYS))
     parser.add_argument("--json", metavar="FILE", help="append the rows to this file as JSON lines")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for every job")
     return parser.parse_args()
