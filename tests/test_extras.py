@@ -113,6 +113,23 @@ def test_everything_works_without_one_extra(name: str, with_extras: Path) -> Non
     assert imported(with_extras, name) > 250
 
 
+@pytest.mark.in_turn
+@pytest.mark.parametrize("name", ["jax", "keras"])
+def test_everything_works_without_the_folder_of_a_framework(name: str, with_extras: Path) -> None:
+    shutil.move(with_extras / "hvdtrain" / "frameworks" / name, with_extras / name)
+    try:
+        assert imported(with_extras) > 250
+        env = {"PYTHONPATH": str(with_extras)}
+        hvdtrain = ["-c", OF_COPY, str(with_extras)]
+        done = python([*hvdtrain, *JOB, f"framework={name}"], env=env)
+        assert (done.returncode, done.stderr.splitlines()[0]) == (
+            2,
+            f"hvdtrain: unknown name: {name}",
+        )
+    finally:
+        shutil.move(with_extras / name, with_extras / "hvdtrain" / "frameworks" / name)
+
+
 @needs_mpirun
 def test_a_job_trains_without_any_extra(copy: Path, tmp_path: Path) -> None:
     assert not (copy / "hvdtrain" / "extras").exists() and imported(copy, *extras()) > 250

@@ -96,6 +96,17 @@ def load(folder: str, name: str, where: str) -> ModuleType:
     return importlib.import_module(".".join(path.parts))
 
 
+def of_imported_frameworks(file: str) -> list[ModuleType]:
+    """Returns frameworks/NAME/FILE.py of each framework whose library NAME has been imported: the
+    job's script or model may use it."""
+    folders = sorted(path.parent.name for path in PACKAGE.glob(f"frameworks/*/{file}.py"))
+    return [
+        importlib.import_module(f"{PACKAGE.name}.frameworks.{name}.{file}")
+        for name in folders
+        if sys.modules.get(name) is not None
+    ]
+
+
 def named(name: str) -> Any:
     """Returns hvdtrain's object "package.module:name". Tables of data use names for objects that
     only some jobs import."""

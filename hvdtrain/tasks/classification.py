@@ -188,11 +188,9 @@ class Classification(Task):
         return TorchClassification(inputs, form, place)
 
     def jax(self, model: ModelConfig, place: DeviceAndDtype) -> TaskPart:
-        from hvdtrain.tasks.jax import JaxClassification, JaxInputs
-
         users_model = is_users_model(model)
-        return JaxClassification(
-            JaxInputs(self.transform, place, users_model),
+        return place.parts.JaxClassification(
+            place.parts.JaxInputs(self.transform, place, users_model),
             LossForm(
                 model.loss == "squared_error", model.label_smoothing, self.class_weights, self.top_k
             ),

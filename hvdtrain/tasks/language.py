@@ -144,9 +144,7 @@ class Language(Task):
         )
 
     def jax(self, model: ModelConfig, place: DeviceAndDtype) -> TaskPart:
-        from hvdtrain.tasks.jax import JaxLanguage
-
-        return JaxLanguage(self.ignore, model.label_smoothing)
+        return place.parts.JaxLanguage(self.ignore, model.label_smoothing)
 
 
 def build(

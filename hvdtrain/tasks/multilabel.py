@@ -127,9 +127,9 @@ class Multilabel(Task):
         )
 
     def jax(self, model: ModelConfig, place: DeviceAndDtype) -> TaskPart:
-        from hvdtrain.tasks.jax import JaxInputs, JaxMultilabel
-
-        return JaxMultilabel(JaxInputs(self.transform, place, is_users_model(model)), self.bins)
+        return place.parts.JaxMultilabel(
+            place.parts.JaxInputs(self.transform, place, is_users_model(model)), self.bins
+        )
 
     def numpy(self, model: ModelConfig, place: DeviceAndDtype) -> NumpyPart:
         return NumpyMultilabel(self.transform, self.bins, place)

@@ -198,10 +198,8 @@ class Regression(Task):
         )
 
     def jax(self, model: ModelConfig, place: DeviceAndDtype) -> TaskPart:
-        from hvdtrain.tasks.jax import JaxInputs, JaxRegression
-
-        inputs = JaxInputs(self.transform, place, is_users_model(model))
-        return JaxRegression(
+        inputs = place.parts.JaxInputs(self.transform, place, is_users_model(model))
+        return place.parts.JaxRegression(
             inputs, self.points, self.target_mean, place, of_maps=takes_maps(model, "jax")
         )
 

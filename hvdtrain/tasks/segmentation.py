@@ -185,11 +185,9 @@ class Segmentation(Task):
         )
 
     def jax(self, model: ModelConfig, place: DeviceAndDtype) -> TaskPart:
-        from hvdtrain.tasks.jax import JaxInputs, JaxSegmentation
-
-        inputs = JaxInputs(self.transform, place, is_users_model(model))
+        inputs = place.parts.JaxInputs(self.transform, place, is_users_model(model))
         turned = not is_image(self.x)
-        return JaxSegmentation(
+        return place.parts.JaxSegmentation(
             inputs,
             self.classes,
             self.pixels,

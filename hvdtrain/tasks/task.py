@@ -286,6 +286,7 @@ class DeviceAndDtype(NamedTuple):
 
     dtype: Any  # of the model's numbers
     device: Any = None
+    parts: Any = None  # the module with the classes of parts, if they belong to the framework
 
 
 def part_of(task: Task, framework: str, config: Config, place: DeviceAndDtype) -> Any:

@@ -116,11 +116,12 @@ class OwnLoss(Task):
         )
 
     def jax(self, model: ModelConfig, place: DeviceAndDtype) -> TaskPart:
-        from hvdtrain.tasks.jax import JaxFunctions, JaxInputs
-
         _refuse_keys_of_classification(model)
-        return JaxFunctions(
-            self.loss, JaxInputs(self.transform, place, is_users_model(model)), self.fields, place
+        return place.parts.JaxFunctions(
+            self.loss,
+            place.parts.JaxInputs(self.transform, place, is_users_model(model)),
+            self.fields,
+            place,
         )
 
 
@@ -269,7 +270,7 @@ class Measured(AroundTask):
         return self._examples
 
     def part(self, framework: str, model: ModelConfig, place: DeviceAndDtype) -> Any:
-        with_metrics = self._measured(framework)
+        with_metrics = self._measured(framework, place)
         return with_metrics(self.task.part(framework, model, place), self.own, place)
 
     @property
@@ -301,15 +302,13 @@ class Measured(AroundTask):
             "metrics": {name: [one.better, one.length] for name, one in self.own.items()},
         }
 
-    def _measured(self, framework: str) -> Any:
+    def _measured(self, framework: str, place: DeviceAndDtype) -> Any:
         if framework == "torch":
             from hvdtrain.tasks.torch_functions import TorchMeasured
 
             return TorchMeasured
         if framework == "jax":
-            from hvdtrain.tasks.jax import JaxMeasured
-
-            return JaxMeasured
+            return place.parts.JaxMeasured
         raise UserError(
             f"framework={framework} does not support custom metrics (metrics=, task.name)",
             WHERE,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from hvdtrain.config.plugins import of_imported_frameworks
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.section import DEFAULT, Given, name_of_object
 from hvdtrain.data.input_encoding import data_to_encode
@@ -26,24 +26,15 @@ Makers = Mapping[str, Given]  # section -> object
 def given_model(model: Any) -> Given:
     """Converts a Keras model, a torch module, a model that framework=jax supports, or a function
     without a name. Raises UserError for other types."""
-    if any(
-        kind.__name__ == "Model" and kind.__module__.startswith("keras.")
-        for kind in type(model).__mro__
-    ):  # with the torch backend it is a module, too
-        from hvdtrain.frameworks.keras_objects import GivenKerasModel
-
-        of_keras = GivenKerasModel(model)
-        return Given(name_of_object(model), of_keras, of_keras.facts(), of_keras.take, "keras")
+    for framework in of_imported_frameworks("given"):
+        given: Given | None = framework.given_model(model)
+        if given is not None:
+            return given
     if is_torch_module(model):
         from hvdtrain.frameworks.torch.given_model import GivenModel
 
-        given = GivenModel(model)
-        return Given(name_of_object(model), given, {"model": model}, given.take)
-    if "jax" in sys.modules:  # otherwise it cannot be a JAX object
-        from hvdtrain.frameworks.jax.given import given_model as given_model_of_jax
-
-        if (of_jax := given_model_of_jax(model)) is not None:
-            return of_jax
+        of_torch = GivenModel(model)
+        return Given(name_of_object(model), of_torch, {"model": model}, of_torch.take)
     if isinstance(model, tuple) and len(model) == 2 and all(map(callable, model)):
         return Given(
             name_of_object(model[1]),
@@ -218,10 +209,7 @@ def with_given(config: Config, given: Makers) -> Config:
             continue
         if config.origin("framework") == DEFAULT:
             config = config.replace(framework=one.framework)
-        elif (config.framework, one.framework) != (
-            "torch",
-            "keras",
-        ):  # a Keras model on torch is a torch model; for other backends, torch reports it
+        elif config.framework not in one.also_trained_by:
             what = (
                 f"{section} belongs to framework={one.framework}, but the job has "
                 f"framework={config.framework}"

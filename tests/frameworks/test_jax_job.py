@@ -22,8 +22,8 @@ from hvdtrain.comm.driver_files import DriverFiles
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
+from hvdtrain.frameworks.jax.start import start_jax
 from hvdtrain.frameworks.learner import Learner
-from hvdtrain.frameworks.start_jax import start_jax
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 

@@ -22,7 +22,7 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.keras_objects import named_variables
+from hvdtrain.frameworks.keras.objects import named_variables
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 import hvdtrain.horovod.keras as hvd
-from hvdtrain.frameworks.keras import load_keras
+from hvdtrain.frameworks.keras.build import load_keras
 
 NEAR = 1e-12
 ON_TORCH = keras.backend.backend() == "torch"

@@ -260,7 +260,7 @@ def test_nothing_is_imported_that_the_job_does_not_use(tmp_path: Path) -> None:
         "hvdtrain.data.tokenizer",
         "hvdtrain.data.user_data.as_source",
         "hvdtrain.frameworks.host",
-        "hvdtrain.frameworks.keras",
+        "hvdtrain.frameworks.keras.build",
         "hvdtrain.frameworks.torch.augment",
         "hvdtrain.frameworks.torch.libraries.transformers",
         "hvdtrain.frameworks.torch.lora",

@@ -132,6 +132,7 @@ class Given(NamedTuple):
     # called after training, on every rank, while the ranks are connected
     at_end: Callable[[Any], None] = lambda learner: None
     framework: str | None = None  # the framework that it requires
+    also_trained_by: tuple[str, ...] = ()  # other frameworks that can train it
     unset: Mapping[str, Any] = {}  # values for keys of its section that are not set
     # returns the object that a script gets after at_end(), if it is a different one
     trained: Callable[[], Any] = lambda: None

@@ -15,8 +15,8 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.ties import Ties
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.by_name import check_patterns
+from hvdtrain.frameworks.jax.start import start_jax
 from hvdtrain.frameworks.learner import Learner
-from hvdtrain.frameworks.start_jax import start_jax
 from hvdtrain.tasks.task import Task
 
 

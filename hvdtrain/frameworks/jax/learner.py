@@ -33,6 +33,7 @@ from hvdtrain.data.images.views import make_views
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.by_name import build_rule, is_made_with_the_model
+from hvdtrain.frameworks.jax import task_parts
 from hvdtrain.frameworks.jax.fully_sharded import BlockPasses, with_marked_blocks
 from hvdtrain.frameworks.jax.layers import Params
 from hvdtrain.frameworks.jax.model import JaxDevice, JaxModel, device_dtype, key_data
@@ -104,7 +105,7 @@ class JaxLearner(Learner):
             for name, b in start.items()
         }
         with target.enable_x64():
-            part = part_of(task, "jax", config, DeviceAndDtype(target.dtype))
+            part = part_of(task, "jax", config, DeviceAndDtype(target.dtype, parts=task_parts))
             views = make_views(config, task.fields)
         self._counts_exactly = counts_exactly(part)
         # of Task.gathered; each() is compiled and cannot return them

@@ -21,6 +21,7 @@ from hvdtrain.core.progress import fold
 from hvdtrain.data.field import Field
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks import by_name
+from hvdtrain.frameworks.jax import task_parts
 from hvdtrain.frameworks.jax.layers import Block, Functions, Params
 from hvdtrain.frameworks.jax.library_models import functions_of, library_of, random_arguments
 from hvdtrain.frameworks.jax.norm import BatchNorms
@@ -133,7 +134,7 @@ def build_model(
     name = config.model.name
     where = config.where("model.name")
     with target.enable_x64(), jax.default_device(target.device):
-        part = part_of(task, "jax", config, DeviceAndDtype(target.dtype))
+        part = part_of(task, "jax", config, DeviceAndDtype(target.dtype, parts=task_parts))
         batch = _two_samples(task, target)
         inputs = jax.eval_shape(part.inputs, batch)
         key = key_of(key_data(fold(config.seed)))

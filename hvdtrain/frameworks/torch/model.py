@@ -21,6 +21,9 @@ from hvdtrain.frameworks.torch.frozen import check_overlaps, freeze
 from hvdtrain.frameworks.torch.norm import CPU, use_norm
 from hvdtrain.tasks.task import Task
 
+# of another framework, whose models on torch it makes torch modules
+_ON_TORCH = "torch_module"
+
 
 def normed_model(
     config: Config, task: Task, communicator: Communicator, device: torch.device = CPU
@@ -148,19 +151,16 @@ def build_model(config: Config, task: Task) -> torch.nn.Module:
 
 
 def _called(config: Config, task: Task) -> Any:
-    """Calls the plugin or the user's function; returns a Keras model as a torch module."""
+    """Calls the plugin or the user's function; returns a model of another framework on torch as a
+    torch module."""
     is_users_function = plugins.is_dotted(config.model.name) and config.model.given is None
     if is_users_function:
-        plugins.own_function(config.model)  # imports Keras if needed
-        if "keras" in sys.modules:
-            from hvdtrain.frameworks.torch.keras_module import set_number_type
-
-            set_number_type(config)
+        plugins.own_function(config.model)  # imports that framework if needed
+        for framework in plugins.of_imported_frameworks(_ON_TORCH):
+            framework.set_number_type(config)
     model = by_name.build_model(config, task, "frameworks/torch/models")
-    if sys.modules.get("keras") is not None:
-        from hvdtrain.frameworks.torch.keras_module import as_module
-
-        model = as_module(model, config, task)
+    for framework in plugins.of_imported_frameworks(_ON_TORCH):
+        model = framework.as_module(model, config, task)
     return model
 
 

@@ -24,7 +24,7 @@ class JaxLoop(UserLoop):
         or the device is missing.
         """
         from hvdtrain.frameworks.jax.build import load_jax
-        from hvdtrain.frameworks.start_jax import start_jax
+        from hvdtrain.frameworks.jax.start import start_jax
 
         jax = load_jax(config.where("framework"))
         start_jax(jax, config, communicator)

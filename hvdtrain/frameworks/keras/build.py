@@ -28,7 +28,7 @@ from hvdtrain.core.progress import Hyper, fold
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.by_name import build_rule, check_patterns, twice_activated
 from hvdtrain.frameworks.host import HostLearner, HostModel
-from hvdtrain.frameworks.keras_objects import (
+from hvdtrain.frameworks.keras.objects import (
     added_loss,
     assigned_in_call,
     build_variables,
@@ -37,7 +37,6 @@ from hvdtrain.frameworks.keras_objects import (
     users_object,
 )
 from hvdtrain.frameworks.learner import Learner, fair_threads
-from hvdtrain.frameworks.start_jax import start_jax
 from hvdtrain.optim.rule import Array, Ops, Rule
 from hvdtrain.tasks.task import DeviceAndDtype, Task, part_of
 
@@ -95,6 +94,8 @@ def _use_gpu(backend: str, config: Config, communicator: Communicator) -> None:
                 devices.set_visible_devices(gpus[local_rank % len(gpus)], "GPU")
                 devices.experimental.set_memory_growth(gpus[local_rank % len(gpus)], True)
     else:
+        from hvdtrain.frameworks.jax.start import start_jax
+
         jax = importlib.import_module("jax")
         start_jax(jax, config, communicator)
         devices = jax.local_devices()

@@ -13,8 +13,8 @@ from torch import nn
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.features.every_feature import FEATURES
-from hvdtrain.frameworks.keras import load_keras
-from hvdtrain.frameworks.keras_objects import (
+from hvdtrain.frameworks.keras.build import load_keras
+from hvdtrain.frameworks.keras.objects import (
     added_loss,
     assigned_in_call,
     build_variables,
