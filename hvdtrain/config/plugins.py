@@ -51,6 +51,7 @@ ALIASES: dict[str, dict[str, str]] = {
         f"frameworks/{name}/models": {
             f"resnet{depth}": "resnet" for depth in (18, 34, 50, 101, 152)
         }
+        | {f"resnet{depth}": "cifar_resnet" for depth in (8, 14, 20, 32, 44, 56, 110)}
         for name in ("jax", "torch")
     },
     "optim": {},

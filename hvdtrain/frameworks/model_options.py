@@ -29,6 +29,13 @@ def check_wide_resnet(
         )
 
 
+def check_resnet(zero_gamma: bool, norm: bool) -> None:
+    """Raises UserError for scales that start at 0 in a model without norms."""
+    if zero_gamma and not norm:
+        what = "model.norm=false leaves no scale that could start at 0"
+        raise UserError(what, "model.zero_gamma", "leave one of model.zero_gamma, model.norm out")
+
+
 def check_convnet(widths: tuple[int, ...], dense: tuple[int, ...]) -> None:
     """Raises UserError for widths below 1."""
     if min(dense, default=1) < 1:

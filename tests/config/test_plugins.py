@@ -64,7 +64,7 @@ def test_known_names() -> None:
         "gpt",
         "unet",
         "wide_resnet",
-        *(f"resnet{d}" for d in (18, 34, 50, 101, 152)),
+        *(f"resnet{d}" for d in (8, 14, 18, 20, 32, 34, 44, 50, 56, 101, 110, 152)),
     }
 
 
@@ -268,7 +268,7 @@ def test_the_description_of_an_option_may_take_several_lines(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "name", ["convnet", "gpt", "linear", "mlp", "resnet", "unet", "wide_resnet"]
+    "name", ["cifar_resnet", "convnet", "gpt", "linear", "mlp", "resnet", "unet", "wide_resnet"]
 )
 def test_a_model_has_the_same_options_in_torch_and_in_jax(name: str) -> None:
     """Names, types, defaults and texts."""

@@ -88,7 +88,10 @@ def test_a_resnet_is_torchvisions(depth: int, small_images: bool) -> None:
     ("words", "steps"),
     [
         ("model.name=wide_resnet model.widths=[4,4,6,8] model.dropout=0", 3),
+        ("model.name=wide_resnet model.widths=[4,4,6,8] model.dropout=0 model.norm=false", 3),
         ("model.name=resnet18 model.small_images=true", 1),
+        ("model.name=resnet14 model.zero_gamma=true", 3),
+        ("model.name=resnet8 model.norm=false optim.name=lars", 3),
     ],
 )
 def test_a_step_is_torchs(words: str, steps: int) -> None:

@@ -11,6 +11,7 @@ from hvdtrain.frameworks.torch.check_outputs import MasksWithGaps
 from hvdtrain.frameworks.torch.model import init_classifier
 from hvdtrain.frameworks.torch.models import (
     alexnet,
+    cifar_resnet,
     convnet,
     linear,
     mlp,
@@ -52,7 +53,7 @@ def test_wide_resnet_halves_twice_and_pools_the_rest() -> None:
 
 
 @pytest.mark.parametrize("shape", [(28, 28, 1), (32, 32, 3), (8, 8, 1), (33, 20, 3)])
-@pytest.mark.parametrize("name", ["wide_resnet", "mlp", "linear", "resnet18", "convnet"])
+@pytest.mark.parametrize("name", ["wide_resnet", "mlp", "linear", "resnet18", "resnet8", "convnet"])
 def test_every_model_takes_every_shape_and_learns_with_all_its_parameters(
     name: str, shape: tuple[int, int, int]
 ) -> None:
@@ -71,6 +72,11 @@ def test_mlp_layers() -> None:
 def test_resnet_by_name() -> None:
     # torchvision's published count
     assert parameters(resnet.build("resnet50", (224, 224, 3), 1000)) == 25_557_032
+    shortcuts = 16 * 32 + 32 * 64 + 2 * (32 + 64)  # which have no parameters in the paper
+    for name, count in (("resnet20", 269_722), ("resnet56", 853_018), ("resnet110", 1_727_962)):
+        assert parameters(cifar_resnet.build(name, (32, 32, 3), 10)) == count + shortcuts
+    with pytest.raises(UserError, match="leaves no scale that could start at 0"):
+        resnet.build("resnet18", (32, 32, 3), 10, zero_gamma=True, norm=False)
     small = resnet.build("resnet18", (32, 32, 3), 10, small_images=True)
     sizes = []
     small.layer1.register_forward_hook(

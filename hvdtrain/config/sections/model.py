@@ -37,8 +37,8 @@ class ModelConfig(OpenSection):
         default="wide_resnet",
         description="model: wide_resnet, convnet, "
         + "".join(f"{name}, " for name in plugins_of_extras("frameworks/torch/models"))
-        + "alexnet, resnet18 ... resnet152, gpt, mlp, linear, timm:NAME, transformers:FOLDER, or "
-        "your own as package.module:Class",
+        + "alexnet, resnet18 ... resnet152, resnet8 ... resnet110, gpt, mlp, linear, timm:NAME, "
+        "transformers:FOLDER, or your own as package.module:Class",
     )
     loss: Literal["cross_entropy", "squared_error"] = Field(
         default="cross_entropy",

@@ -4,6 +4,7 @@ stride in the 3x3 convolutions."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ from hvdtrain.frameworks.jax.layers import (
     start_norms,
 )
 from hvdtrain.frameworks.jax.norm import Norms
+from hvdtrain.frameworks.model_options import check_resnet
 
 BLOCKS = {  # blocks of each stage
     "resnet18": (2, 2, 2, 2),
@@ -50,14 +52,16 @@ class ResNetBlock(NamedTuple):
     shortcut: tuple[int, int, int, int] | None  # a convolution in the shortcut
 
 
-def blocks_of(name: str) -> list[ResNetBlock]:
+def blocks_of(counts: Sequence[int], first: int, *, of_two: bool) -> list[ResNetBlock]:
+    """Returns the blocks of stages with `counts` blocks, of which the first has `first`
+    channels."""
     blocks = []
-    before = 64
-    for stage, count in enumerate(BLOCKS[name]):
-        width = 64 << stage
+    before = first
+    for stage, count in enumerate(counts):
+        width = first << stage
         for number in range(count):
             stride = 2 if stage and not number else 1
-            if name in OF_TWO:
+            if of_two:
                 kernels = {"conv1": (width, before, 3, 3), "conv2": (width, width, 3, 3)}
             else:
                 kernels = {
@@ -65,13 +69,13 @@ def blocks_of(name: str) -> list[ResNetBlock]:
                     "conv2": (width, width, 3, 3),
                     "conv3": (4 * width, width, 1, 1),
                 }
-            after = width if name in OF_TWO else 4 * width
+            after = width if of_two else 4 * width
             shortcut = (after, before, 1, 1) if stride > 1 or before != after else None
             blocks.append(
                 ResNetBlock(
                     f"layer{stage + 1}.{number}",
                     kernels,
-                    "conv1" if name in OF_TWO else "conv2",
+                    "conv1" if of_two else "conv2",
                     stride,
                     shortcut,
                 )
@@ -87,6 +91,7 @@ def build(
     *,
     small_images: bool = False,
     zero_gamma: bool = False,
+    norm: bool = True,
 ) -> Functions:
     """resnet18, resnet34, resnet50, resnet101 or resnet152 from random weights.
 
@@ -94,11 +99,35 @@ def build(
         32x32 pixels and less
     zero_gamma: true: the last norm of each residual block starts at scale 0, so that the block is
         its shortcut (Goyal 2017, 5.1)
+    norm: true: a batch norm after each convolution; false: none, so that any number of ranks
+        computes the same. The convolutions have no bias either, and each block doubles the variance
+        at the start, so that the first learning rate must be small
+
+    Raises UserError for zero_gamma without norm.
     """
-    blocks = blocks_of(name)
+    check_resnet(zero_gamma, norm)
     first = (64, shape[2], 3, 3) if small_images else (64, shape[2], 7, 7)
+    by_default = small_images or shape[2] != 3
+    blocks = blocks_of(BLOCKS[name], 64, of_two=name in OF_TWO)
+    return network(
+        blocks, first, outputs, by_default, small_images, zero_gamma=zero_gamma, norm=norm
+    )
+
+
+def network(
+    blocks: list[ResNetBlock],
+    first: tuple[int, int, int, int],
+    outputs: int,
+    by_default: bool,
+    small_images: bool,
+    *,
+    zero_gamma: bool,
+    norm: bool,
+) -> Functions:
+    """Returns a residual network. first: shape of the first convolution, (width, C, K, K);
+    by_default: it starts as a layer of torch does without torchvision."""
     kernels: dict[str, tuple[int, ...]] = {}
-    norms = {"bn1": 64}
+    norms = {"bn1": first[0]}
     last = []
     for block in blocks:
         kernels |= {f"{block.name}.{conv}": size for conv, size in block.kernels.items()}
@@ -113,11 +142,9 @@ def build(
             )
     features = norms[last[-1].removesuffix(".weight")]
     # layers that start as a layer of torch does without torchvision
-    by_default: dict[str, tuple[int, ...]] = {"fc": (outputs, features)}
-    if small_images or shape[2] != 3:
-        by_default["conv1"] = first
-    else:
-        kernels["conv1"] = first
+    of_torch: dict[str, tuple[int, ...]] = {"fc": (outputs, features)}
+    (of_torch if by_default else kernels)["conv1"] = first
+    norms = norms if norm else {}
 
     def init(key: jax.Array) -> Params:
         # He et al., fan out
@@ -127,7 +154,7 @@ def build(
         }
         params = (
             start_normal(key, stds)
-            | start(jax.random.fold_in(key, 1), by_default, ["conv1"])
+            | start(jax.random.fold_in(key, 1), of_torch, ["conv1"])
             | start_norms(norms)
         )
         return params | {name: np.zeros_like(params[name]) for name in last if zero_gamma}
@@ -146,7 +173,8 @@ def build(
 def _normalized(
     norms: Norms, params: Params, convolution: str, norm: str, flow: Flow, stride: int
 ) -> Flow:
-    return norms(params, norm, flow._replace(x=convolve(params, convolution, flow.x, stride)))
+    flow = flow._replace(x=convolve(params, convolution, flow.x, stride))
+    return norms(params, norm, flow) if f"{norm}.weight" in params else flow
 
 
 def _block(block: ResNetBlock, norms: Norms, params: Params, flow: Flow) -> Flow:

@@ -35,12 +35,15 @@ def build(
     *,
     widths: tuple[int, int, int, int] = (16, 16, 32, 64),
     dropout: float = 0.01,
+    norm: bool = True,
 ) -> Functions:
     """Builds the network. The default widths are narrow, so that digits train in seconds;
     16,160,320,640 are the full widths for 28x28 images.
 
     widths: channels of the stem and of the three pairs of blocks
     dropout: share of activations dropped between the two convolutions of a block, 0 to 1
+    norm: true: a batch norm after each 3x3 convolution; false: none, so that any number of ranks
+        computes the same; the convolutions then have a bias
 
     Raises UserError for widths below 1, a dropout outside of 0 to 1, and images too small to be
     halved twice.
@@ -68,10 +71,12 @@ def build(
         | scales
         | {"fc": (outputs, widths[3])}
     )
-    norms = {f"{name.removesuffix('.0')}.1": size[0] for name, size in convolutions.items()}
+    norms = {}
+    if norm:
+        norms = {f"{name.removesuffix('.0')}.1": size[0] for name, size in convolutions.items()}
 
     def init(key: jax.Array) -> Params:
-        return start(key, shapes, convolutions) | start_norms(norms)
+        return start(key, shapes, convolutions if norm else ()) | start_norms(norms)
 
     def apply(
         params: Params,
@@ -93,8 +98,10 @@ def build(
 
 
 def _convolution(norms: Norms, params: Params, name: str, flow: Flow) -> Flow:
-    """3x3 convolution, norm, ReLU."""
-    flow = norms(params, f"{name}.1", flow._replace(x=convolve(params, f"{name}.0", flow.x)))
+    """3x3 convolution, norm (if the model has norms), ReLU."""
+    flow = flow._replace(x=convolve(params, f"{name}.0", flow.x))
+    if f"{name}.1.weight" in params:
+        flow = norms(params, f"{name}.1", flow)
     return flow._replace(x=jax.nn.relu(flow.x))
 
 
