@@ -39,8 +39,8 @@ class Lamb:
             return ops.axpy(-h.lr, u, P), adam.state
         weight_norm = ops.norm(P)
         step_norm = ops.norm(u)
-        trust_ratio = ratio_or_one(
-            weight_norm, step_norm, both_positive(weight_norm, step_norm), ops
+        trust_ratio = ops.trusted(
+            ratio_or_one(weight_norm, step_norm, both_positive(weight_norm, step_norm), ops)
         )
         return ops.axpy(-h.lr * trust_ratio, u, P), adam.state
 

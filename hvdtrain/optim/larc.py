@@ -63,7 +63,7 @@ class Larc:
         if self.mode == "clip":
             # min(a / lr, 1), defined for lr = 0 too
             a = ops.where(scaled, a / ops.where(a > h.lr, a, h.lr), 1.0)
-        return _Factors(a, ops.where(scaled, a * h.weight_decay, 0.0))
+        return _Factors(ops.trusted(a), ops.where(scaled, a * h.weight_decay, 0.0))
 
 
 def build(

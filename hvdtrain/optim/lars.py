@@ -49,8 +49,13 @@ class Lars:
         weight_norm = ops.norm(p)
         gradient_norm = ops.norm(g)
         denominator = gradient_norm + h.weight_decay * weight_norm + self.eps
-        return ratio_or_one(
-            self.trust * weight_norm, denominator, both_positive(weight_norm, gradient_norm), ops
+        return ops.trusted(
+            ratio_or_one(
+                self.trust * weight_norm,
+                denominator,
+                both_positive(weight_norm, gradient_norm),
+                ops,
+            )
         )
 
 

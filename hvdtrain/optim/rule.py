@@ -53,6 +53,9 @@ class Ops(Protocol):
 
     def where(self, condition: Any, a: Scalar | float, b: Scalar | float) -> Scalar: ...
     def sqrt(self, a: Scalar) -> Scalar: ...
+    def trusted(self, a: Scalar) -> Scalar:
+        """Returns `a`, by which the rule multiplies the learning rate of each parameter. It may be
+        recorded."""
 
 
 class Rule(Protocol):
@@ -140,6 +143,9 @@ class ArrayOps:
 
     def sqrt(self, a: Scalar) -> Scalar:
         return self._xp.sqrt(a)
+
+    def trusted(self, a: Scalar) -> Scalar:
+        return a
 
 
 def is_excluded(shape: tuple[int, ...]) -> bool:

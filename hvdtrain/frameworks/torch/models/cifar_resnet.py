@@ -70,7 +70,7 @@ class CifarResNet(nn.Module):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             elif zero_gamma and isinstance(module, block):
-                nn.init.zeros_(module.bn2.weight)  # type: ignore[union-attr, arg-type]
+                nn.init.zeros_(module.bn2.weight)
         self.blocks = [*self.layer1, *self.layer2, *self.layer3]  # a list: no new names
 
     def forward(self, x: Any) -> Any:

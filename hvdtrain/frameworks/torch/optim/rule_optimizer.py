@@ -45,6 +45,8 @@ class TorchOps:
     for many.
     """
 
+    keep: Callable[[Row], None] | None = None  # for trust ratios
+
     def zeros_like(self, x: Arrays) -> Arrays:
         return [torch.zeros_like(t) for t in x]
 
@@ -110,6 +112,11 @@ class TorchOps:
     def sqrt(self, a: Row) -> Row:
         return a.sqrt()
 
+    def trusted(self, a: Row) -> Row:
+        if self.keep is not None:
+            self.keep(a)
+        return a
+
 
 def unstack(entry: Any) -> Arrays:
     """Returns one tensor for each parameter, 0-d if the entry of the state is a Row."""
@@ -150,6 +157,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         momentum: float | None = None,
         weight_decay: float = 0.0,
     ) -> None:
+        # of the last step, if they are kept: parameters, and (n,) factors of their learning rates
+        self.trust_ratios: list[tuple[Parameters, Row]] = []
         super().__init__(
             params,
             {"rule": rule, "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "step": 0},
@@ -177,6 +186,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.trust_ratios.clear()
         for group in self.param_groups:
             hyper = Hyper(
                 float(group["lr"]),
@@ -191,6 +201,11 @@ class RuleOptimizer(torch.optim.Optimizer):
                 self._update(group["rule"], rows(group["rule"]), parameters, hyper)
             group["step"] += 1
         return loss
+
+    def keep_trust_ratios(self) -> None:
+        """Keeps those of each step in `trust_ratios` until the next step."""
+        self.ops = copy.copy(self.ops)
+        self.ops.keep = lambda ratios: self.trust_ratios.append((self._updated, ratios))
 
     @torch.no_grad()
     def fill(self) -> None:
@@ -216,6 +231,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             torch.stack(entry) if is_row else entry
             for entry, is_row in zip(state, in_rows, strict=True)
         )
+        self._updated = parameters
         new_parameters, new_state = rule.update(gradients, stacked, parameters, hyper, self.ops)
         for old, new in zip([parameters, *state], [new_parameters, *new_state], strict=True):
             if new is not old:

@@ -1,0 +1,1 @@
+"""The loss around trained weights, and between two runs; how sharp its minima are."""

@@ -1,0 +1,1 @@
+"""Trust ratios of layers over time, as LARS, LARC and LAMB compute them."""
