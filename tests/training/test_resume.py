@@ -75,6 +75,8 @@ class Jobs:
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
+        if "speed.devices=2" in plan_json.read_text():
+            env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
         argv = ["tests/support/resume_matrix.py", str(plan_json), str(out_json)]
         result = python(argv, env=env) if size == 1 else mpirun(size, argv, env=env)
         assert result.returncode == 0, result.stderr

@@ -53,8 +53,7 @@ class ResNetBlock(NamedTuple):
 
 
 def blocks_of(counts: Sequence[int], first: int, *, of_two: bool) -> list[ResNetBlock]:
-    """Returns the blocks of stages with `counts` blocks, of which the first has `first`
-    channels."""
+    """Returns the blocks of stages with `counts` blocks; the first stage has `first` channels."""
     blocks = []
     before = first
     for stage, count in enumerate(counts):
