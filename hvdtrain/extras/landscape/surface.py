@@ -86,7 +86,8 @@ def sharpness(
         slope = gradient(at)
         for name in trained:
             moved = at[name] + STEP * box[name] * np.sign(slope[name])
-            low, high = weights[name] - box[name], weights[name] + box[name]
+            low = weights[name] - box[name]
+            high = weights[name] + box[name]
             at[name] = np.clip(moved, low, high).astype(weights[name].dtype)
         largest = max(largest, loss(at))
     return Sharpness(100.0 * (largest - first) / (1.0 + first), first, largest)
