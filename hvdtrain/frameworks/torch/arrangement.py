@@ -71,6 +71,7 @@ class Making(NamedTuple):
     )
     user_model: UserModel | None = None
     hashes_on_device: bool = False  # digests of weights, on the GPU of every rank
+    prefix: str = ""  # begins the names of collectives, where a script has several models
 
     def example(self, count: int = 2) -> Called:
         """Returns inputs of the model for `count` samples: zeros, or a script's inputs."""

@@ -33,9 +33,11 @@ class LearnerState:
         is_first_replica: bool = True,
         *,
         hashes_on_device: bool = False,
+        trained: Iterable[torch.nn.Parameter] | None = None,
     ) -> None:
         """is_first_replica: no lower rank has the same parts. hashes_on_device: all ranks compute
-        digests of GPU tensors on the GPU."""
+        digests of GPU tensors on the GPU. trained: the parameters with optimizer state; None: those
+        that require a gradient at the time."""
         self._is_first_replica = is_first_replica
         self._hashes_on_device = hashes_on_device
         self._model = model
@@ -44,6 +46,7 @@ class LearnerState:
         self._strategy = strategy
         # with shard.stage=3 the model has other parameters during a pass
         self._parameters = dict(model.named_parameters())
+        self._always_trained = None if trained is None else set(trained)
         self._staging = StagingBuffer()
 
     def pieces(self) -> Iterator[Piece]:
@@ -138,10 +141,17 @@ class LearnerState:
         """Loads a state: Learner.load(). Returns lines for the user. Raises UserError if the state
         is of another model or another class of optimizer."""
         stream = as_stream(state)
-        live = self.tensors()
+        loading = self.loading(stream.shapes, is_partial=stream.is_partial)
+        for name, array in stream.arrays:
+            loading.take(name, array)
+        return loading.finish()
+
+    def loading(self, state_shapes: Shapes, *, is_partial: bool) -> Loading:
+        """Returns the receiver of the arrays of a state with these shapes. Raises UserError as
+        load()."""
         of_strategy = self._of_strategy()
-        all_shapes = without_loss_scale(stream.shapes)
-        check_strategy(of_strategy, all_shapes, stream.is_partial)
+        all_shapes = without_loss_scale(dict(state_shapes))
+        check_strategy(of_strategy, all_shapes, is_partial)
         shapes = {name: shape for name, shape in all_shapes.items() if name not in of_strategy}
         rule_optimizer.check_class(self._optimizer, shapes)
         model_has: Shapes = without_loss_scale(
@@ -153,50 +163,18 @@ class LearnerState:
         ):  # a user's class creates its state in its first step
             model_has = _without_optimizer(model_has)
             state_has = _without_optimizer(shapes)
-        check_fit(model_has, state_has, stream.is_partial)
-        shards = dict(self._trained())
-        numbers = {
-            name: rule_optimizer.keys_of_numbers(self._optimizer, shard.parameter)
-            for name, shard in shards.items()
-            if shard.shape == () and not shard.is_whole
-        }
-        # the optimizer's state of each parameter
-        states: dict[str, Arrays] = {} if stream.is_partial else {name: {} for name in shards}
-        scale: Arrays = {}
-        held = {f"p.{name}": self._strategy.part(p) for name, p in self._parameters.items()}
-        with torch.no_grad():
-            for name, array in stream.arrays:
-                if name in of_strategy:
-                    of_strategy[name].load(array)
-                elif name not in shapes:
-                    scale[name] = np.asarray(array)
-                elif name.startswith("s."):
-                    for parameter, key in _places(name, shards):
-                        is_number = key in numbers.get(parameter, ()) or key.startswith(
-                            rule_optimizer.GROUP
-                        )
-                        states.setdefault(parameter, {})[key] = (
-                            np.asarray(array) if is_number else _part(array, shards[parameter])
-                        )
-                elif name in held and not held[name].is_whole:
-                    live[name].view(-1).copy_(torch.from_numpy(held[name].take(array)))
-                else:
-                    live[name].copy_(torch.from_numpy(np.asarray(array)))
-        self._strategy.weights_changed()
-        load_loss_scale(self._scale, scale)
-        for name, arrays in states.items():
-            if stream.is_partial:  # it may have a parameter's numbers but not its arrays
-                own = rule_optimizer.optimizer_state(self._optimizer, shards[name].parameter)
-                # one parameter at a time
-                missing = {
-                    key: tensor.cpu().numpy() for key, tensor in own.items() if key not in arrays
-                }
-                rule_optimizer.load_optimizer_state(
-                    self._optimizer, shards[name].parameter, arrays | missing
-                )
-            else:
-                rule_optimizer.load_optimizer_state(self._optimizer, shards[name].parameter, arrays)
-        return _notes_on_ranks(of_strategy, all_shapes)
+        check_fit(model_has, state_has, is_partial)
+        return Loading(
+            self._optimizer,
+            self._scale,
+            self._strategy,
+            self.tensors(),
+            dict(self._trained()),
+            {f"p.{name}": self._strategy.part(p) for name, p in self._parameters.items()},
+            of_strategy,
+            all_shapes,
+            is_partial=is_partial,
+        )
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -222,7 +200,7 @@ class LearnerState:
         return [
             (name, self._strategy.shard(p))
             for name, p in self._parameters.items()
-            if p.requires_grad
+            if (p.requires_grad if self._always_trained is None else p in self._always_trained)
         ]
 
 
@@ -258,6 +236,84 @@ def _notes_on_ranks(of_strategy: dict[str, StrategyTensor], shapes: Shapes) -> l
         f"the checkpoint has {name}{more} of {shapes[name][0]} ranks; each of the "
         f"{of_strategy[name].ranks} ranks starts with an equal share of their sum"
     ]
+
+
+class Loading:
+    """A state on its way into the live tensors of a learner: each array with take(), then
+    finish()."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scale: Scale,
+        strategy: Strategy,
+        live: dict[str, torch.Tensor],
+        shards: dict[str, Shard],
+        parts: dict[str, Shard],
+        of_strategy: dict[str, StrategyTensor],
+        shapes: Shapes,
+        *,
+        is_partial: bool,
+    ) -> None:
+        """live: LearnerState.tensors(). shards: of the trained parameters; parts: of all, by the
+        name of the array. shapes: of the arrays, except the loss scale."""
+        self._optimizer = optimizer
+        self._scale = scale
+        self._strategy = strategy
+        self._live = live
+        self._shards = shards
+        self._parts = parts
+        self._of_strategy = of_strategy
+        self._shapes = shapes
+        self._is_partial = is_partial
+        self._numbers = {
+            name: rule_optimizer.keys_of_numbers(optimizer, shard.parameter)
+            for name, shard in shards.items()
+            if shard.shape == () and not shard.is_whole
+        }
+        # the optimizer's state of each parameter
+        self._states: dict[str, Arrays] = {} if is_partial else {name: {} for name in shards}
+        self._scale_arrays: Arrays = {}
+
+    @torch.no_grad()
+    def take(self, name: str, array: Any) -> None:
+        """Copies an array, or this rank's part of it; optimizer state is kept until finish()."""
+        if name in self._of_strategy:
+            self._of_strategy[name].load(array)
+        elif name not in self._shapes:
+            self._scale_arrays[name] = np.asarray(array)
+        elif name.startswith("s."):
+            self._take_state(name, array)
+        elif name in self._parts and not self._parts[name].is_whole:
+            self._live[name].view(-1).copy_(torch.from_numpy(self._parts[name].take(array)))
+        else:
+            self._live[name].copy_(torch.from_numpy(np.asarray(array)))
+
+    def _take_state(self, name: str, array: Any) -> None:
+        for parameter, key in _places(name, self._shards):
+            is_number = key in self._numbers.get(parameter, ()) or key.startswith(
+                rule_optimizer.GROUP
+            )
+            self._states.setdefault(parameter, {})[key] = (
+                np.asarray(array) if is_number else _part(array, self._shards[parameter])
+            )
+
+    def finish(self) -> list[str]:
+        """Called after the last array. Returns lines for the user."""
+        self._strategy.weights_changed()
+        load_loss_scale(self._scale, self._scale_arrays)
+        for name, arrays in self._states.items():
+            parameter = self._shards[name].parameter
+            if self._is_partial:  # it may have a parameter's numbers but not its arrays
+                own = rule_optimizer.optimizer_state(self._optimizer, parameter)
+                # one parameter at a time
+                missing = {
+                    key: tensor.cpu().numpy() for key, tensor in own.items() if key not in arrays
+                }
+                rule_optimizer.load_optimizer_state(self._optimizer, parameter, arrays | missing)
+            else:
+                rule_optimizer.load_optimizer_state(self._optimizer, parameter, arrays)
+        return _notes_on_ranks(self._of_strategy, self._shapes)
 
 
 def _part(array: np.ndarray | ArrayInFile, shard: Shard) -> np.ndarray:

@@ -180,9 +180,11 @@ class Buckets(Strategy):
         stopwatch: Stopwatch,
         compressed: torch.dtype | None = None,
         op: Op = "sum",
+        prefix: str = "",
     ) -> None:
+        """prefix: begins the names of the allreduces."""
         self._buckets = [
-            _ReducedBucket(parameters, f"gradient.{i}", communicator, compressed)
+            _ReducedBucket(parameters, f"{prefix}gradient.{i}", communicator, compressed)
             for i, parameters in enumerate(group(named, bucket_bytes))
         ]
         self._order = InOrder(

@@ -33,7 +33,9 @@ class WholeModel(Arrangement):
 
     def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:
         making = self.making
-        return select_strategy(making.config, making.mesh, named, optimizer, making.stopwatch)
+        return select_strategy(
+            making.config, making.mesh, named, optimizer, making.stopwatch, making.prefix
+        )
 
 
 def select_strategy(
@@ -42,9 +44,11 @@ def select_strategy(
     named: NamedParameters,
     optimizer: torch.optim.Optimizer,
     stopwatch: Stopwatch,
+    prefix: str = "",
 ) -> Strategy:
     """Returns the strategy for the trained parameters and their optimizer, which is not wrapped
-    yet. Every rank calls it. shard.stage=3 and some arrangements have other strategies.
+    yet. Every rank calls it. shard.stage=3 and some arrangements have other strategies. prefix:
+    begins the names of the collectives of buckets.
 
     training/conflicts.py has refused what the configuration or the engine excludes. Raises
     UserError if comm.reduce=distributed_optimizer asks Horovod to wrap an optimizer or parameters
@@ -57,7 +61,8 @@ def select_strategy(
         from hvdtrain.frameworks.torch.parallel.zero_1_and_2 import ZeroStrategy
 
         on_host = config.shard.offload != "none"
-        return ZeroStrategy(named, mesh, config.shard.stage, bucket_bytes, stopwatch, on_host)
+        stage = config.shard.stage
+        return ZeroStrategy(named, mesh, stage, bucket_bytes, stopwatch, on_host, prefix)
     # Horovod's optimizer supports none of these
     needs_buckets = comm.compression != "none" or comm.op == "adasum" or comm.local_steps > 1
     unfit = "" if needs_buckets else fits_horovod(optimizer, named)
@@ -80,7 +85,7 @@ def select_strategy(
         and config.parallel.part_ranks == 1
     ):
         return HorovodOptimizer(named, communicator)
-    buckets = _buckets(config, named, communicator, bucket_bytes, stopwatch)
+    buckets = _buckets(config, named, communicator, bucket_bytes, stopwatch, prefix)
     if unfit and comm.reduce == "auto" and "horovod_api" in communicator.features:
         buckets.summary += f": {unfit}"
     return buckets
@@ -117,15 +122,16 @@ def _buckets(
     communicator: Communicator,
     bucket_bytes: int,
     stopwatch: Stopwatch,
+    prefix: str,
 ) -> Buckets:
     comm = config.comm
     if comm.op == "adasum":  # one bucket for each tensor: Adasum computes an angle for each
-        return Buckets(named, communicator, 0, stopwatch, op="adasum")
+        return Buckets(named, communicator, 0, stopwatch, op="adasum", prefix=prefix)
     compressed = COMPRESSED_TYPES.get(comm.compression)
     if not comm.tune or communicator.size == 1:
-        return Buckets(named, communicator, bucket_bytes, stopwatch, compressed)
+        return Buckets(named, communicator, bucket_bytes, stopwatch, compressed, prefix=prefix)
     tuned = fastest_bucket_bytes(named, communicator, compressed)
-    buckets = Buckets(named, communicator, tuned.bucket_bytes, stopwatch, compressed)
+    buckets = Buckets(named, communicator, tuned.bucket_bytes, stopwatch, compressed, prefix=prefix)
     buckets.summary += (
         f" of {tuned.bucket_bytes / 2**20:g} MiB, as tuned ({1e3 * tuned.seconds:.2g} ms for all)"
     )

@@ -56,13 +56,15 @@ class ZeroStrategy(Strategy):
         bucket_bytes: int,
         stopwatch: Stopwatch,
         on_host: bool,
+        prefix: str = "",
     ) -> None:
+        """prefix: begins the names of collectives."""
         self._mesh = mesh
         self._stage = stage
         self._stopwatch = stopwatch
         self._buffers = _Buffers()
         self._buckets = [
-            _ShardedBucket(parameters, f"gradient.{i}", mesh, self._buffers, on_host)
+            _ShardedBucket(parameters, f"{prefix}gradient.{i}", mesh, self._buffers, on_host)
             for i, parameters in enumerate(group(named, bucket_bytes))
         ]
         self._order = InOrder(self._buckets, _ShardedBucket.start, stopwatch)

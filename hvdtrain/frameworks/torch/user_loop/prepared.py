@@ -213,6 +213,13 @@ def give_type(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dtype: t
         }
 
 
+def as_sample(x: torch.Tensor, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:
+    """Converts a tensor of the script to the dtype and device of samples. dtype: of floating-point
+    samples; None: as they are."""
+    x = x.detach().to(device)
+    return x.to(dtype) if dtype is not None and x.is_floating_point() else x
+
+
 def compute_in(model: torch.nn.Module, precision: Precision, device: torch.device) -> None:
     """Makes each call of the model run under autocast, with outputs in the dtype of the weights."""
     if precision.layers is None:
