@@ -39,13 +39,15 @@ class SameOrder:
         fix: str,
         *,
         lags: bool = False,
+        what: str = "ranks use different layers",
     ) -> None:
-        """rank: rank in the job; where, fix: for the error; lags: the host does not wait for the
-        collectives."""
+        """rank: rank in the job; where, fix, what: for the error; lags: the host does not wait for
+        the collectives."""
         self._ranks = ranks
         self._rank = rank
         self._where = where
         self._fix = fix
+        self._what = what
         self.lags = lags
         self._history = History()
         self._waiting = ""  # waits for the answer to a question
@@ -108,7 +110,7 @@ class SameOrder:
         for rank, theirs in self._ranks.allgather_object((self._rank, doing)):
             ranks_of.setdefault(theirs, []).append(rank)
         each = "; ".join(f"{ranks_summary(ranks)}: {theirs}" for theirs, ranks in ranks_of.items())
-        raise UserError(f"ranks use different layers ({each})", self._where, self._fix)
+        raise UserError(f"{self._what} ({each})", self._where, self._fix)
 
 
 class History:

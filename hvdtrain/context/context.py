@@ -79,7 +79,15 @@ class Context:
         """Epochs of the samples done, with the fraction."""
         return self._loop.epochs
 
-    def prepare(self, model: Any, optimizer: Any, *, example: Any = None) -> tuple[Any, Any]:
+    @overload
+    def prepare(
+        self, model: Any, optimizer: Any, *, example: Any = None, name: str | None = None
+    ) -> tuple[Any, Any]: ...
+    @overload
+    def prepare(self, model: Any, *, name: str) -> Any: ...
+    def prepare(
+        self, model: Any, optimizer: Any = None, *, example: Any = None, name: str | None = None
+    ) -> Any:
         """Wraps a torch module and its optimizer so that all ranks train them together. Use the
         returned ones instead of your own.
 
@@ -93,8 +101,13 @@ class Context:
         has no state. example: a tensor (n, ...), the model's input for some samples, or a dict of
         several: parallel.tensor and parallel.pipeline need it, and shard.stage=3 with
         speed.precision=bf16 or fp16.
+
+        name: for several models that step in turn, such as a GAN's, a name for each; checkpoints
+        have it. Gradients then stay on their rank until the optimizer steps, so that there may be
+        several backward() before it. With a name and without an optimizer the model is not trained;
+        only the model is returned.
         """
-        return self._loop.prepare(model, optimizer, example, self._batches.stepped)
+        return self._loop.prepare(model, optimizer, example, name, self._batches.stepped)
 
     @overload
     def resume(self) -> dict[str, Any]: ...
@@ -249,8 +262,8 @@ class Context:
 
     def checkpoint(
         self,
-        model: Any,
-        optimizer: Any,
+        model: Any = None,
+        optimizer: Any = None,
         *,
         now: bool = False,
         objective: Any = None,
@@ -260,7 +273,8 @@ class Context:
         """Writes a checkpoint in the background if one is due: by checkpoint.every_steps or
         every_minutes, before a stop, or at the end.
 
-        model, optimizer: the ones that prepare() returned, or the params and state of update().
+        model, optimizer: the ones that prepare() returned, or the params and state of update(). Not
+        needed with several models: a checkpoint has all of them.
         extra: values that resume() is to return (plain values, arrays, tensors, objects with
         state_dict()); rank 0's are saved. now: writes one at this step in any case, and keeps it
         regardless of checkpoint.keep_last. objective: the value of an evaluation at this step; rank

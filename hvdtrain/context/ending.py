@@ -59,7 +59,7 @@ class Ending:
     def _release(self, *, failed: bool) -> None:
         loop = self._loop
         loop.is_closed = True
-        if loop.learner is not None:
+        if loop.is_open:
             close_all(loop.points, loop.stream.prefetcher if loop.stream else None, failed=failed)
         else:
             loop.run.log.close(CLOSE_S)
@@ -71,10 +71,11 @@ class Ending:
         loop.is_closed = True
         if loop.stream is not None:
             loop.stream.prefetcher.close(wait=False)
-        if loop.learner is not None:
+        if loop.is_open:
             loop.points.checkpoints.give_up()
             loop.points.checkpoints.close()
-            loop.learner = None
+        loop.learner = None
+        loop.is_open = False
         loop.run.log.close(HASTY_S)
         loop.run.files.close()
 

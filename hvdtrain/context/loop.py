@@ -36,7 +36,7 @@ _SPARE_BYTES = 2**20  # bytes of a checkpoint's file besides arrays
 class ScriptLoop:
     """The shared state of a Context and its parts, one on each rank."""
 
-    points: SyncPoints  # set by prepare()
+    points: SyncPoints  # set when is_open
     saved: WithExtra
     limit_bytes: int  # limit for a checkpoint's file
 
@@ -70,6 +70,8 @@ class ScriptLoop:
         self.order: SampleOrder | None = None
         self.stream: SampleStream | None = None
         self.is_resumed = False
+        self._names: list[str] = []  # of the models, if they have names
+        self.is_open = False  # the models are prepared, and there are `points`
         self.is_closed = False
 
     @property
@@ -79,12 +81,12 @@ class ScriptLoop:
     @property
     def step(self) -> int:
         """Steps done."""
-        return 0 if self.learner is None else self.points.now.progress.step
+        return self.points.now.progress.step if self.is_open else 0
 
     @property
     def epochs(self) -> float:
         """Epochs of the samples done, with the fraction."""
-        return 0.0 if self.learner is None else self.points.now.progress.epochs
+        return self.points.now.progress.epochs if self.is_open else 0.0
 
     def need(self, where: str) -> None:
         """Raises UserError if the method `where` is called before prepare() or after close()."""
@@ -92,30 +94,68 @@ class ScriptLoop:
             raise UserError("the context is closed", where, "ctx = hvdtrain.init(...) again")
         if self.learner is None:
             raise UserError("no model was prepared", where, f"{self.words.prepare} before")
+        if not self.is_open:
+            self._open()
 
     def prepare(
-        self, model: Any, optimizer: Any, example: Any, on_step: Callable[[], None]
-    ) -> tuple[Any, Any]:
+        self,
+        model: Any,
+        optimizer: Any,
+        example: Any,
+        name: str | None,
+        on_step: Callable[[], None],
+    ) -> Any:
         """Implements Context.prepare(). on_step: called after each step."""
-        if self.learner is not None:
+        self._check_may_prepare(model, name)
+        self.heartbeat.beat("preparing the model", 0, 0)
+        if name is None:
+            learner = self.learner = self.framework.learner(
+                self.config, self.mesh, model, optimizer, on_step, example
+            )
+        else:
+            if self.learner is None:
+                self.learner = self.framework.models_in_turn(self.config, self.mesh, on_step)
+            learner = self.learner.add(name, model, optimizer)
+        self.heartbeat.under_way = self.learner.under_way
+        broadcast_state(self.communicator, learner, None)
+        self.model = weakref.ref(learner.user_model)
+        if name is None:
+            self._open()
+        else:
+            self._names.append(name)
+        return learner.prepared
+
+    def _check_may_prepare(self, model: Any, name: str | None) -> None:
+        """Raises UserError for one more model where that is not possible, and for one that was
+        prepared before a rank was lost."""
+        if self.is_open and self._names:
+            raise UserError(
+                "ctx.prepare() was called after the loop has begun",
+                "ctx.prepare()",
+                f"call it before {self.words.resume} and ctx.samples()",
+            )
+        if self.learner is not None and (name is None or not self._names):
             raise UserError("ctx.prepare() was called twice", "ctx.prepare()", self.words.one)
         former = self.model()
         if former is not None and any(
             former is one for one in (model, getattr(model, "_orig_mod", None))
         ):
-            what = "the model was prepared before a rank was lost"
-            raise UserError(
-                what,
-                "ctx.prepare()",
-                "create the model and the optimizer inside the function that hvdtrain.run() calls",
+            what = (
+                "the model was prepared before a rank was lost"
+                if self.learner is None
+                else "the model was prepared before, with another name"
             )
-        self.heartbeat.beat("preparing the model", 0, 0)
-        learner = self.framework.learner(self.config, self.mesh, model, optimizer, on_step, example)
-        self.heartbeat.under_way = learner.under_way
-        broadcast_state(self.communicator, learner, None)
-        self.learner = learner
+            fix = (
+                "create the model and the optimizer inside the function that hvdtrain.run() calls"
+                if self.learner is None
+                else "one call of ctx.prepare() for each model"
+            )
+            raise UserError(what, "ctx.prepare()", fix)
+
+    def _open(self) -> None:
+        """Makes what saves, watches and synchronizes the prepared models."""
+        learner = self.learner
         self.saved = WithExtra(learner)
-        self.model = weakref.ref(learner.user_model)
         self.limit_bytes = (
             _SPARE_BYTES + MOST_BYTES + 8 * sum(piece.nbytes for piece in learner.pieces())
         )
@@ -143,8 +183,7 @@ class ScriptLoop:
             beginning,
             self.ranks,
         )
-        prepared: tuple[Any, Any] = learner.prepared
-        return prepared
+        self.is_open = True
 
     def _saver(self, beginning: TrainState) -> Saver | None:
         """Creates the writer of checkpoints, on rank 0 only."""
@@ -189,7 +228,7 @@ class ScriptLoop:
         """The exit code: the stop's, or DONE."""
         return (
             self.points.health.stop_code
-            if self.learner is not None and self.points.health.stop_request
+            if self.is_open and self.points.health.stop_request
             else DONE
         )
 

@@ -119,6 +119,7 @@ class Saving:
                 f"call it inside the loop, after {loop.words.step}",
             )
         loop.run.need("ctx.checkpoint()")
+        loop.learner.end_steps()
         if not loop.learner.has_stepped:
             raise UserError(
                 "the step of this batch has not been made yet",

@@ -6,7 +6,8 @@ from hvdtrain.frameworks.user_loop import Words
 
 WORDS = Words(
     prepare="model, optimizer = ctx.prepare(model, optimizer)",
-    one="one module that has all parts, with one optimizer of several groups",
+    one='a name for each: ctx.prepare(model, optimizer, name="generator"); or one module that has '
+    "all parts, with one optimizer of several groups",
     gradient="ctx.backward(loss)",
     step="optimizer.step()",
     resume="state = ctx.resume()",
