@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "extras")
 from cluster_hosts import Hosts
 from faults import events, reached, supervisor, told, wait_for
 from ranks import Job
-from test_elastic_launch_faults import WORDS
+from test_launch_elastic_faults import WORDS
 
 
 def goes_on_s(run: Path, before: int, lost: str) -> float:

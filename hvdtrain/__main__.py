@@ -22,22 +22,19 @@ if TYPE_CHECKING:
 
 COMMANDS = {  # each is the function of its name in that module; hvdtrain/extras has more
     "train": "hvdtrain.cli.train",
-    "check": "hvdtrain.cli.check.command",
-    "launch": "hvdtrain.cli.launch.command",
     "export": "hvdtrain.cli.evaluate.export",
     "evaluate": "hvdtrain.cli.evaluate.command",
     "predict": "hvdtrain.cli.evaluate.predict",
     "schema": "hvdtrain.cli.schema",
 }
+_OF_EXTRAS = ("check", "launch", "report")  # commands that messages of hvdtrain and its pages name
 # commands that --num-nodes and so on start on ranks; extras have more
 _ON_RANKS = (
     "train",
-    "check",
     "evaluate",
     "predict",
 )
 _LISTS = ("list", "extras")  # what they print needs no arguments
-_BY_HAND = ("--num-nodes", "--node-id", "--num-gpus")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,7 +74,7 @@ def starts_job(arguments: Sequence[str]) -> bool:
     is_other = (
         name in (*_LISTS, "--version")
         or "--print-config" in arguments
-        or (is_command(name) and name not in ("train", "launch") and not _extra_trains(name))
+        or (is_command(name) and name != "train" and not _extra_trains(name))
     )
     return not is_other and not {"-h", "--help"} & set(arguments)
 
@@ -118,14 +115,9 @@ def run_command(arguments: list[str]) -> int:
     """Runs the command that the arguments name, or trains if they name none. Raises UserError, or
     what the command raises."""
     name = arguments[0] if arguments else ""
-    by_hand = any(argument.partition("=")[0] in _BY_HAND for argument in arguments) and not {
-        "-h",
-        "--help",
-    } & set(arguments)
-    if by_hand and (name.startswith("-") or "=" in name or _is_on_ranks(name)):
-        from hvdtrain.cli.launch.run import spawn
-
-        return spawn(arguments)
+    mode = _mode_of_train(arguments)
+    if mode and (name.startswith("-") or "=" in name or _is_on_ranks(name)):
+        return mode(arguments)
     if name != "train" and is_command(name):
         return _call(name, arguments[1:])
     from hvdtrain.config import help
@@ -159,6 +151,24 @@ def run_command(arguments: list[str]) -> int:
     return DONE
 
 
+def _mode_of_train(arguments: Sequence[str]) -> Callable[[list[str]], int] | None:
+    """Returns the function of an extra that runs instead of training if an argument is its option,
+    such as --num-nodes."""
+    options = {word.partition("=")[0] for word in arguments if word.startswith("--")}
+    if not options or {"-h", "--help"} & set(arguments):
+        return None
+    from hvdtrain.core.extras import modes
+
+    for option, mode in modes("train").items():
+        if options & {option, *mode.options}:
+            name = f"train_{option.removeprefix('--').replace('-', '_')}"
+            function: Callable[[list[str]], int] = getattr(
+                importlib.import_module(mode.module), name
+            )
+            return function
+    return None
+
+
 def _without_local_rank(arguments: list[str]) -> list[str]:
     """Removes the --local_rank=N that torch.distributed.launch and deepspeed add. Raises UserError
     if the environment has another local rank."""
@@ -190,6 +200,12 @@ def _check_command(name: str) -> None:
         )
     if "=" in name or name.startswith("-") or is_command(name):
         return
+    if name in _OF_EXTRAS:
+        raise UserError(
+            f"this copy of hvdtrain has no extra with the command {name}",
+            "command line",
+            "`hvdtrain extras` lists those that it has; docs/extras.md lists all",
+        )
     commands = [*COMMANDS, *_LISTS, *_extra_commands()]
     meant = closest(name, commands)
     if meant == name:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import hvdtrain
-from hvdtrain.cli.launch.launch_commands import available_cores
+from hvdtrain.comm.mpirun import available_cores
 from hvdtrain.core.ends_with_parent import end_with_parent
 from hvdtrain.errors import DIVERGED, REQUEUE, UserError
 from hvdtrain.extras.lab.command import start_process, wait_for

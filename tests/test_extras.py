@@ -47,10 +47,16 @@ for path in sorted(Path(root).glob("hvdtrain/**/*.py")):
         imported += 1
     except ImportError as error:
         assert (error.name or "").partition(".")[0] in libraries.split(), (path, error)
-topics = ["data", "task", "model", "optim", "log", "train", "launch", *commands()]
+topics = ["data", "task", "model", "optim", "log", "train", *commands()]
 pages = [["--help"], ["--help", "keys"], ["list"], ["extras"], *(["--help", topic] for topic in topics)]
 assert not any(main(page) for page in pages)
-assert main(["check", "framework=numpy", "model.name=linear"]) == 0
+words = ["framework=numpy", "model.name=linear"]
+assert main(["check", *words] if "check" in commands() else ["--print-config", *words]) == 0
+for command in {"check", "launch", "report"} - set(commands()):
+    shown = io.StringIO()
+    with contextlib.redirect_stderr(shown):
+        assert main([command, *words]) == 2
+    assert f"no extra with the command {command}" in shown.getvalue(), shown.getvalue()
 for command, option in gone:
     shown = io.StringIO()
     with contextlib.redirect_stderr(shown):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import to_yaml
+from hvdtrain.core.extras import modes
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.features.every_feature import configure
 from hvdtrain.training.failure import check_limits
@@ -20,15 +21,15 @@ hvdtrain [train] [--config FILE] [--max-time TIME] [key=value ...]
   key=value          a key of the configuration: --help keys lists the most used, --help all-keys all; --help SECTION, --help KEY
   --max-time 3.5h    stop with a checkpoint before that time is over, exit code 75: the same command continues the job
   --print-config     print the resolved configuration, ready for --config; trains nothing
-  --num-nodes 2 --node-id 0 --num-gpus 4 comm.address=n1:29500   without a launcher: on each host, with its --node-id
-under mpirun, srun, torchrun or launch it is one rank of several"""  # noqa: E501
+{modes}under mpirun, srun, torchrun or launch it is one rank of several"""  # noqa: E501
 
 
 def train(arguments: list[str]) -> int:
     """Returns the exit code. Raises UserError only for a mistake in the configuration; other errors
     are reported and end every rank."""
     if {"-h", "--help"} & set(arguments):
-        print(USAGE)
+        lines = [line for mode in modes("train").values() for line in mode.usage.splitlines()[1:]]
+        print(USAGE.format(modes="".join(f"{line}\n" for line in lines)))
         return DONE
     config_file, arguments = _take_option(arguments, "--config", "configs/fashion_mnist.yaml")
     max_time, arguments = _take_option(arguments, "--max-time", "3.5h")

@@ -105,6 +105,31 @@ def connect_some(place: Placement, ranks: Any) -> MpiCommunicator:
     )
 
 
+def connect_beside(communicator: Communicator, place: Placement) -> MpiCommunicator | None:
+    """Returns MPI beside an engine that is not MPI: on every rank, or None on every rank. A
+    collective."""
+    if "several_ranks" not in communicator.features or "plain_mpi" in communicator.features:
+        return None
+    if not all(communicator.allgather_object(_is_usable_beside())):
+        return None
+    connected = connect(place)
+    return connected if connected.size == communicator.size else None
+
+
+def _is_usable_beside() -> bool:
+    """Whether MPI runs in this process with MPI_THREAD_MULTIPLE, because Horovod calls it from its
+    own thread."""
+    try:
+        loaded = load()
+    except UserError:
+        return False
+    return bool(
+        loaded.Is_initialized()
+        and not loaded.Is_finalized()
+        and loaded.Query_thread() == loaded.THREAD_MULTIPLE
+    )
+
+
 def _library(mpi: Any) -> EngineLibrary:
     return EngineLibrary(
         "mpi", f"mpi4py uses {library_name(mpi.Get_library_version())}", _FIX, _OTHER_LIBRARY

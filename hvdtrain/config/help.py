@@ -18,14 +18,7 @@ from hvdtrain.errors import MEANINGS, UserError, closest, short
 USAGE = """\
 hvdtrain trains deep networks on many workers.
 
-  hvdtrain [--config FILE] [key=value ...]                 one process
-  mpirun -np 8 -H n1:4,n2:4 hvdtrain [key=value ...]       eight processes
-  hvdtrain launch -np 8 [-H n1:4,n2:4] -- [key=value ...]  starts the job with the local MPI or SLURM; --dry-run prints how
-  mpirun ... hvdtrain check [key=value ...]                finds what would fail on these ranks, and how to fix it
-  hvdtrain evaluate RUN [--split val] [data.root=DIR]      loss and accuracy of a checkpoint, overall and by class
-  hvdtrain predict RUN --data FILE --to FILE.csv           the outputs of a run's model for tables, arrays, tokens; --images DIR
-  hvdtrain export RUN --to FILE                            weights for inference elsewhere: model.safetensors, or model.pt
-  hvdtrain --num-nodes 2 --node-id 0 --num-gpus 4 comm.address=n1:29500 [key=value ...]    by hand on each node, without MPI
+{commands}
 
   COMMAND --help     the options of a command; --help SECTION: its keys and the options of each name; --help KEY
   --help keys        the keys that most jobs set; --help all-keys: every key, one per line
@@ -40,6 +33,23 @@ hvdtrain trains deep networks on many workers.
 Exit codes:
 {codes}"""  # noqa: E501
 
+# The lines of commands, by their places; those of extras are between them (core/extras.py).
+_COMMANDS = {
+    100: ("hvdtrain [--config FILE] [key=value ...]", "one process"),
+    200: ("mpirun -np 8 -H n1:4,n2:4 hvdtrain [key=value ...]", "eight processes"),
+    300: (
+        "hvdtrain evaluate RUN [--split val] [data.root=DIR]",
+        "loss and accuracy of a checkpoint, overall and by class",
+    ),
+    400: (
+        "hvdtrain predict RUN --data FILE --to FILE.csv",
+        "the outputs of a run's model for tables, arrays, tokens; --images DIR",
+    ),
+    500: (
+        "hvdtrain export RUN --to FILE",
+        "weights for inference elsewhere: model.safetensors, or model.pt",
+    ),
+}
 _OF_LISTS = {
     "list": "hvdtrain list\n  prints the valid names of keys such as model.name",
     "extras": "hvdtrain extras\n  prints additional commands, for features that few users need",
@@ -138,12 +148,9 @@ def _page() -> str:
         f"Keys without a section: {', '.join(without)}",
     )
     keys = [line for each in lists for line in textwrap.wrap(each, 118, subsequent_indent="  ")]
-    lines = USAGE.format(codes=codes, keys="\n".join(keys)).splitlines()
-    for command in extras.commands().values():
-        if command.listed_after:
-            before = [line.startswith(command.listed_after) for line in lines].index(True)
-            lines.insert(before + 1, f"  {command.usage}")
-    return "\n".join(lines)
+    own = [(place, f"{usage:57}{says}") for place, (usage, says) in _COMMANDS.items()]
+    commands = [f"  {line}" for _, line in sorted([*own, *extras.listed()])]
+    return USAGE.format(codes=codes, keys="\n".join(keys), commands="\n".join(commands))
 
 
 def _everyday_keys() -> str:

@@ -11,6 +11,9 @@ REMEMBERED = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
+# stop a job with a checkpoint; a second one kills it
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *REMEMBERED)
+ECHO_S = 1.0  # a repetition within this time is the same signal
 
 
 class EarlySignals:

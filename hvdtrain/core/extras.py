@@ -16,33 +16,34 @@ PACKAGE = Path(__file__).parents[1]
 class Command(NamedTuple):
     """A command of an extra. module: has the function of its name, with _ for -.
 
-    usage: its help text; `hvdtrain extras` shows the first line. trains: it starts jobs, so a
-    signal that asks for a checkpoint does not kill it. on_ranks: --num-nodes and so on start it on
-    ranks. listed_after: the beginning of the line in `hvdtrain --help` after which it is listed;
-    empty if it is not listed there. shows_run: its argument is a run, and the lines at the end of a
-    job suggest it.
+    usage: its help text; `hvdtrain extras` and `hvdtrain --help` show the first line. trains: it
+    starts jobs, so a signal that asks for a checkpoint does not kill it. on_ranks: --num-nodes and
+    so on start it on ranks. launched: so does `launch -- COMMAND`. listed_at: its place among the
+    lines of `hvdtrain --help`, whose own lines have 100, 200, ...; 0 if it is not listed there.
+    shows_run: its argument is a run, and the lines at the end of a job suggest it.
     """
 
     module: str
     usage: str
     trains: bool = False
     on_ranks: bool = False
-    listed_after: str = ""
+    launched: bool = False
+    listed_at: int = 0
     shows_run: bool = False
 
 
 class Mode(NamedTuple):
-    """An option of a command that an extra implements, such as `launch --elastic`. module: has the
-    function of its name, launch_elastic, which runs instead of the command.
+    """An option of a command that an extra implements, such as `plan --pipeline`. module: has the
+    function of its name, plan_pipeline, which runs instead of the command.
 
-    usage: its text in the command's help. options: the options that require it, each with a value;
-    hosts: the options among them that name hosts.
+    usage: its text in the command's help. options: further options that select it. listed_at: see
+    Command.
     """
 
     module: str
     usage: str
     options: tuple[str, ...] = ()
-    hosts: tuple[str, ...] = ()
+    listed_at: int = 0
 
 
 class Extra(NamedTuple):
@@ -126,6 +127,15 @@ def modes(command: str) -> dict[str, Mode]:
         for name, mode in extra.modes.items()
         if name.split()[0] == command
     }
+
+
+def listed() -> list[tuple[int, str]]:
+    """Returns the place and the text of each line that extras add to `hvdtrain --help`."""
+    lines: list[tuple[int, str]] = []
+    for extra in extras().values():
+        lines += [(each.listed_at, each.usage) for each in extra.commands.values()]
+        lines += [(mode.listed_at, mode.usage) for mode in extra.modes.values()]
+    return [(place, usage.partition("\n")[0]) for place, usage in lines if place]
 
 
 def aliases(folder: str) -> dict[str, str]:

@@ -29,7 +29,7 @@ from schedules import (
     simulate,
 )
 
-from hvdtrain.cli.launch.launch_commands import available_cores
+from hvdtrain.comm.mpirun import available_cores
 from hvdtrain.core.figure import COLOURS, DASHES, new_figure
 from hvdtrain.extras.lab.command import Parser, run_lab
 

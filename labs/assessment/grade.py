@@ -29,7 +29,7 @@ from job import run_job
 from judge import CODES, Verdict, judge, seen_z
 from net import Net
 
-from hvdtrain.cli.launch.launch_commands import available_cores
+from hvdtrain.comm.mpirun import available_cores
 from hvdtrain.errors import USER, UserError
 
 HERE = Path(__file__).resolve().parent

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from ranks import environment, mpirun_path, needs_mpirun
+from ranks import environment, mpirun_path, needs_extra, needs_mpirun
 
 from hvdtrain.errors import REQUEUE
 
@@ -39,7 +39,10 @@ NO_SYNC_POINT = [
 ]
 LAUNCH = ["launch", "-np", "2", "--"]
 LAUNCH_MPI = [*LAUNCH, "comm.engine=mpi"]
-NUM_GPUS = pytest.param(["--num-gpus", "2"], id="num-gpus", marks=pytest.mark.slow)
+NEEDS_LAUNCH = [needs_mpirun, needs_extra("launch")]
+NUM_GPUS = pytest.param(
+    ["--num-gpus", "2"], id="num-gpus", marks=[pytest.mark.slow, needs_extra("launch")]
+)
 LIMIT_S = 300.0  # for what comes within seconds on an idle machine
 HOME_AND_CLEAR = "\x1b[H\x1b[2J"
 IN_TERMINAL = """
@@ -128,7 +131,7 @@ def assert_stopped_with_checkpoint(run: Path) -> None:
     "how",
     [
         pytest.param([], id="alone"),
-        pytest.param(LAUNCH_MPI, id="launch", marks=needs_mpirun),
+        pytest.param(LAUNCH_MPI, id="launch", marks=NEEDS_LAUNCH),
         NUM_GPUS,
     ],
 )
@@ -149,7 +152,7 @@ def test_ctrl_c_stops_with_a_checkpoint(tmp_path: Path, how: list[str]) -> None:
     "how",
     [
         pytest.param([], id="alone"),
-        pytest.param(LAUNCH_MPI, id="launch", marks=[needs_mpirun, pytest.mark.slow]),
+        pytest.param(LAUNCH_MPI, id="launch", marks=[*NEEDS_LAUNCH, pytest.mark.slow]),
         NUM_GPUS,
     ],
 )
@@ -166,6 +169,7 @@ def test_a_terminal_that_goes_away_stops_with_a_checkpoint(tmp_path: Path, how: 
 
 @pytest.mark.slow
 @needs_mpirun
+@needs_extra("launch")
 def test_ctrl_c_again_kills_the_ranks_of_launch(tmp_path: Path) -> None:
     with start(LAUNCH_MPI, tmp_path / "run", more=NO_SYNC_POINT) as terminal:
         terminal.read_until(lambda: "run folder" in terminal.text or "\nrun " in terminal.text)
@@ -178,7 +182,9 @@ def test_ctrl_c_again_kills_the_ranks_of_launch(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_mpirun
-@pytest.mark.parametrize("launcher", ["mpirun", "launch"])
+@pytest.mark.parametrize(
+    "launcher", ["mpirun", pytest.param("launch", marks=needs_extra("launch"))]
+)
 def test_a_terminal_of_another_size_is_drawn_again_under_mpirun(
     tmp_path: Path, launcher: str
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import needs_extra
 
 from hvdtrain.__main__ import main
 from hvdtrain.cli.output import with_json_value
@@ -33,7 +34,7 @@ def test_a_json_without_a_value_is_the_standard_output(arguments: str, completed
 @pytest.mark.parametrize(
     "arguments", [["--json", "RUN"], ["--json=RUN"], ["--json", "RUN", "epochs=1"]]
 )
-@pytest.mark.parametrize("command", ["evaluate", "check"])
+@pytest.mark.parametrize("command", ["evaluate", pytest.param("check", marks=needs_extra("check"))])
 def test_a_folder_is_not_taken_for_the_file(
     command: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -52,6 +53,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
+@needs_extra("check")
 def test_a_check_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     report = printed(
         capsys, "check", "--json", "framework=numpy", "model.name=linear", "comm.engine=single"

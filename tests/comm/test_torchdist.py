@@ -28,11 +28,20 @@ import torch.distributed as dist
 from pool import on_ranks
 from ports import free_port
 from rank_threads import ThreadRank, in_threads
-from ranks import FULL, HANG_S, Job, environment, mpirun, needs_mpirun, of_this_copy, python
+from ranks import (
+    FULL,
+    HANG_S,
+    Job,
+    environment,
+    mpirun,
+    needs_extra,
+    needs_mpirun,
+    of_this_copy,
+    python,
+)
 from waiting import wait_until
 
 from hvdtrain import errors
-from hvdtrain.cli.launch.run import NodeOptions, parse_node_options
 from hvdtrain.comm import torchdist
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.engines import Feature, Installed, needed_features, select_engine
@@ -470,61 +479,8 @@ def test_what_auto_means() -> None:
     assert chosen(mpirun, horovod=True, words="guard.lost=shrink")[0] == "mpi"
 
 
-def test_node_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    options, job = parse_node_options(
-        ["--num-nodes", "2", "epochs=3", "--node-id=1", "--num-gpus", "2", "--config", "c.yaml"]
-    )
-    assert (options, job) == (NodeOptions(2, 1, 2), ["epochs=3", "--config", "c.yaml"])
-    first, second = options.environments("n1:29500")
-    assert first == {
-        "RANK": "2",
-        "WORLD_SIZE": "4",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "2",
-        "GROUP_RANK": "1",
-        "GROUP_WORLD_SIZE": "2",
-        "ROLE_RANK": "2",
-        "ROLE_WORLD_SIZE": "4",
-        "ROLE_NAME": "default",
-        "MASTER_ADDR": "n1",
-        "MASTER_PORT": "29500",
-    }
-    assert (second["RANK"], second["LOCAL_RANK"]) == ("3", "1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
-    assert parse_node_options([])[0].processes == 2
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert parse_node_options([])[0].processes == 1
-    for wrong in (
-        ["--num-nodes", "x"],
-        ["--num-gpus"],
-        ["--num-nodes", "2", "--node-id", "2"],
-        ["--num-gpus=0"],
-    ):
-        with pytest.raises(UserError):
-            parse_node_options(wrong)
-
-
-def test_two_nodes_need_an_address() -> None:
-    result = python(["-m", "hvdtrain", "--num-nodes", "2", "--node-id", "0", "--num-gpus", "1"])
-    assert result.returncode == errors.USER
-    assert (
-        "2 nodes need the address of rank 0" in result.stderr
-        and "comm.address=n1:29500" in result.stderr
-    )
-
-
-@pytest.mark.in_turn
-def test_other_commands_run_on_ranks_without_a_launcher_too() -> None:
-    result = python(["-m", "hvdtrain", "check", "--num-gpus=2", "data.name=digits"])
-    assert result.returncode == errors.DONE, result
-    assert (
-        "hvdtrain check: 2 ranks\n" in result.stdout and "engine    torchdist" in result.stdout
-    ), result
-    result = python(["-m", "hvdtrain", "chek", "--num-gpus=2"])
-    assert result.returncode == errors.USER and "did you mean check?" in result.stderr, result
-
-
 @pytest.mark.slow
+@needs_extra("launch")
 def test_spawned_and_under_torchrun_ranks_train_what_one_process_does(tmp_path: Path) -> None:
     words = [*DATA, "epochs=2", "log.every_steps=2", "checkpoint.keep_last=1"]
     by_num_gpus = ["-m", "hvdtrain", "--num-gpus", "2", *words, f"run={tmp_path / 'num-gpus'}"]
@@ -564,6 +520,7 @@ KILLED = (128 + signal.SIGKILL, errors.LOST)  # whichever of the two ranks ends 
 
 
 @pytest.mark.faults
+@needs_extra("launch")
 @pytest.mark.parametrize(
     ("number", "target", "codes"),
     [
@@ -621,6 +578,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 @pytest.mark.slow
+@needs_extra("launch")
 def test_a_loss_that_does_not_reach_a_parameter_is_refused_by_ddp() -> None:
     words = [*DATA, "model.name=faulty:Faulty", "comm.reduce=ddp", "epochs=1"]
     result = python(
@@ -663,6 +621,7 @@ def test_a_rank_that_fails_while_it_connects_ends_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@needs_extra("launch")
 @pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("unshare"),
     reason="only root can take the names of hosts away from a process",

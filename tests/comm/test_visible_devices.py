@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from faked_gpus import Gpus
 
-from hvdtrain.cli.check import dry_run
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.driver_files import DriverFiles
 from hvdtrain.comm.launcher_variables import (
@@ -193,28 +193,6 @@ def test_a_job_takes_its_part_before_cuda_starts(monkeypatch: pytest.MonkeyPatch
     assert os.environ[VISIBLE_DEVICES] == PARTS[0]
 
 
-class Gpus:
-    """torch.cuda or torch.xpu of a process that sees so many GPUs."""
-
-    def __init__(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        count: int,
-        name: str,
-        uuid: str,
-        hip: str | None = None,
-        kind: str = "cuda",
-    ) -> None:
-        self.chosen: list[torch.device] = []
-        monkeypatch.setattr(f"torch.{kind}.device_count", lambda: count)
-        monkeypatch.setattr(f"torch.{kind}.set_device", self.chosen.append)
-        monkeypatch.setattr(
-            f"torch.{kind}.get_device_properties",
-            lambda device: SimpleNamespace(name=name, uuid=uuid, total_memory=1),
-        )
-        monkeypatch.setattr("torch.version.hip", hip)
-
-
 @pytest.mark.parametrize(
     ("count", "local_rank", "number"), [(2, 0, 0), (2, 1, 1), (1, 1, 0), (2, 2, 0)]
 )
@@ -260,11 +238,6 @@ def test_a_gpu_of_amd_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
         and describe_device(CUDA) == "cuda:0 (ROCm 6.4.43484)"
     )
     assert describe_device(torch.device("cpu")) == "cpu"
-    of_check = dry_run.pick_device(configure(None, []), SingleProcessCommunicator())
-    assert (of_check["name"], of_check["model"]) == (
-        "cuda:0",
-        "AMD Instinct MI300X (ROCm 6.4.43484)",
-    )
 
 
 @pytest.mark.parametrize("words", [[], ["speed.device=xpu"]])
@@ -279,12 +252,6 @@ def test_a_gpu_of_intel_is_taken_and_called_so(
     assert describe_device(device) == "xpu:1 (Intel)"
     found = gpu(device)
     assert found and found.uuid == "" and "Intel's" in found.why
-    of_check = dry_run.pick_device(configure(None, words), communicator)
-    assert (of_check["name"], of_check["model"], of_check["visible"]) == (
-        "xpu:1",
-        "Intel(R) Data Center GPU Max 1550 (Intel)",
-        6,
-    )
 
 
 @pytest.mark.parametrize("words", [[], ["speed.device=xpu"]])

@@ -15,7 +15,16 @@ import numpy as np
 import pytest
 from own_ways_on_ranks import plain_counted
 from pool import alone
-from ranks import FULL, ROOT, mpirun, needs_horovod, needs_mpirun, of_this_copy, python
+from ranks import (
+    FULL,
+    ROOT,
+    mpirun,
+    needs_extra,
+    needs_horovod,
+    needs_mpirun,
+    of_this_copy,
+    python,
+)
 from rotation import rows_of_today
 
 SCRIPT = str(ROOT / "tests" / "support" / "own_loop_on_ranks.py")
@@ -283,6 +292,7 @@ def test_a_call_on_one_rank_alone_and_a_wrong_key_are_told_with_the_line_of_the_
 
 
 @needs_mpirun
+@needs_extra("launch")
 @pytest.mark.slow
 def test_elastic_follows_the_loop_in_its_run_folder(
     tmp_path: Path, straight: dict[str, Any]
@@ -290,10 +300,8 @@ def test_elastic_follows_the_loop_in_its_run_folder(
     """A rank is killed at the first start; the second one resumes from the checkpoint."""
     out = tmp_path / "out.json"
     run = tmp_path / "run"
-    code = (
-        "import sys; from hvdtrain.cli.launch.command import launch; sys.exit(launch(sys.argv[1:]))"
-    )
     words = [
+        "launch",
         "--elastic",
         "--max",
         "2",
@@ -306,7 +314,7 @@ def test_elastic_follows_the_loop_in_its_run_folder(
         f"run={run}",
         "comm.engine=mpi",
     ]
-    done = python(["-c", code, *words])
+    done = python(["-m", "hvdtrain", *words])
     assert done.returncode == 0, done.stderr
     assert "start 2: 2 ranks" in done.stderr and "at step 25" in done.stderr
     assert_equal(json.loads(out.read_text()), straight)

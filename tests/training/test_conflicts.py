@@ -365,9 +365,11 @@ def test_train_check_and_plan_give_the_same_message(
     if is_command("plan"):
         assert main(["plan", "--ranks", "1", *given]) == USER
         assert capsys.readouterr().err.splitlines() == trained
-    assert main(["check", *given]) == USER
-    checked = capsys.readouterr().out
-    assert what in checked and fix in checked and trained[1].removeprefix("  where: ") in checked
+    if is_command("check"):
+        assert main(["check", *given]) == USER
+        checked = capsys.readouterr().out
+        where = trained[1].removeprefix("  where: ")
+        assert what in checked and fix in checked and where in checked
 
 
 @pytest.mark.parametrize(

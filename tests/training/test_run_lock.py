@@ -20,7 +20,6 @@ from faults import events, newest, wait_for
 from ranks import FULL, Job, Result, python
 from waiting import is_stopped, wait_until
 
-from hvdtrain.cli.check import dry_run
 from hvdtrain.config.read import configure
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import DONE, REQUEUE, USER, UserError
@@ -296,30 +295,6 @@ def test_what_is_lost_is_said(run: Path) -> None:
         if "another" in words:
             assert holder_of(run) == ELSEWHERE, "that of another job is not given back"
             (run / LOCK).unlink()
-
-
-@pytest.mark.parametrize(
-    ("holder", "level", "words"),
-    [
-        (MINE, "error", "run is in use by another job: process"),
-        (MINE._replace(ending=True), "note", "run is in use by another job: process"),
-        (MINE._replace(process_start=1), "note", "which is gone"),
-        (ELSEWHERE, "warning", r"on n7, since 2027-.*, without a sign of life for \d+ s"),
-    ],
-)
-def test_check_reports_who_has_the_folder(
-    run: Path, holder: Holder, level: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dry_run, "BEAT_S", 0.1)
-    write(run, holder)
-    found = [
-        finding
-        for finding in dry_run.try_run_folder(configure(None, [f"run={run}"])).findings
-        if LOCK in finding.where
-    ]
-    assert [finding.level for finding in found] == [level]
-    assert re.search(words, found[0].what)
-    assert holder_of(run) == holder
 
 
 # Whole jobs

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdtrain.cli.check.dry_run import plain_mpi
 from hvdtrain.cli.output import align, plural, print_result
 from hvdtrain.comm.communicator import Communicator, part_of
 from hvdtrain.comm.launcher_variables import Placement, placement
@@ -89,10 +88,10 @@ def bench_allreduce(arguments: Sequence[str]) -> int:
 
 def _connect_mpi(communicator: Communicator, place: Placement) -> Any | None:
     """Returns a separate MPI communicator of all ranks, or None on all ranks."""
-    if "plain_mpi" not in communicator.features and not plain_mpi(communicator, place):
-        return None
     from hvdtrain.comm import mpi
 
+    if "plain_mpi" not in communicator.features and not mpi.connect_beside(communicator, place):
+        return None
     return mpi.load().COMM_WORLD.Dup()
 
 

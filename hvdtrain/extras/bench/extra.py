@@ -10,14 +10,14 @@ EXTRA = Extra(
             "hvdtrain.extras.bench.lr_find",
             "hvdtrain lr-find [--png FILE] [key=value ...]            "
             "the loss over learning rates, and a proposed rate",
-            listed_after="  mpirun ... hvdtrain check",
+            listed_at=250,
             on_ranks=True,
         ),
         "bench": Command(
             "hvdtrain.extras.bench.command",
             "hvdtrain bench step|data|allreduce [...]                 "
             "speed of steps and their phases, reading, allreduce (under mpirun)",
-            listed_after="  hvdtrain lr-find",
+            listed_at=260,
             on_ranks=True,
         ),
     },

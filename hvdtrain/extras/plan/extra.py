@@ -10,13 +10,13 @@ EXTRA = Extra(
             "hvdtrain.extras.plan.command",
             "hvdtrain plan [--config FILE] [key=value ...]            "
             "shows the job on 1, 8, 64 and 512 ranks, without training",
-            listed_after="  mpirun -np",
+            listed_at=210,
         ),
         "summary": Command(
             "hvdtrain.extras.plan.summary",
             "hvdtrain summary [key=value ...]                         "
             "layers of the model: shapes, parameters, operations",
-            listed_after="  mpirun ... hvdtrain check",
+            listed_at=240,
         ),
     },
 )

@@ -10,7 +10,7 @@ EXTRA = Extra(
             "hvdtrain.extras.report.command",
             "hvdtrain report RUN [RUN ...] [--to FOLDER]              "
             "a page with figures of one or several jobs: running, done or killed",
-            listed_after="  hvdtrain export RUN",
+            listed_at=510,
             shows_run=True,
         )
     },

@@ -10,7 +10,7 @@ EXTRA = Extra(
             "hvdtrain.extras.sample.command",
             "hvdtrain sample RUN --png FILE.png                       "
             "images or text drawn from a model with task.name=language",
-            listed_after="  hvdtrain predict",
+            listed_at=410,
             on_ranks=True,
         ),
     },

@@ -9,9 +9,9 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hvdtrain.cli.launch.program import Program, check_exists, read_program
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.output import with_json_value
+from hvdtrain.cli.program import Program, check_exists, read_program
 from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import assignments, expand, to_yaml
 from hvdtrain.config.schema import Config

@@ -15,12 +15,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from hvdtrain.cli.launch.launch_commands import available_cores
-from hvdtrain.cli.launch.run import ECHO_S, STOPPING
 from hvdtrain.cli.output import STANDARD_OUTPUT, print_result
 from hvdtrain.comm.driver_files import HERE
 from hvdtrain.comm.launcher_variables import listed_devices, placement
-from hvdtrain.core.early_signals import EarlySignals
+from hvdtrain.comm.mpirun import available_cores
+from hvdtrain.core.early_signals import ECHO_S, STOPPING, EarlySignals
 from hvdtrain.core.extras import shows_run
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.process import command_line, path_argument, start_child

@@ -18,8 +18,8 @@ from hvdtrain.errors import STALLED
 STACKS = 3  # ranks whose stack is shown
 DEPTHS = {1: 12, 2: 10, 3: 8}  # stacks shown -> lines of each
 DEPTH = max(DEPTHS.values())
-# the program that runs a script under `launch`
-_LAUNCHER = str(Path(__file__).parents[2] / "cli" / "launch" / "rank.py")
+# a module with this name at its top, such as a program that runs a script, is not shown
+_HIDDEN = "HIDDEN_IN_STALLS"
 _WAITS_FOR_DEVICE = "hvdtrain.core.metrics.host_value"
 GROUPS = 3  # lines of one section without stacks
 WIDTH = 160  # characters of a line of a stack
@@ -120,7 +120,9 @@ def calls_of(frames: Sequence[FrameType], *, sources: bool) -> tuple[str, ...]:
     """Returns the innermost calls as lines of text, innermost last; `sources` adds lines of code,
     read from files."""
     kept = [
-        frame for frame in frames if not frame.f_code.co_filename.startswith(("<frozen", _LAUNCHER))
+        frame
+        for frame in frames
+        if not frame.f_code.co_filename.startswith("<frozen") and _HIDDEN not in frame.f_globals
     ][:DEPTH]
     return tuple(_call(frame, sources) for frame in reversed(kept))
 

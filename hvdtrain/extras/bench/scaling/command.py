@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hvdtrain.cli.launch.launch_commands import (
+from hvdtrain.cli.output import plural, print_result
+from hvdtrain.comm.launcher_variables import placement
+from hvdtrain.comm.mpirun import (
     LaunchRequest,
     MpiKind,
     available_cores,
@@ -22,8 +24,6 @@ from hvdtrain.cli.launch.launch_commands import (
     mpi_library_version,
     mpirun_command,
 )
-from hvdtrain.cli.output import plural, print_result
-from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder

@@ -17,29 +17,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from hvdtrain.cli.check import dry_run
-from hvdtrain.cli.check.differences import differing_code, differing_configuration, find_differences
-from hvdtrain.cli.check.dry_run import (
-    RunFolderFacts,
-    measure_speeds,
-    no_speeds,
-    read_clocks,
-    slow_engine,
-)
-from hvdtrain.cli.check.rank_facts import (
-    Finding,
-    RankFacts,
-    apart_from,
-    completed,
-    count_by_level,
-    describe_rank,
-    finding_of_error,
-    local_facts,
-    most_severe_first,
-    network_variables,
-)
-from hvdtrain.cli.check.report import CheckReport, one_line, to_json, to_text
-from hvdtrain.cli.check.shortages import find_shortages, full_mesh
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.output import with_json_value
 from hvdtrain.comm.communicator import Communicator
@@ -55,8 +32,36 @@ from hvdtrain.comm.launcher_variables import (
 from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import Assignment, assignments, read_resumed
 from hvdtrain.config.schema import Config
+from hvdtrain.core.extras import modes
 from hvdtrain.core.process import exit_now, print_stderr
 from hvdtrain.errors import DONE, USER, Diverged, UserError
+from hvdtrain.extras.check import dry_run
+from hvdtrain.extras.check.differences import (
+    differing_code,
+    differing_configuration,
+    find_differences,
+)
+from hvdtrain.extras.check.dry_run import (
+    RunFolderFacts,
+    measure_speeds,
+    no_speeds,
+    read_clocks,
+    slow_engine,
+)
+from hvdtrain.extras.check.rank_facts import (
+    Finding,
+    RankFacts,
+    apart_from,
+    completed,
+    count_by_level,
+    describe_rank,
+    finding_of_error,
+    local_facts,
+    most_severe_first,
+    network_variables,
+)
+from hvdtrain.extras.check.report import CheckReport, one_line, to_json, to_text
+from hvdtrain.extras.check.shortages import find_shortages, full_mesh
 from hvdtrain.features.every_feature import configure
 from hvdtrain.recipe.batch import resolve_batch_size
 from hvdtrain.training.failure import end_every_rank
@@ -68,8 +73,7 @@ USAGE = """\
 mpirun -np 8 ... hvdtrain check [--config FILE] [--json [FILE]] [--limit 180] [key=value ...]
   starts no training; prints a table of the ranks, what would fail on them, and how to fix it; exit code 0, or 2 where a job would fail
   --config FILE, key=value   the configuration of the job that is checked
-  --num-nodes 2 --node-id 0 --num-gpus 4 comm.address=n1:29500   without a launcher: on each host, with its --node-id
-  --json FILE                write the result as JSON too; --json or --json - prints it instead of the text
+{modes}  --json FILE                write the result as JSON too; --json or --json - prints it instead of the text
   --limit 180                seconds that one phase of the check may take, on any rank"""  # noqa: E501
 # a launcher that ends the job at the first nonzero exit code may drop a part of the report that it
 # has not forwarded
@@ -95,7 +99,8 @@ def check(arguments: Sequence[str]) -> int:
     """Runs `check`; returns the exit code, the same on every rank. Raises UserError for an unknown
     option."""
     if {"-h", "--help"} & set(arguments):
-        print(USAGE)
+        lines = [line for mode in modes("train").values() for line in mode.usage.splitlines()[1:]]
+        print(USAGE.format(modes="".join(f"{line}\n" for line in lines)))
         return DONE
     options = _parse(arguments)
     try:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hvdtrain.cli.check.rank_facts import (
+from hvdtrain.comm.cores.topology import number_ranges
+from hvdtrain.comm.rendezvous import files_needed
+from hvdtrain.extras.check.rank_facts import (
     DeviceFacts,
     Finding,
     RankFacts,
     describe_ranks,
     group_ranks,
 )
-from hvdtrain.comm.cores.topology import number_ranges
-from hvdtrain.comm.rendezvous import files_needed
 
 # bytes of /dev/shm for each rank of a host, used by MPI, NCCL and data loaders
 SHARED_BYTES = 64 * 2**20

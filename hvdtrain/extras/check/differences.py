@@ -6,13 +6,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from hvdtrain.cli.check.rank_facts import (
+from hvdtrain.errors import short
+from hvdtrain.extras.check.rank_facts import (
     Finding,
     RankFacts,
     describe_ranks,
     group_ranks,
 )
-from hvdtrain.errors import short
 from hvdtrain.training.replicas.software import FIXES
 
 Value = TypeVar("Value")

@@ -13,8 +13,8 @@ import pytest
 from ranks import ROOT, mpirun, needs_horovod, needs_mpirun, python
 
 import hvdtrain
-from hvdtrain.cli.check.dry_run import try_run_folder
 from hvdtrain.config.read import configure
+from hvdtrain.extras.check.dry_run import try_run_folder
 
 CHECK = ["-m", "hvdtrain", "check"]
 SMALL = ["framework=numpy", "model.name=linear"]  # needs no torch

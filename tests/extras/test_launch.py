@@ -15,67 +15,19 @@ from pathlib import Path
 import pytest
 from ranks import HANG_S, environment, mpirun_path, needs_mpirun
 
-from hvdtrain.cli.launch.allocation import Host, read_hostfile, read_hosts
-from hvdtrain.cli.launch.command import USAGE, launch
-from hvdtrain.cli.launch.launch_commands import (
-    LaunchRequest,
-    MpiKind,
+from hvdtrain.comm.mpirun import Host, LaunchRequest, MpiKind
+from hvdtrain.comm.rendezvous import PORTS
+from hvdtrain.core.early_signals import STOPPING
+from hvdtrain.errors import REQUEUE, UserError
+from hvdtrain.extras.launch.allocation import read_hostfile, read_hosts
+from hvdtrain.extras.launch.command import USAGE, launch
+from hvdtrain.extras.launch.launch_commands import (
     container_command,
     forwarded_variables,
-    identify_mpi,
-    is_compatible,
-    mpirun_command,
-    ranks_per_host,
     select_pmi,
     srun_command,
 )
-from hvdtrain.cli.launch.run import STOPPING
-from hvdtrain.comm.rendezvous import PORTS
-from hvdtrain.core.extras import Extra, Mode
-from hvdtrain.errors import DONE, REQUEUE, UserError
 
-# The first lines that real launchers and libraries printed, and two that are unknown.
-RECORDED: list[tuple[str, MpiKind | None]] = [
-    (
-        "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/\n",
-        "openmpi5",
-    ),  # wheel
-    (
-        "mpirun (Open MPI) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/\n",
-        "openmpi4",
-    ),  # Debian 12, mpirun
-    (
-        "mpirun.openmpi (OpenRTE) 4.1.4\n\nReport bugs to "
-        "http://www.open-mpi.org/community/help/\n",
-        "openmpi4",
-    ),  # under its own name
-    (
-        "HYDRA build details:\n    Version:                                 4.0.2\n",
-        "mpich",
-    ),  # Debian 12
-    (
-        "HYDRA build details:\n    Version:                                 5.0.2\n    CC:        "
-        "    cc\n",
-        "mpich",
-    ),  # wheel
-    (
-        "Intel(R) MPI Library for Linux* OS, Version 2021.18.1 Build 20260626 (id: "
-        "b44796a)\nCopyright 2003-2026\n",
-        "intel",
-    ),  # wheel
-    (
-        "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11, repo "
-        "rev: v5.0.11rc1, Sep 16, 2026",
-        "openmpi5",
-    ),
-    (
-        "MPICH Version:      5.0.2\nMPICH Release date: Fri Sep 25 20:45:26 UTC 2026\n",
-        "mpich",
-    ),  # mpi4py --mpi-lib-version
-    ("Intel(R) MPI Library 2021.18.1 for Linux* OS\n", "intel"),
-    ("prterun (PRRTE) 3.0.13\n", None),
-    ("", None),
-]
 # SLURM 22.05.8
 PMI_LIST = (
     "MPI plugin types are...\n\tpmix\n\tnone\n\tcray_shasta\n\tpmi2\nspecific pmix plugin "
@@ -86,89 +38,10 @@ PMI_BARE = "MPI plugin types are...\n\tnone\n\tpmi2\n"  # the same without libpm
 NO_HOSTS = ()
 EVEN = (Host("n1", 4), Host("n2", 4))
 UNEVEN = (Host("n1", 3), Host("n2", 1))
-MPI_TABLE: list[tuple[MpiKind, dict[str, object], str]] = [
-    ("openmpi5", {"ranks": 2}, "mpirun -np 2 --bind-to none python train"),
-    (
-        "openmpi5",
-        {"ranks": 4, "as_root": True, "oversubscribe": True},
-        "mpirun --allow-run-as-root -np 4 --bind-to none --map-by :OVERSUBSCRIBE python train",
-    ),
-    (
-        "openmpi5",
-        {"ranks": 8, "hosts": EVEN, "forwarded": ("OMP_NUM_THREADS", "PATH")},
-        "mpirun -np 8 -H n1:4,n2:4 --bind-to none -x OMP_NUM_THREADS -x PATH python train",
-    ),
-    (
-        "openmpi5",
-        {"ranks": 2, "fault_tolerant": True},
-        "mpirun --with-ft ulfm -np 2 --bind-to none python train",
-    ),
-    ("openmpi4", {"ranks": 2, "fault_tolerant": True}, "mpirun -np 2 --bind-to none python train"),
-    (
-        "openmpi4",
-        {"ranks": 4, "hosts": UNEVEN},
-        "mpirun -np 4 -H n1:3,n2:1 --bind-to none python train",
-    ),
-    (
-        "openmpi4",
-        {"ranks": 3, "oversubscribe": True},
-        "mpirun -np 3 --bind-to none --map-by :OVERSUBSCRIBE python train",
-    ),
-    (
-        "mpich",
-        {"ranks": 2, "as_root": True, "oversubscribe": True},
-        "mpirun -bind-to none -np 2 python train",
-    ),
-    (
-        "mpich",
-        {"ranks": 8, "hosts": EVEN, "forwarded": ("OMP_NUM_THREADS", "PATH")},
-        "mpirun -bind-to none -genvlist OMP_NUM_THREADS,PATH -hosts n1:4,n2:4 -np 8 python train",
-    ),
-    (
-        "mpich",
-        {"ranks": 4, "hosts": UNEVEN},
-        "mpirun -bind-to none -hosts n1:3,n2:1 -np 4 python train",
-    ),
-    ("intel", {"ranks": 2}, "mpirun -genv I_MPI_PIN off -np 2 python train"),
-    (
-        "intel",
-        {"ranks": 8, "hosts": EVEN, "forwarded": ("OMP_NUM_THREADS", "PATH")},
-        "mpirun -genv I_MPI_PIN off -genvlist OMP_NUM_THREADS,PATH -hosts n1,n2 -ppn 4 -np 8 "
-        "python train",
-    ),
-    (
-        "intel",
-        {"ranks": 4, "hosts": UNEVEN},
-        "mpirun -genv I_MPI_PIN off -host n1 -np 3 python train : -host n2 -np 1 python train",
-    ),
-    (
-        "intel",
-        {"ranks": 3, "hosts": EVEN},
-        "mpirun -genv I_MPI_PIN off -hosts n1 -ppn 3 -np 3 python train",
-    ),
-]
 
 
 def request(launcher: str = "mpirun", **rest: object) -> LaunchRequest:
     return LaunchRequest(launcher=launcher, program=("python", "train"), **rest)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("text", "kind"), RECORDED)
-def test_kind_of_mpi(text: str, kind: MpiKind | None) -> None:
-    assert identify_mpi(text) == kind
-
-
-def test_which_launcher_is_compatible_with_which_library() -> None:
-    kinds: list[MpiKind] = ["openmpi4", "openmpi5", "mpich", "intel"]
-    assert [
-        (one, two) for one in kinds for two in kinds if one < two and is_compatible(one, two)
-    ] == [("intel", "mpich")]
-    assert all(is_compatible(kind, kind) for kind in kinds)
-
-
-@pytest.mark.parametrize(("kind", "options", "command"), MPI_TABLE)
-def test_command_of_each_mpi(kind: MpiKind, options: dict[str, object], command: str) -> None:
-    assert mpirun_command(kind, request(**options)) == command.split()
 
 
 @pytest.mark.parametrize(
@@ -282,17 +155,6 @@ def test_bad_hostfiles(tmp_path: Path) -> None:
         read_hostfile(["# none"], "F")
     with pytest.raises(UserError, match="cannot read the hosts: .*No such file"):
         launch(["--hostfile", f"{tmp_path}/none", "--dry-run"])
-
-
-def test_ranks_fill_the_slots_host_by_host() -> None:
-    assert ranks_per_host(EVEN, 5) == [Host("n1", 4), Host("n2", 1)]
-    assert ranks_per_host(EVEN, 3) == [Host("n1", 3)]
-    # three more than slots, one by one
-    assert ranks_per_host(UNEVEN, 7) == [
-        Host("n1", 5),
-        Host("n2", 2),
-    ]
-    assert ranks_per_host((), 7) == []
 
 
 def test_variables_for_other_hosts_are_never_secrets() -> None:
@@ -842,7 +704,7 @@ def test_mistakes_of_the_machine(bare: Path, monkeypatch: pytest.MonkeyPatch) ->
         (
             "-H n1:4,n2:4 --mpi intel -- x.py a",
             "mpirun -genv I_MPI_PIN off -hosts n1,n2 -ppn 4 -np 8 "
-            "python -m hvdtrain.cli.launch.rank --hosts n1:4,n2:4 --port 29500 script x.py a",
+            "python -m hvdtrain.extras.launch.rank --hosts n1:4,n2:4 --port 29500 script x.py a",
         ),
         (
             "-np 8 --mpi srun -- seed=2",
@@ -856,7 +718,7 @@ def test_mistakes_of_the_machine(bare: Path, monkeypatch: pytest.MonkeyPatch) ->
         (
             "-np 2 --mpi openmpi --bind numa --container i.sif --bind /data -- x.py --bind a",
             "mpirun -np 2 --bind-to none -x PATH apptainer exec --bind /data i.sif python3 -m "
-            "hvdtrain.cli.launch.rank --port 29500 --bind numa script x.py --bind a",
+            "hvdtrain.extras.launch.rank --port 29500 --bind numa script x.py --bind a",
         ),
         ("-np 8 --mpi flux --", "flux run -n 8 -o cpu-affinity=off python -m hvdtrain"),
         (
@@ -909,7 +771,7 @@ def test_a_script_of_the_user_is_started(
     monkeypatch.setenv("MASTER_PORT", "29999")  # the user's own: none is looked for
     Path("my script.py").touch()
     command = launch_command(capsys, "-np", "1", "--", "my script.py", "--dry-run", "epochs=1")
-    rank = [f"{bare}/python", "-m", "hvdtrain.cli.launch.rank"]
+    rank = [f"{bare}/python", "-m", "hvdtrain.extras.launch.rank"]
     assert command[-7:] == [*rank, "script", "my script.py", "--dry-run", "epochs=1"]
     Path("run.sh").touch()
     with pytest.raises(
@@ -936,7 +798,7 @@ def test_a_script_of_the_user_is_started(
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert launch(["-np", "2", "--help"]) == 0
-    assert capsys.readouterr().out.startswith(f"{USAGE}\n")
+    assert capsys.readouterr().out == f"{USAGE}\n"
 
 
 def run_launch(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -944,10 +806,17 @@ def run_launch(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     this machine."""
     preset = ("PRTE_MCA_rmaps", "PRTE_MCA_hwloc", "OMPI_MCA_rmaps", "OMPI_ALLOW")
     env = {name: value for name, value in environment().items() if not name.startswith(preset)}
-    code = (
-        "import sys; from hvdtrain.cli.launch.command import launch; sys.exit(launch(sys.argv[1:]))"
-    )
-    command = ["timeout", "-k", "5", str(HANG_S), sys.executable, "-c", code, *arguments]
+    code = "from hvdtrain.extras.launch.command import launch; sys.exit(launch(sys.argv[1:]))"
+    command = [
+        "timeout",
+        "-k",
+        "5",
+        str(HANG_S),
+        sys.executable,
+        "-c",
+        f"import sys; {code}",
+        *arguments,
+    ]
     return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
 
 
@@ -969,28 +838,3 @@ def test_launch_runs_the_job_and_has_its_exit_code(tmp_path: Path) -> None:
     assert done.stderr.startswith(str(mpirun_path()))
     assert f"-m hvdtrain {run}" in done.stderr.splitlines()[0]
     assert run_launch(["-np", "2", "--", "bach.size=1"]).returncode == 2
-
-
-def launch_other(*given: object) -> int:
-    """The function of a mode; it gets the options first, and the hosts of the batch job last."""
-    print(given[0].nodes, given[-1] is not None)  # type: ignore[attr-defined]
-    return DONE
-
-
-@pytest.mark.parametrize("words", [[], ["-H", "n1:2"], ["--nodes", "n1"]])
-def test_a_mode_of_another_extra(
-    words: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Without the extra of --elastic and its options; a mode may name hosts by an option of its
-    own."""
-    (tmp_path / "nodes").write_text("n1\nn2\n")
-    monkeypatch.setenv("PBS_JOBID", "7")
-    monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "nodes"))
-    mode = Mode(__name__, "usage", ("--nodes",), hosts=("--nodes",))
-    others = {"other": Extra("stable", "", modes={"launch --other": mode})}
-    monkeypatch.setattr("hvdtrain.core.extras.extras", lambda: others)
-    assert launch(["--other", *words, "--", "run=r"]) == DONE
-    assert capsys.readouterr().out == f"{'n1' if '--nodes' in words else None} {not words}\n"

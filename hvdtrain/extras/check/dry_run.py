@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
-from hvdtrain.cli.check.rank_facts import DeviceFacts, Finding, Level, LibraryFacts, RankFacts
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.cores.topology import Topology
 from hvdtrain.comm.launcher_variables import Placement, library_name
@@ -24,6 +23,7 @@ from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import UNFINISHED, Folder
 from hvdtrain.errors import UserError
+from hvdtrain.extras.check.rank_facts import DeviceFacts, Finding, Level, LibraryFacts, RankFacts
 from hvdtrain.training.run_lock import BEAT_S, LOCK, STALE_S, find_holder, in_use
 
 FREE_BYTES = (
@@ -269,9 +269,11 @@ def measure_speeds(communicator: Communicator, facts: RankFacts, place: Placemen
     device = _common_device(communicator, facts)
     if communicator.size == 1:
         return no_speeds()
-    mpi = plain_mpi(communicator, place)
+    from hvdtrain.comm.mpi import connect_beside
+
+    plain_mpi = connect_beside(communicator, place)
     engine_speed = measure(communicator, device)
-    return {"engine": engine_speed, "mpi": measure(mpi, "cpu") if mpi else None}
+    return {"engine": engine_speed, "mpi": measure(plain_mpi, "cpu") if plain_mpi else None}
 
 
 class _RankDevice(NamedTuple):
@@ -327,41 +329,6 @@ def _ones(device: str, count: int) -> Any:
         return np.ones(count, np.float32)
     torch: Any = sys.modules["torch"]  # imported by pick_device()
     return torch.ones(count, device=device)
-
-
-def plain_mpi(communicator: Communicator, place: Placement) -> Communicator | None:
-    """Returns MPI beside an engine that is not MPI: on every rank, or None on every rank. A
-    collective."""
-    if "several_ranks" not in communicator.features or "plain_mpi" in communicator.features:
-        return None
-    return (
-        _connect_mpi(communicator, place)
-        if all(communicator.allgather_object(_mpi_is_usable()))
-        else None
-    )
-
-
-def _mpi_is_usable() -> bool:
-    """Whether MPI runs in this process with MPI_THREAD_MULTIPLE, because Horovod calls it from its
-    own thread."""
-    from hvdtrain.comm import mpi
-
-    try:
-        loaded = mpi.load()
-    except UserError:
-        return False
-    return bool(
-        loaded.Is_initialized()
-        and not loaded.Is_finalized()
-        and loaded.Query_thread() == loaded.THREAD_MULTIPLE
-    )
-
-
-def _connect_mpi(communicator: Communicator, place: Placement) -> Communicator | None:
-    from hvdtrain.comm import mpi
-
-    connected: Communicator = mpi.connect(place)
-    return connected if connected.size == communicator.size else None
 
 
 def slow_engine(engine: str, speeds: Speeds) -> list[Finding]:

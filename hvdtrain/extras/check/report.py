@@ -8,17 +8,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.cli.check.dry_run import AllreduceSpeed, RunFolderFacts, Speeds
-from hvdtrain.cli.check.rank_facts import (
+from hvdtrain.cli.output import align
+from hvdtrain.comm.cores.topology import number_ranges
+from hvdtrain.errors import DONE, USER
+from hvdtrain.extras.check.dry_run import AllreduceSpeed, RunFolderFacts, Speeds
+from hvdtrain.extras.check.rank_facts import (
     Finding,
     Level,
     RankFacts,
     count_by_level,
     group_ranks,
 )
-from hvdtrain.cli.output import align
-from hvdtrain.comm.cores.topology import number_ranges
-from hvdtrain.errors import DONE, USER
 
 _MOST_ROWS = 128
 _MOST_ALIKE = 32  # findings with one fix

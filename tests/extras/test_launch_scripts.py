@@ -15,16 +15,14 @@ from pathlib import Path
 import pytest
 from ranks import HANG_S, ROOT, environment, needs_mpirun
 
-from hvdtrain.__main__ import COMMANDS
-from hvdtrain.cli.launch.program import NOT_ON_RANKS, Program, read_program
-from hvdtrain.cli.launch.rank import LONGEST, TaggedLines, log_of, set_torch_variables
 from hvdtrain.comm.launcher_variables import Placement
 from hvdtrain.errors import STALLED, UserError
+from hvdtrain.extras.launch.rank import LONGEST, TaggedLines, log_of, set_torch_variables
 
 LAUNCH = [
     sys.executable,
     "-c",
-    "import sys; from hvdtrain.cli.launch.command import launch; sys.exit(launch(sys.argv[1:]))",
+    "import sys; from hvdtrain.extras.launch.command import launch; sys.exit(launch(sys.argv[1:]))",
 ]
 TALKS = """
 import os, pathlib, sys
@@ -102,28 +100,6 @@ for batch in ctx.samples({"x": torch.ones(9, 1)}, batch=3):
 """
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ([], Program("hvdtrain", ())),
-        (["check", "epochs=1"], Program("hvdtrain", ("check", "epochs=1"))),
-        (["model.name=my.py"], Program("hvdtrain", ("model.name=my.py",))),
-        (["a.py", "-np", "2"], Program("script", ("a.py", "-np", "2"))),
-        (["python", "a.py"], Program("script", ("a.py",))),
-        (["python3", "-m", "tool", "x"], Program("module", ("tool", "x"))),
-        (["python", "-u", "a.py"], Program("program", ("python", "-u", "a.py"))),
-        (["python"], Program("program", ("python",))),
-        (["sh", "-c", "echo a; b"], Program("program", ("sh", "-c", "echo a; b"))),
-    ],
-)
-def test_what_the_words_start(words: list[str], expected: Program) -> None:
-    assert read_program(words, ["-np"]) == expected
-
-
-def test_every_command_of_hvdtrain_runs_on_ranks_or_is_refused() -> None:
-    assert {*NOT_ON_RANKS, "train", "check"} == {*COMMANDS, "list", "extras"}
-
-
 def test_pieces_become_whole_lines() -> None:
     pieces = [b"a", b"b\nc\r", b"\nd\re", b"", b"\r", b"\n\nf"]
     lines = TaggedLines(b"[3] ")
@@ -184,23 +160,6 @@ def run_launch(arguments: Sequence[str], folder: Path) -> tuple[int, str, str]:
     with started(arguments, folder) as process:
         out, err = process.communicate()
         return process.returncode, out, err.partition("\n")[2]
-
-
-READ = [
-    (["python", "-m", "pkg.train", "a"], ("module", "pkg.train", "a")),
-    (["-m", "pkg.train", "a"], ("module", "pkg.train", "a")),
-    (["python3", "x.py", "a"], ("script", "x.py", "a")),
-    (["python", "-m", "hvdtrain", "epochs=1"], ("hvdtrain", "epochs=1")),
-    (["hvdtrain", "check", "epochs=1"], ("hvdtrain", "check", "epochs=1")),
-    (["python", "-c", "pass"], ("program", "python", "-c", "pass")),
-    (["hvdtrain"], ("program", "hvdtrain")),
-]
-
-
-@pytest.mark.parametrize(("words", "expected"), READ)
-def test_words_as_after_mpirun(words: list[str], expected: tuple[str, ...]) -> None:
-    program = read_program(words, ["-np"])
-    assert (program.kind, *program.words) == expected
 
 
 def variables_of_torch(

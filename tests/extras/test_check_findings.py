@@ -10,10 +10,14 @@ from typing import Any, cast
 import pytest
 from rank_threads import ThreadRank, in_threads
 
-from hvdtrain.cli.check.command import RankInspection, _of_each_kind
-from hvdtrain.cli.check.differences import differing_code, find_differences
-from hvdtrain.cli.check.dry_run import AllreduceSpeed, slow_engine
-from hvdtrain.cli.check.rank_facts import (
+from hvdtrain.comm.cores.topology import number_ranges
+from hvdtrain.comm.rendezvous import interfaces
+from hvdtrain.comm.threads import ThreadRanks
+from hvdtrain.errors import UserError
+from hvdtrain.extras.check.command import RankInspection, _of_each_kind
+from hvdtrain.extras.check.differences import differing_code, find_differences
+from hvdtrain.extras.check.dry_run import AllreduceSpeed, slow_engine
+from hvdtrain.extras.check.rank_facts import (
     Finding,
     RankFacts,
     apart_from,
@@ -24,12 +28,8 @@ from hvdtrain.cli.check.rank_facts import (
     launcher_mpi,
     most_severe_first,
 )
-from hvdtrain.cli.check.report import network_lines
-from hvdtrain.cli.check.shortages import find_shortages, full_mesh
-from hvdtrain.comm.cores.topology import number_ranges
-from hvdtrain.comm.rendezvous import interfaces
-from hvdtrain.comm.threads import ThreadRanks
-from hvdtrain.errors import UserError
+from hvdtrain.extras.check.report import network_lines
+from hvdtrain.extras.check.shortages import find_shortages, full_mesh
 
 MIB = 2**20
 

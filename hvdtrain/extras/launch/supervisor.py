@@ -11,14 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdtrain.cli.launch.allocation import Host
-from hvdtrain.cli.launch.run import STOPPING, LauncherRun
-from hvdtrain.core.early_signals import EarlySignals
+from hvdtrain.comm.mpirun import Host
+from hvdtrain.core.early_signals import STOPPING, EarlySignals
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.process import print_stderr
 from hvdtrain.errors import DONE, LOST, REQUEUE, UserError
 from hvdtrain.events.log import CLOSE_S
-from hvdtrain.extras.elastic_launch.hosts import (
+from hvdtrain.extras.launch.hosts import (
     Ended,
     Failure,
     HostBook,
@@ -31,6 +30,7 @@ from hvdtrain.extras.elastic_launch.hosts import (
     reason_to_give_up,
     slots_of,
 )
+from hvdtrain.extras.launch.run import LauncherRun
 
 LOOK_S = 0.2  # interval of checks of the job and the hosts
 LEFT_OUT = 3  # checks of the offered hosts for which a host is excluded after its first failure

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hvdtrain.comm.launcher_variables import tasks_per_node
+from hvdtrain.comm.mpirun import Host
 from hvdtrain.comm.rendezvous import expand_nodes
 from hvdtrain.errors import UserError, short
 
@@ -22,11 +23,6 @@ _HOSTFILES = (
     ("LSF", "LSB_JOBID", "LSB_DJOB_HOSTFILE"),
     ("SGE", "PE_HOSTFILE", "PE_HOSTFILE"),
 )
-
-
-class Host(NamedTuple):
-    name: str
-    slots: int  # the number of ranks that it may run
 
 
 class Allocation(NamedTuple):

@@ -1,5 +1,5 @@
-"""python -m hvdtrain.cli.launch.rank [--plain] [--logs DIR] ... script|module|program WORD ...: one
-rank of `launch -- train.py`."""
+"""python -m hvdtrain.extras.launch.rank [--plain] [--logs DIR] ... script|module|program WORD ...:
+one rank of `launch -- train.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-from hvdtrain.cli.launch.allocation import Host, read_hosts
 from hvdtrain.comm.cores.bind import bind_alone
 from hvdtrain.comm.cores.shares import BINDS
 from hvdtrain.comm.launcher_variables import (
@@ -29,12 +28,14 @@ from hvdtrain.comm.launcher_variables import (
     placement,
     torchrun_variables,
 )
+from hvdtrain.comm.mpirun import Host
 from hvdtrain.comm.rendezvous import LOOPBACK, step_nodes
 from hvdtrain.core.early_signals import EarlySignals
 from hvdtrain.core.ends_with_parent import end_with_parent
 from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
 from hvdtrain.core.process import exit_now, flush_output, print_stderr
 from hvdtrain.errors import LOST, USER, UserError, exit_code_of, short
+from hvdtrain.extras.launch.allocation import read_hosts
 from hvdtrain.training.failure import (
     ECHO_S,
     abort_every_rank,
@@ -53,12 +54,13 @@ LEAVE_S = (
     10  # for a rank that ends with an exit code: MPI waits at the end for ranks that may never come
 )
 _LAUNCHER = str(Path(__file__).parents[0])
+HIDDEN_IN_STALLS = True  # training/health/stall_report.py omits calls of this module
 Tell = Callable[[int], None]
 
 
 def main() -> int:
     """Runs the words; returns their exit code. `launch` has checked what the user gave."""
-    parser = argparse.ArgumentParser(prog="hvdtrain.cli.launch.rank", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="hvdtrain.extras.launch.rank", allow_abbrev=False)
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--logs")
     parser.add_argument(

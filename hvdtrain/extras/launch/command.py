@@ -4,7 +4,6 @@ runs it."""
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import re
 import shlex
@@ -12,43 +11,45 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
-from hvdtrain.cli.launch.allocation import (
-    Allocation,
+from hvdtrain.cli.options import CommandParser
+from hvdtrain.cli.program import Program, check_exists, read_program
+from hvdtrain.comm.cores.shares import BINDS
+from hvdtrain.comm.driver_files import HERE
+from hvdtrain.comm.launcher_variables import placement
+from hvdtrain.comm.mpirun import (
     Host,
-    find_allocation,
-    read_hostfile,
-    read_hosts,
-    read_text,
-)
-from hvdtrain.cli.launch.launch_commands import (
-    MPIS,
     LaunchRequest,
     MpiLauncher,
     available_cores,
-    command_for,
-    container_command,
     find_launcher,
-    forwarded_variables,
     identify_mpi,
     mpi_library_version,
     mpirun_command,
     output_of,
     ranks_per_host,
+)
+from hvdtrain.comm.rendezvous import SECRET, free_port, new_secret
+from hvdtrain.config.read import expand
+from hvdtrain.errors import DONE, UserError, nearest, short
+from hvdtrain.extras.launch.allocation import (
+    Allocation,
+    find_allocation,
+    read_hostfile,
+    read_hosts,
+    read_text,
+)
+from hvdtrain.extras.launch.elastic import launch_elastic
+from hvdtrain.extras.launch.launch_commands import (
+    MPIS,
+    command_for,
+    container_command,
+    forwarded_variables,
     select_pmi,
     srun_command,
 )
-from hvdtrain.cli.launch.program import Program, check_exists, read_program, value_of
-from hvdtrain.cli.launch.run import LauncherRun
-from hvdtrain.cli.options import CommandParser
-from hvdtrain.comm.cores.shares import BINDS
-from hvdtrain.comm.driver_files import HERE
-from hvdtrain.comm.launcher_variables import placement
-from hvdtrain.comm.rendezvous import SECRET, free_port, new_secret
-from hvdtrain.config.read import expand
-from hvdtrain.core.extras import Mode, modes
-from hvdtrain.errors import DONE, UserError, nearest, short
+from hvdtrain.extras.launch.program import rank_command, value_of
+from hvdtrain.extras.launch.run import LauncherRun
 
 USAGE = """\
 hvdtrain launch [-np 8] [-H n1:4,n2:4 | --hostfile FILE] [--dry-run] -- [train | check] [--config FILE] [key=value ...]
@@ -68,7 +69,20 @@ hvdtrain launch [-np 8] [-H n1:4,n2:4 | --hostfile FILE] [--logs DIR] [--plain] 
   --dry-run           print the command line and exit
   --mpi NAME          with --dry-run: the command line for another machine, with openmpi, mpich, intel, srun, flux, pals or lsf (jsrun);
                       needs -np or hosts. srun gets --mpi=pmix, as Open MPI needs it; MPICH and Intel MPI need --mpi=pmi2. With --container
-                      the ranks run in an image there, by apptainer"""  # noqa: E501
+                      the ranks run in an image there, by apptainer
+hvdtrain launch --elastic [--min 2] [--max 8] [-H n1:4,n2:4 | --hostfile FILE | --hosts-from PROGRAM] -- run=DIR [key=value ...]
+hvdtrain launch --elastic ... -- script.py [run=DIR] [arguments]
+  --elastic           start the job again from its newest checkpoint where a host or a rank is lost, on the hosts that are left; on more
+                      where hosts come. docs/clusters.md. A script that trains in run=DIR is followed there; of another one the
+                      exit code counts, and its hosts are never changed while it runs
+  --min 2, --max 8    the fewest and the most ranks; default: 1, and all slots
+  --hosts-from PROGRAM  a program that prints a host in each line, as n1:4; it is run again every few seconds, as --hostfile is read again
+  --patience 10m      how long to wait for --min; then it ends with exit code 84
+  --every 5           seconds between two looks at the offered hosts
+  --answer 20         seconds after which a host where mpirun cannot start `echo` counts as lost; less where others
+                      answer in less than a fifth of that"""  # noqa: E501
+# each has a value
+_NEED_ELASTIC = ("--min", "--max", "--hosts-from", "--patience", "--every", "--answer")
 _COMMAND_LINE = "command line of launch"
 _PORT_ELSEWHERE = 29500  # torchrun's default, if it is impossible to look for a free port
 
@@ -79,7 +93,7 @@ def launch(arguments: Sequence[str]) -> int:
     own_arguments = arguments[:separator]
     job = arguments[separator + 1 :]
     if {"-h", "--help"} & set(own_arguments) or not arguments:
-        print("\n".join([USAGE, *(mode.usage for mode in modes("launch").values())]))
+        print(USAGE)
         return DONE
     options = _parse(own_arguments)
     program = read_program(
@@ -89,10 +103,12 @@ def launch(arguments: Sequence[str]) -> int:
         option = "--logs" if options.logs else "--plain"
         fix = "without it: rank 0 prints for all ranks, and the folder run=DIR records the job"
         raise UserError(f"{option} is for scripts and programs", _COMMAND_LINE, fix)
-    for option, mode in modes("launch").items():
-        if _value(options, option):
-            return _in_mode(option, mode, options, program)
-        _refuse_without(option, mode, options)
+    if options.elastic:
+        return _elastic(options, program)
+    for option in _NEED_ELASTIC:
+        if getattr(options, option.removeprefix("--").replace("-", "_")) is not None:
+            fix = "launch --elastic ... -- run=DIR ..."
+            raise UserError(f"{option} needs --elastic", _COMMAND_LINE, fix)
     command = compose(options, program, os.environ)
     if not options.dry_run:
         print(shlex.join(command), file=sys.stderr, flush=True)
@@ -103,22 +119,9 @@ def launch(arguments: Sequence[str]) -> int:
     return DONE
 
 
-def _value(options: argparse.Namespace, option: str) -> Any:
-    return getattr(options, option.removeprefix("--").replace("-", "_"))
-
-
-def _refuse_without(option: str, mode: Mode, options: argparse.Namespace) -> None:
-    """Raises UserError for an option that belongs to another mode."""
-    for needs in mode.options:
-        if _value(options, needs) is not None:
-            fix = f"launch {option} ... -- run=DIR ..."
-            raise UserError(f"{needs} needs {option}", _COMMAND_LINE, fix)
-
-
-def _in_mode(option: str, mode: Mode, options: argparse.Namespace, program: Program) -> int:
-    """Runs an extra's function for an option. The function gets the options, and functions that
-    compose a command line and find this machine's mpirun. It also gets the number of ranks if no
-    hosts are named, and the hosts of the batch job."""
+def _elastic(options: argparse.Namespace, program: Program) -> int:
+    """Starts the supervisor of an elastic job, with functions that compose a command line and find
+    this machine's mpirun."""
 
     def command(start: argparse.Namespace) -> list[str]:
         return compose(start, program, os.environ)
@@ -129,14 +132,11 @@ def _in_mode(option: str, mode: Mode, options: argparse.Namespace, program: Prog
             mpi_library_version([*container, "python3"] if container else [sys.executable])
         )
 
-    of_hosts = ("--hosts", "--hostfile", *mode.hosts)
-    named = any(_value(options, name) is not None for name in of_hosts)
+    of_hosts = (options.hosts, options.hostfile, options.hosts_from)
+    named = any(value is not None for value in of_hosts)
     allocation = None if named else _allocation(options, os.environ)
-    name = f"launch_{option.removeprefix('--').replace('-', '_')}"
-    code: int = getattr(importlib.import_module(mode.module), name)(
-        options, program, command, find, _ranks(options, (), None, os.environ), allocation
-    )
-    return code
+    ranks = _ranks(options, (), None, os.environ)
+    return launch_elastic(options, program, command, find, ranks, allocation)
 
 
 def compose(options: argparse.Namespace, program: Program, environ: Mapping[str, str]) -> list[str]:
@@ -198,7 +198,8 @@ def _command_of(
     """Builds the command line of a rank. shares: the ranks of each host, if hosts are known; port:
     where torch.distributed may meet."""
     hosts = ",".join(f"{host.name}:{host.slots}" for host in shares) if len(shares) > 1 else None
-    return program.command(
+    return rank_command(
+        program,
         python,
         plain=options.plain,
         logs=options.logs,
@@ -435,10 +436,9 @@ def _parser() -> CommandParser:
         parser.add_argument(option, action="append", default=[])
     for option in ("--oversubscribe", "--slurm", "--inside", "--dry-run", "--plain"):
         parser.add_argument(option, action="store_true")
-    for option, mode in modes("launch").items():
-        parser.add_argument(option, action="store_true")
-        for needs in mode.options:
-            parser.add_argument(needs)
+    parser.add_argument("--elastic", action="store_true")
+    for option in _NEED_ELASTIC:
+        parser.add_argument(option)
     return parser
 
 

@@ -1,1 +1,0 @@
-"""`launch`: the command line that starts ranks with the MPI or SLURM of this machine."""

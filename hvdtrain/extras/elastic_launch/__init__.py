@@ -1,1 +1,0 @@
-"""hvdtrain launch --elastic: a supervisor that starts a job again, on the hosts that are there."""
