@@ -34,9 +34,11 @@ sys.modules.update(dict.fromkeys(libraries.split()))  # their import fails, in n
 sys.path.insert(0, root)
 import hvdtrain
 from hvdtrain.__main__ import main
-from hvdtrain.core.extras import column_encoder, commands, extras
+from hvdtrain.config.read import configure
+from hvdtrain.core.extras import column_encoder, commands, document_files, extras, tables
 from hvdtrain.data.input_encoding import encoding_of_run
 from hvdtrain.errors import UserError
+from hvdtrain.training.datasets import open_datasets
 assert Path(hvdtrain.__file__).parents[1] == Path(root), hvdtrain.__file__
 assert not set(extras()) & set(missing), extras()
 imported = 0
@@ -70,6 +72,14 @@ if column_encoder() is None:
         assert "this copy of hvdtrain has no extra that does so" in error.what, error
     else:
         raise AssertionError("the columns of a run are encoded without an extra")
+if tables() and not document_files():
+    Path(root, "t.csv").write_text("a,y\\nb,0\\n")
+    try:
+        open_datasets(configure(None, ["data.name=csv", f"data.root={root}/t.csv", "data.text=a"]))
+    except UserError as error:
+        assert "data.text reads texts, but this copy of hvdtrain has no extra" in error.what, error
+    else:
+        raise AssertionError("texts are read without an extra")
 print("imported", imported)
 """  # noqa: E501
 OF_COPY = """

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from hvdtrain.core.extras import archives, data_files, tables
+from hvdtrain.core.extras import archives, data_files, document_files, tables
 from hvdtrain.errors import short
 
 # word, in lower case and with _ -> the key, or key=value
@@ -471,8 +471,9 @@ def data_of_path(value: Any) -> str | None:
         )
     if path.lower().endswith(".txt"):
         return f"data.name=text data.root={short(path)}"
-    if path.lower().endswith((".jsonl", ".ndjson")):
-        return f"data.name=jsonl data.root={short(path)} (docs/data.md)"
+    for end, name in document_files().items():
+        if path.lower().endswith(end):
+            return f"data.name={name} data.root={short(path)} (docs/data.md)"
     if os.path.isdir(path) or path.startswith((".", "~")) or os.sep in path:
         return f"data.name=folder data.root={short(path)}"
     return None

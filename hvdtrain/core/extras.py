@@ -59,7 +59,8 @@ class Extra(NamedTuple):
     extras/NAME/features.py.
 
     Suffix of a user's file, or of a folder that counts as a file -> the data.name that reads it:
-    data_files of arrays, in blocks; tables, whose columns have names; archives of arrays by name.
+    data_files of arrays, in blocks; tables, whose columns have names; archives of arrays by name;
+    document_files of texts and chats.
     Suffix of a file -> the module: number_files, whose read_numbers() reads what `predict --data`
     takes; map_files, whose check(), maps_of() and write() store what `predict --to` writes;
     model_files, whose export() writes a model's computation for `export --to`.
@@ -75,6 +76,7 @@ class Extra(NamedTuple):
     data_files: Mapping[str, str] = MappingProxyType({})
     tables: Mapping[str, str] = MappingProxyType({})
     archives: Mapping[str, str] = MappingProxyType({})
+    document_files: Mapping[str, str] = MappingProxyType({})
     number_files: Mapping[str, str] = MappingProxyType({})
     map_files: Mapping[str, str] = MappingProxyType({})
     column_encoder: str = ""
@@ -169,6 +171,11 @@ def tables() -> dict[str, str]:
 def archives() -> dict[str, str]:
     """Returns suffix -> the data.name of an extra that reads such files of arrays by name."""
     return {end: name for extra in extras().values() for end, name in extra.archives.items()}
+
+
+def document_files() -> dict[str, str]:
+    """Returns suffix -> the data.name of an extra that reads texts and chats in such files."""
+    return {end: name for extra in extras().values() for end, name in extra.document_files.items()}
 
 
 def number_files() -> dict[str, str]:

@@ -220,6 +220,11 @@ class Source(ABC):
         """Returns the source with what all ranks measured, in rank order."""
         raise NotImplementedError(f"{type(self).__name__} measures nothing")
 
+    @property
+    def takes_class_names(self) -> bool:
+        """Whether its targets may be the names of classes, beside numbers."""
+        return False
+
     def with_answers(self) -> Source:
         """Returns the source with the field answers, which marks the tokens of the assistant's
         answers in a chat; the same source if it has no chats."""

@@ -7,9 +7,11 @@ from hvdtrain.config.exclusion import Exclusion, Values, above, among, options, 
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.data import DataConfig
 from hvdtrain.config.sections.section import is_object
+from hvdtrain.core.extras import document_files
 from hvdtrain.features.job_feature import JobFeature
 from hvdtrain.recipe.recipe import Recipe
 
+DOCUMENTS = tuple(dict.fromkeys(document_files().values()))  # data sets of texts and chats
 READERS = JobFeature(
     key="data.readers",
     on=lambda config: bool(config.data.readers),
@@ -127,12 +129,12 @@ PAD = JobFeature(
 )
 
 
-# Texts and chats, of data.name=jsonl or a column of a table, are padded without data.pad.
+# Texts and chats, of a data set of documents or a column of a table, are padded without data.pad.
 TEXTS = JobFeature(
     key="data.name",
     is_value=True,
     on=lambda config: config.data.is_of_texts,
-    examples=("data.name=jsonl task.name=language",),
+    examples=tuple(f"data.name={name} task.name=language" for name in DOCUMENTS),
     words_of_reading=lambda config, recipe, readers: (
         _padded(config, recipe, readers) if config.data.pack is None else ""
     ),

@@ -10,6 +10,7 @@ from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.section import class_of_object, is_object
 from hvdtrain.errors import UserError
+from hvdtrain.features.data import DOCUMENTS
 from hvdtrain.features.job_feature import JobFeature, PlannedJob
 
 
@@ -85,7 +86,10 @@ LOSS_ON = JobFeature(
     is_value=True,  # an option of language
     on=lambda config: config.task.options.get("loss_on") == "assistant",
     chosen=lambda config: "task.loss_on=assistant",
-    examples=("task.loss_on=assistant data.messages=messages data.name=jsonl task.name=language",),
+    examples=tuple(
+        f"task.loss_on=assistant data.messages=messages data.name={name} task.name=language"
+        for name in DOCUMENTS
+    ),
     excludes=(
         Exclusion(
             "log.noise_scale",

@@ -13,7 +13,14 @@ from hvdtrain.config.read import configure
 from hvdtrain.config.sections.data import DataConfig
 from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.config.sections.optim import OptimConfig
-from hvdtrain.core.extras import archives, data_files, image_files, tables, token_images
+from hvdtrain.core.extras import (
+    archives,
+    data_files,
+    document_files,
+    image_files,
+    tables,
+    token_images,
+)
 from hvdtrain.errors import UserError, nearest
 
 WIDTHS = "model.widths takes a list of 4, each a whole number: 'model.widths=[16,16,32,64]'"
@@ -40,9 +47,8 @@ def test_known_names() -> None:
         *image_files(),
     }
     stored = {*data_files().values(), *tables().values(), *archives().values()}
-    assert images | stored | {*token_images(), "text", "jsonl"} == set(
-        plugins.files("data/datasets")
-    )
+    stored |= {*document_files().values()}
+    assert images | stored | {*token_images(), "text"} == set(plugins.files("data/datasets"))
     assert {"wide_resnet", "resnet18", "resnet50", "mlp", "linear"} <= set(
         plugins.files("frameworks/torch/models")
     )

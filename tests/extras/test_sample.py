@@ -11,7 +11,7 @@ from combinations import OF_CHATS
 
 from hvdtrain.__main__ import main
 from hvdtrain.config.read import configure
-from hvdtrain.core.extras import token_images
+from hvdtrain.core.extras import document_files, token_images
 from hvdtrain.data.texts.tokenizer_folder import read_folder
 from hvdtrain.errors import UserError
 from hvdtrain.extras.sample.command import USAGE, sample
@@ -91,6 +91,7 @@ def test_what_a_text_cannot_begin_with(
     assert what in capsys.readouterr().err
 
 
+@pytest.mark.skipif(not document_files(), reason="this copy reads no JSON lines")
 def test_what_a_text_begins_with_is_as_in_the_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

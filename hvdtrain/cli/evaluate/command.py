@@ -23,7 +23,6 @@ from hvdtrain.data.declared import as_declared
 from hvdtrain.data.option_error import NoValidationSet
 from hvdtrain.data.source import LabelledImages, Source, Split
 from hvdtrain.data.subset import relabelled, relabelled_rows
-from hvdtrain.data.texts.documents import Documents
 from hvdtrain.errors import DONE, UserError, short
 from hvdtrain.events.log import Event
 from hvdtrain.events.writers import append_event, finite
@@ -213,7 +212,7 @@ def _with_classes_of(source: Source, task: Task, names: Sequence[str] | None, wh
             what, where, "data with all classes of the run (config.yaml has no very long lists)"
         )
     is_table = array_files_in(source) is not None and not isinstance(source, LabelledImages)
-    if names and (is_table or isinstance(source, Documents)) and task.class_label in source.fields:
+    if names and (is_table or source.takes_class_names) and task.class_label in source.fields:
         what = f"{task.class_label} has no names of classes, as the run has: {', '.join(names)}"
         what = short(what, 120)
         raise UserError(what, where, f"the names in {task.class_label}")

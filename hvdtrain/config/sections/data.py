@@ -8,7 +8,14 @@ from pydantic import Field
 
 from hvdtrain.config.sections.extra_keys import with_keys_of_extras
 from hvdtrain.config.sections.section import OpenSection, Owners
-from hvdtrain.core.extras import archives, data_files, image_files, tables, token_images
+from hvdtrain.core.extras import (
+    archives,
+    data_files,
+    document_files,
+    image_files,
+    tables,
+    token_images,
+)
 
 _SCIENTIFIC = dict.fromkeys(
     name for files in (data_files(), tables(), archives()) for name in files.values()
@@ -27,7 +34,7 @@ class DataConfig(OpenSection):
     @property
     def is_of_texts(self) -> bool:
         """Whether samples are texts or chats of different lengths, which are read as tokens."""
-        return self.name == "jsonl" or any(
+        return self.name in document_files().values() or any(
             self.options.get(option) is not None for option in ("text", "messages")
         )
 
@@ -35,7 +42,7 @@ class DataConfig(OpenSection):
         default="digits",
         description="data set: digits (embedded), mnist, fashion_mnist, kmnist, cifar10, "
         f"cifar100, {', '.join(['folder', *image_files(), 'synthetic', *token_images()])}, "
-        "text, jsonl; "
+        f"{', '.join(dict.fromkeys(['text', *document_files().values()]))}; "
         f"{'scientific formats: ' if _SCIENTIFIC else ''}{', '.join(_SCIENTIFIC)}"
         f"{'; ' if _SCIENTIFIC else ''}or "
         "your own as package.module:function",

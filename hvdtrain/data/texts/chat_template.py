@@ -14,7 +14,6 @@ from jinja2 import nodes, sandbox
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 
-from hvdtrain.data.texts.record import Message
 from hvdtrain.errors import BUG, UserError, exit_code_of, first_line
 
 _LEAST_VERSION = (3, 1, 6)  # older versions can be made to run code that a template contains
@@ -23,6 +22,7 @@ _BEGIN = "\ufdd0"
 _END = "\ufdd1"
 _MARKS = (_BEGIN, _END)
 _GENERATION = re.compile(r"\{%-?\+?\s*generation\b")
+Message = dict[str, Any]  # role, content, and what else the template uses
 
 
 class Rendered(NamedTuple):

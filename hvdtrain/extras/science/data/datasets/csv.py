@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,9 +17,6 @@ from hvdtrain.data.files.split_files import FileOnDisk
 from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import Source, Split
-from hvdtrain.data.texts.build import build_texts, lines_of_rows
-from hvdtrain.data.texts.lines import LinesOfFile
-from hvdtrain.data.texts.options import TextOptions, text_options
 from hvdtrain.data.user_data.arrays import TARGETS, is_index
 from hvdtrain.errors import UserError, first_line, short
 from hvdtrain.extras.science.columns.cells import (
@@ -51,6 +48,7 @@ from hvdtrain.extras.science.stored.text_tables.lines import (
     split_rows,
     without_blank_lines,
 )
+from hvdtrain.extras.science.texts_of_table import texts_of_table
 
 _MOST_HEADER = 2**20
 _WORDS = {"tab": "\t", "space": " "}
@@ -119,32 +117,42 @@ def build(
         between = delimiter_of(delimiter) or ("\t" if path.suffix == ".tsv" else ",")
         return CsvFile.open(path, between, wanted)
 
-    texts = text_options(name, text, None, target, tokenizer, context, special_tokens, pad_token)
+    texts: dict[str, object] = {
+        "text": text,
+        "messages": None,
+        "target": target,
+        "tokenizer": tokenizer,
+        "context": context,
+        "special_tokens": special_tokens,
+        "pad_token": pad_token,
+    }
     numbers = {"fields": fields, "dtypes": dtypes, "split_by": split_by, "columns": columns}
-    if texts.is_used(numbers):
-        wanted = Wanted(fields)
-        return build_texts(
-            name,
-            root,
-            split,
-            suffixes,
-            lambda path: _lines_of(opened(path), texts),
-            texts,
-            cells=True,
-        )
+    wanted = Wanted(fields)
+    found = texts_of_table(
+        name,
+        root,
+        split,
+        suffixes,
+        lambda path, names: _rows_of(opened(path), names),
+        texts,
+        numbers,
+        cells=True,
+    )
+    if found is not None:
+        return found
     encoded = column_options(columns, missing, rare)
     wanted = Wanted(fields, dtypes or {}, split_by, split_val, cache_mb, encoded)
     return build_stored(name, root, split, suffixes, opened, wanted)
 
 
-def _lines_of(table: CsvFile, options: TextOptions) -> LinesOfFile:
-    """Returns the columns of texts as JSON lines."""
-    columns, lines = table.texts(options.fields)
+def _rows_of(table: CsvFile, names: Sequence[str]) -> Iterator[tuple[int, dict[str, object]]]:
+    """Returns columns of texts, each row with its line."""
+    columns, lines = table.texts(names)
     rows = (
-        {name: cell or None for name, cell in zip(options.fields, row, strict=True)}
+        {name: cell or None for name, cell in zip(names, row, strict=True)}
         for row in zip(*columns, strict=True)
     )
-    return lines_of_rows(table.file.path, zip(lines, rows, strict=True))
+    return zip(lines, rows, strict=True)
 
 
 @dataclass(frozen=True, eq=False)

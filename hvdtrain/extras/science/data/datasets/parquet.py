@@ -16,9 +16,6 @@ from hvdtrain.data.files.split_files import FileOnDisk, cut_off
 from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import Source, Split
-from hvdtrain.data.texts.build import build_texts, lines_of_rows
-from hvdtrain.data.texts.lines import LinesOfFile
-from hvdtrain.data.texts.options import TextOptions, text_options
 from hvdtrain.data.user_data.arrays import TARGETS, from_arrow, is_index
 from hvdtrain.errors import UserError, first_line, short
 from hvdtrain.extras.science.columns.options import column_options
@@ -35,6 +32,7 @@ from hvdtrain.extras.science.stored.stored_array import (
     no_such,
     whole,
 )
+from hvdtrain.extras.science.texts_of_table import texts_of_table
 
 STAGING = Staging(is_of_user=True, may_be_a_file=True)
 
@@ -87,31 +85,41 @@ def build(
     Raises UserError without pyarrow, if files are damaged or lack a column, and for columns with
     missing values or without numbers.
     """
-    texts = text_options(
-        name, text, messages, target, tokenizer, context, special_tokens, pad_token
-    )
+    texts: dict[str, object] = {
+        "text": text,
+        "messages": messages,
+        "target": target,
+        "tokenizer": tokenizer,
+        "context": context,
+        "special_tokens": special_tokens,
+        "pad_token": pad_token,
+    }
     suffixes = (".parquet", ".pq")
     open_file = partial(ParquetFile.open, most_bytes=_BLOCKS * cache_mb * 10**6)
     numbers = {"fields": fields, "dtypes": dtypes, "split_by": split_by, "columns": columns}
-    if texts.is_used(numbers):
-        return build_texts(
-            name, root, split, suffixes, lambda path: _lines_of(open_file(path), texts), texts
-        )
+    found = texts_of_table(
+        name,
+        root,
+        split,
+        suffixes,
+        lambda path, names: enumerate(_rows_of(open_file(path), names)),
+        texts,
+        numbers,
+        word="row",
+    )
+    if found is not None:
+        return found
     encoded = column_options(columns, missing, rare)
     wanted = Wanted(fields, dtypes or {}, split_by, split_val, cache_mb, encoded)
     return build_stored(name, root, split, suffixes, open_file, wanted)
 
 
-def _lines_of(table: ParquetFile, options: TextOptions) -> LinesOfFile:
-    """Returns the columns of texts or chats as JSON lines, numbered from 0."""
-
-    def rows() -> Iterator[dict[str, object]]:
-        for group in range(len(table.edges) - 1):
-            columns = [column.to_pylist() for column in table.read(group, options.fields)]
-            for cells in zip(*columns, strict=True):
-                yield dict(zip(options.fields, cells, strict=True))
-
-    return lines_of_rows(table.file.path, enumerate(rows()), "row")
+def _rows_of(table: ParquetFile, names: Sequence[str]) -> Iterator[dict[str, object]]:
+    """Yields the rows of columns of texts or chats."""
+    for group in range(len(table.edges) - 1):
+        columns = [column.to_pylist() for column in table.read(group, names)]
+        for cells in zip(*columns, strict=True):
+            yield dict(zip(names, cells, strict=True))
 
 
 def _pyarrow() -> Any:

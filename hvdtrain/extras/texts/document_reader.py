@@ -10,11 +10,11 @@ import numpy as np
 
 from hvdtrain.data.option_error import OptionError, expanded
 from hvdtrain.data.texts.chat_template import ChatTemplate
-from hvdtrain.data.texts.options import TextOptions
-from hvdtrain.data.texts.record import messages_of, record_of, text_of
 from hvdtrain.data.texts.tokenizer_folder import TokenizerFolder, read_folder
 from hvdtrain.data.tokenizer import Tokenizer
 from hvdtrain.errors import UserError
+from hvdtrain.extras.texts.options import TextOptions
+from hvdtrain.extras.texts.record import messages_of, record_of, text_of
 
 _BYTES = 256
 

@@ -16,10 +16,10 @@ from hvdtrain.data.field import Field, Padding
 from hvdtrain.data.packed import ANSWERS, TOKENS, answer_fields
 from hvdtrain.data.ragged import LEAST, Ragged, mask_of, padded_fields, padded_length
 from hvdtrain.data.source import Source, check_indices
-from hvdtrain.data.texts.lines import Lines
-from hvdtrain.data.texts.targets import Targets
-from hvdtrain.data.texts.tokens import Document, DocumentReader
 from hvdtrain.errors import UserError
+from hvdtrain.extras.texts.document_reader import Document, DocumentReader
+from hvdtrain.extras.texts.lines import Lines
+from hvdtrain.extras.texts.targets import Targets
 
 if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch
@@ -161,6 +161,10 @@ class Documents(Source):
     def with_bounds(self, longest: Mapping[str, int], values: Mapping[str, int]) -> Documents:
         """Returns the source with the longest documents of both sets; they have one vocabulary."""
         return replace(self, longest=dict(longest))
+
+    @property
+    def takes_class_names(self) -> bool:
+        return True
 
     @property
     def nested_inputs(self) -> tuple[str, ...]:

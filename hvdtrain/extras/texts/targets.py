@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvdtrain.data.texts.record import Label
 from hvdtrain.errors import UserError, short
+from hvdtrain.extras.texts.record import Label
 
 _MOST_NAMES = 2**16
 

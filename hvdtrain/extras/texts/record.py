@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hvdtrain.data.texts.chat_template import Message
 from hvdtrain.errors import UserError, nearest, short
 
-Message = dict[str, Any]  # role, content, and what else the chat template uses
 Label = str | int | float
 _REMOVE = "correct or remove it"
 _KINDS = {

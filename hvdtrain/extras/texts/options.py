@@ -21,9 +21,9 @@ class TextOptions:
     special_tokens: bool = True
     pad_token: str | None = None
 
-    def is_used(self, others: Mapping[str, object]) -> bool:
-        """Whether a table is read as texts. Raises UserError for options of texts without one, and
-        for others, of tables of numbers, beside them."""
+    def check_table(self, others: Mapping[str, object]) -> None:
+        """Raises UserError for options of a table's texts without a text, and for others, of tables
+        of numbers, beside them."""
         if self.text is None and self.messages is None:
             own = {
                 "target": self.target is not None,
@@ -32,13 +32,12 @@ class TextOptions:
                 "pad_token": self.pad_token is not None,
                 "special_tokens": not self.special_tokens,
             }
-            if alone := next((option for option, is_set in own.items() if is_set), None):
-                raise OptionError(
-                    f"data.{alone} needs data.text: other columns of a table are numbers",
-                    alone,
-                    "data.text=COLUMN, or leave it out",
-                )
-            return False
+            alone = next(option for option, is_set in own.items() if is_set)
+            raise OptionError(
+                f"data.{alone} needs data.text: other columns of a table are numbers",
+                alone,
+                "data.text=COLUMN, or leave it out",
+            )
         if wrong := next((option for option, value in others.items() if value), None):
             raise OptionError(
                 f"data.{wrong} is for columns of numbers, but data.text or data.messages reads "
@@ -46,7 +45,6 @@ class TextOptions:
                 wrong,
                 "leave it out",
             )
-        return True
 
     @property
     def fields(self) -> tuple[str, ...]:

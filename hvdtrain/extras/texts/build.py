@@ -12,13 +12,13 @@ import numpy as np
 from hvdtrain.data.files.split_files import files_of_split
 from hvdtrain.data.option_error import OptionError, expanded
 from hvdtrain.data.source import Source, Split
-from hvdtrain.data.texts.documents import Documents, paths_of
-from hvdtrain.data.texts.lines import Lines, LinesOfFile
-from hvdtrain.data.texts.options import TextOptions
-from hvdtrain.data.texts.record import Label, checked_label, label_of, record_of
-from hvdtrain.data.texts.targets import TargetReader, Targets, kind_of_cells
-from hvdtrain.data.texts.tokens import document_reader
 from hvdtrain.errors import UserError, first_line
+from hvdtrain.extras.texts.document_reader import document_reader
+from hvdtrain.extras.texts.documents import Documents, paths_of
+from hvdtrain.extras.texts.lines import Lines, LinesOfFile
+from hvdtrain.extras.texts.options import TextOptions
+from hvdtrain.extras.texts.record import Label, checked_label, label_of, record_of
+from hvdtrain.extras.texts.targets import TargetReader, Targets, kind_of_cells
 
 Open = Callable[[Path], LinesOfFile]
 _AT_A_TIME = 4096  # lines

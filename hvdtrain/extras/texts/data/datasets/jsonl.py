@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from hvdtrain.data.files.split_files import FileOnDisk
 from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.source import Source, Split
-from hvdtrain.data.texts.build import build_texts
-from hvdtrain.data.texts.lines import LinesOfFile
-from hvdtrain.data.texts.options import text_options
 from hvdtrain.errors import UserError
+from hvdtrain.extras.texts.build import build_texts, lines_of_rows
+from hvdtrain.extras.texts.lines import LinesOfFile
+from hvdtrain.extras.texts.options import text_options
 
 STAGING = Staging(is_of_user=True, may_be_a_file=True)
 _TEXT = "text"  # the field, unless an option names one
@@ -56,6 +58,33 @@ def build(
         name, text, messages, target, tokenizer, context, special_tokens, pad_token
     )
     return build_texts(name, root, split, (".jsonl", ".ndjson"), lines_of, options)
+
+
+def build_of_table(
+    name: str,
+    root: Path | None,
+    split: Split,
+    suffixes: tuple[str, ...],
+    rows_of: Callable[[Path, Sequence[str]], Iterable[tuple[int, Mapping[str, object]]]],
+    texts: Mapping[str, Any],
+    numbers: Mapping[str, object],
+    *,
+    word: str = "",
+    cells: bool = False,
+) -> Source:
+    """Returns the texts or chats in columns of a table.
+
+    rows_of: reads these columns of a file, each row with its number. texts: the options of texts.
+    numbers: the options of columns of numbers. word: "row" of files without lines. cells: targets
+    are texts, as in build_texts(). Raises UserError for wrong options, and as build_texts().
+    """
+    options = text_options(name, **texts)
+    options.check_table(numbers)
+
+    def opened(path: Path) -> LinesOfFile:
+        return lines_of_rows(path, rows_of(path, options.fields), word)
+
+    return build_texts(name, root, split, suffixes, opened, options, cells=cells)
 
 
 def lines_of(path: Path) -> LinesOfFile:
