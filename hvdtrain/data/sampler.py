@@ -11,10 +11,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from hvdtrain.core.arrays import digest
 from hvdtrain.core.progress import fold
 
 # up to this many samples the order is one array of 128 MiB; for larger sets it is computed position
@@ -67,6 +68,21 @@ class BlockShuffle(NamedTuple):
         return _by_block(start, count, dataset, seed, self)
 
 
+class Order(Protocol):
+    """An order of the stream that replaces data.shuffle."""
+
+    def positions(self, start: int, count: int, dataset: int, seed: int) -> Positions:
+        """Returns positions of the stream; they depend only on the arguments."""
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What decides the order besides the seed, by the key of the data: compared between ranks,
+        and at a resume."""
+
+    def words(self, samples: int) -> str:
+        """Returns what the header says about the first `samples` of the stream; may be empty."""
+
+
 @dataclass(frozen=True, eq=False)
 class WeightedDraws:
     """Draws with replacement: each position contains sample i with probability weights[i] /
@@ -86,6 +102,13 @@ class WeightedDraws:
     @cached_property
     def _last(self) -> int:
         return int(np.flatnonzero(self.weights)[-1])
+
+    @property
+    def facts(self) -> dict[str, str]:
+        return {"sample_weights": digest({"weights": self.weights})}
+
+    def words(self, samples: int) -> str:
+        return ""
 
     def positions(self, start: int, count: int, dataset: int, seed: int) -> Positions:
         assert len(self.weights) == dataset, (len(self.weights), dataset)
@@ -117,7 +140,7 @@ class BlocksOfRanks(NamedTuple):
         return Positions(samples[order], epochs[order])
 
 
-Shuffle = BlockShuffle | BlocksOfRanks | WeightedDraws
+Shuffle = BlockShuffle | BlocksOfRanks | Order
 _OWNERS = 0x6F776E6572  # a stream of counters
 _DRAWS = 0x647261777321  # a stream of counters, distinct from the streams of other random numbers
 

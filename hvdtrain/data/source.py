@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
@@ -21,6 +21,7 @@ from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch
+    from hvdtrain.data.sampler import Order
 
 Split = Literal["train", "val"]
 _MOST_AHEAD = 2**17  # samples known in advance: each costs about 10 us of CPU time, once
@@ -229,6 +230,18 @@ class Source(ABC):
         """Returns the source with the field answers, which marks the tokens of the assistant's
         answers in a chat; the same source if it has no chats."""
         return self
+
+    @property
+    def order(self) -> Order | None:
+        """The order in which a job trains on the samples, if the data decide it; None: data.shuffle
+        does."""
+        return None
+
+    def each_part(self, change: Callable[[Source, str, int], Source]) -> Source:
+        """Returns the source with a change to each of the data sets that it mixes, which gets the
+        part, its name and the number of its first sample. By default the source is one part without
+        a name."""
+        return change(self, "", 0)
 
     @property
     def has_encoded_columns(self) -> bool:

@@ -95,6 +95,15 @@ def _first_of_each_class(labels: np.ndarray, count: np.ndarray, wanted: np.ndarr
 
 def subset(source: Source, indices: np.ndarray) -> Source:
     """Returns the samples at `indices`, in memory if the source is."""
+
+    def of_part(part: Source, name: str, first: int) -> Source:
+        is_in = (first <= indices) & (indices < first + len(part))
+        return _of_one_part(part, indices[is_in] - first)
+
+    return source.each_part(of_part)
+
+
+def _of_one_part(source: Source, indices: np.ndarray) -> Source:
     if isinstance(source, ArraySource):
         return replace(source, x=source.x[indices], y=source.y[indices])
     return (

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from hvdtrain.config.schema import Config
-from hvdtrain.core.arrays import digest
 from hvdtrain.data.sampler import BLOCKS_VERSION, shuffle_version
 from hvdtrain.data.source import Source
 from hvdtrain.tasks.classification import Classification
@@ -38,13 +37,15 @@ def data_facts(config: Config, datasets: Datasets) -> dict[str, Any]:
             if (known := train.foresight) is None
             else {"samples in a block of the training files": known.rows}
         ),  # used to divide samples among ranks
-        **(
-            {}
-            if datasets.draws is None
-            else {"data.sample_weights": digest({"weights": datasets.draws.weights})}
-        ),
+        **_facts_of_order(datasets),
         **digests(val, "validation", config.seed),
     }
+
+
+def _facts_of_order(datasets: Datasets) -> dict[str, str]:
+    """Returns what decides the order of the training samples, by key, if the data do."""
+    facts = {} if datasets.draws is None else datasets.draws.facts
+    return {f"data.{name}": fact for name, fact in facts.items()}
 
 
 def facts_of_task(found: dict[str, Any]) -> dict[str, Any]:
@@ -72,7 +73,7 @@ def identity(config: Config, datasets: Datasets) -> Identity:
     if config.data.shuffle == "blocks":
         version = f"{BLOCKS_VERSION} {config.data.shuffle_block} x {config.data.shuffle_window}"
     if datasets.draws is not None:
-        version = f"data.sample_weights {digest({'weights': datasets.draws.weights})}"
+        version = " ".join(f"{key} {fact}" for key, fact in _facts_of_order(datasets).items())
     if version is not None:
         data["shuffle"] = version
     return {"seed": config.seed, "data": data}

@@ -18,7 +18,7 @@ from hvdtrain.data.declared import as_declared, bounded_alike
 from hvdtrain.data.images import augment
 from hvdtrain.data.images.moved_masks import with_moved_masks
 from hvdtrain.data.input_encoding import unencoded
-from hvdtrain.data.sampler import WeightedDraws
+from hvdtrain.data.sampler import Order
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.subset import Division, without_fields
 from hvdtrain.errors import UserError
@@ -37,7 +37,7 @@ class Datasets(NamedTuple):
     train: Source
     val: Source
     task: Task
-    draws: WeightedDraws | None = None  # draws of data.sample_weights; None: each epoch is shuffled
+    draws: Order | None = None  # of the training samples; None: each epoch is shuffled
 
 
 def open_datasets(config: Config, communicator: Communicator | None = None) -> Datasets:
@@ -60,7 +60,7 @@ def open_datasets(config: Config, communicator: Communicator | None = None) -> D
     _check_lengths(config, train, task)
     build_recipe(config, len(train), tokens_of_sample(task))
     evaluated_part(config, val)
-    draws: WeightedDraws | None = None
+    draws = train.order
     if config.data.sample_weights is not None:
         from hvdtrain.data.configured.weights import draws_of
 

@@ -4,6 +4,7 @@ threads during earlier steps."""
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import time
 from collections import deque
@@ -25,9 +26,9 @@ from hvdtrain.data.images.moved_masks import moved_masks
 from hvdtrain.data.sampler import (
     BlockShuffle,
     BlocksOfRanks,
+    Order,
     Positions,
     Shuffle,
-    WeightedDraws,
     largest_share,
     parts_by_length,
     parts_of_rank,
@@ -257,7 +258,7 @@ class Prefetcher:
         recipe: Recipe,
         source: Source,
         learner: Learner,
-        draws: WeightedDraws | None = None,
+        draws: Order | None = None,
     ) -> None:
         self._config = config
         self._lengths = lengths_to_sort_by(config.data, source)
@@ -265,6 +266,7 @@ class Prefetcher:
         self._recipe = recipe
         self._source = source
         self._learner = learner
+        self._draws = draws
         self.cached_on_device = learner.cache_on_device(source)
         self.samples = len(source)
         self.ahead, self.readers = read_ahead_of(
@@ -351,6 +353,11 @@ class Prefetcher:
     @property
     def summary(self) -> str:
         """Returns text for the job's header."""
+        order = "" if self._draws is None else self._draws.words(self._samples_of_job)
+        return f"{order}, {self._how_read}" if order else self._how_read
+
+    @property
+    def _how_read(self) -> str:
         if self.cached_on_device:
             return "on the device"
         if self.ahead == 0:
@@ -359,6 +366,16 @@ class Prefetcher:
         return (
             f"{self.readers} reader{'s' if self.readers > 1 else ''}, {self.ahead} steps ahead{own}"
         )
+
+    @property
+    def _samples_of_job(self) -> int:
+        """The samples that the whole job reads; those of one epoch if only time ends it."""
+        epochs = self._recipe.epochs if math.isfinite(self._recipe.epochs) else 1.0
+        samples = math.ceil(epochs * self.samples)
+        steps = self._config.stop.steps
+        if steps is None or self._recipe.batch.to:
+            return samples
+        return min(samples, steps * self._recipe.batch.first)
 
     def _read_ahead(self, progress: Progress) -> None:
         """Fills the queue with the next `ahead` steps after `progress`, up to the end of the

@@ -34,9 +34,9 @@ class DataConfig(OpenSection):
     @property
     def is_of_texts(self) -> bool:
         """Whether samples are texts or chats of different lengths, which are read as tokens."""
-        return self.name in document_files().values() or any(
-            self.options.get(option) is not None for option in ("text", "messages")
-        )
+        is_named = any(self.options.get(option) is not None for option in ("text", "messages"))
+        is_of_documents = self.options.get("documents") is True
+        return self.name in document_files().values() or is_named or is_of_documents
 
     name: str = Field(
         default="digits",

@@ -50,8 +50,10 @@ def refuse_lengths(config: Config) -> None:
 
 def packed_rows(config: Config, source: Source, name: str) -> Source:
     """Packs the set into rows of data.pack tokens. Raises what packed() raises."""
-    return (
-        source
-        if config.data.pack is None
-        else packed(source, config.data.pack, name, config.where("data.pack"))
+    length = config.data.pack
+    if length is None:
+        return source
+    where = config.where("data.pack")
+    return source.each_part(
+        lambda part, of, first: packed(part, length, f"{name}, {of}" if of else name, where)
     )
