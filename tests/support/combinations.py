@@ -88,6 +88,8 @@ MODELS = {  # the first one that has what both features need
     "sequences": f"{SAMPLES} task.name=language data.name=example_objects:sequences {GPT}",
     "texts": f"{CHATS} {GPT}",
     "chats": f"{CHATS} data.messages=messages {GPT}",
+    "mixture": "task.name=language data.name=tokens data.val_share=0.25 data.context=8 "
+    f"data.root={Path(__file__).parent / 'token_sets'} {GPT}",
     "keras": f"{IMAGES} {OF_KERAS}",
     "keras-labels": f"{SAMPLES} task.name=multilabel data.name=example_objects:labels {OF_KERAS}",
     "keras-numbers": f"{SAMPLES} task.name=regression data.name=drawn_job:numbers {OF_KERAS}",
@@ -102,7 +104,7 @@ MODELS = {  # the first one that has what both features need
 OF_CLASSES = ("mlp", "convnet", "resnet", "linear", "keras")
 OF_LABELS = (*OF_CLASSES, "table")
 OF_IMAGES = (*OF_CLASSES, "labels", "masks", "keras-labels")
-OF_TOKENS = ("gpt", "text", "sequences", "texts", "chats")
+OF_TOKENS = ("gpt", "text", "sequences", "texts", "chats", "mixture")
 CAN_BE_CUT = (*OF_TOKENS, "mlp", "numbers", "labels", "table")
 WITH_LINEAR_LAYERS = (*CAN_BE_CUT, "linear", "fields")
 NEEDS: dict[str, tuple[str, ...]] = {  # words -> models that have what they need
@@ -110,6 +112,7 @@ NEEDS: dict[str, tuple[str, ...]] = {  # words -> models that have what they nee
     "framework=keras": ("keras", "keras-labels", "keras-numbers"),
     "framework=jax": (
         *("mlp", "linear", "numbers", "convnet", "gpt", "text", "resnet", "labels", "table"),
+        "mixture",
     ),
     "parallel.dense": ("convnet",),
     "parallel.sequence": OF_TOKENS,
@@ -125,6 +128,7 @@ NEEDS: dict[str, tuple[str, ...]] = {  # words -> models that have what they nee
     "data.bucket_by": ("sequences", "texts", "chats"),
     "data.name=jsonl": ("texts", "chats"),
     "data.messages": ("chats",),
+    "data.mixture": ("mixture",),
     "data.inputs": ("fields",),
     "data.columns": ("table",),
     "data.sample_weights": (*OF_LABELS, "fields"),
@@ -144,6 +148,7 @@ SMALLER = {  # what replaces a word of an example; None: the word of the model
     "recipe.grow_to=[80]": "[18]",
     "data.name=text": None,
     "data.name=jsonl": None,
+    "data.name=tokens": None,
     "task.name=mine:measured": "example_objects:measured",
     "hooks=[mine:Hook]": "[example_objects:Hook]",
     # images of one channel have no saturation or hue
