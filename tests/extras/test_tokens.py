@@ -322,6 +322,7 @@ MISTAKES: list[tuple[Callable[[Path], list[str]], str]] = [
     (_raw("data.vocabulary=9", "data.dtype=float"), "wrong value for data.dtype"),
     (_npy(np.zeros((3, 4), np.int64)), r"the array is int64 \(3, 4\), expected integers"),
     (_npy(np.zeros(9)), "the array is float64"),
+    (_npy(np.full(300, -1, "int8")), "token 0 of the file is -1, but the vocabulary has tokens 0"),
     (_npy(np.zeros(9, np.int64), cut=8), "truncated or not a .npy file"),
     (_npy(np.array([[1], "a"], object)), "truncated or not a .npy file: Array can't be memory-map"),
     (_empty, "no files train/.*bin, train.*bin"),

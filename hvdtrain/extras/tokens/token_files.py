@@ -149,6 +149,11 @@ class TokenSet:
         """int64 (files + 1,): file i has the tokens edges[i] : edges[i + 1] of the stream."""
         return np.cumsum([0, *(len(file.tokens) for file in self.files)], dtype=np.int64)
 
+    @cached_property
+    def _signed(self) -> bool:
+        """Whether a token may be negative."""
+        return any(file.tokens.dtype.kind == "i" for file in self.files)
+
     @property
     def tokens(self) -> int:
         return int(self.edges[-1])
@@ -194,7 +199,7 @@ class TokenSet:
         return np.searchsorted(self.edges, places, "right") - 1
 
     def _check(self, begins: np.ndarray, out: np.ndarray) -> None:
-        if not out.size or (out.max() < self.vocabulary and out.min() >= 0):
+        if not out.size or (out.max() < self.vocabulary and not (self._signed and out.min() < 0)):
             return
         row, column = np.argwhere((out >= self.vocabulary) | (out < 0))[0].tolist()
         place = int(begins[row]) + column
