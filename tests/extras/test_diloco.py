@@ -19,7 +19,8 @@ from numpy_workers import (
     mean,
     train,
 )
-from ranks import needs_mpirun
+from pool import on_ranks
+from ranks import FULL, needs_horovod, needs_mpirun
 from refusals import refusal_of_job
 
 from hvdtrain.core.arrays import Arrays
@@ -55,6 +56,16 @@ class Simulation:
         ]
         self.since = [0] * fragments
         self.steps = 0
+
+    def train_together(self, steps: range) -> None:
+        """With the mean gradient, as one process."""
+        for step in steps:
+            samples = [batch(rank, step) for rank in range(self.size)]
+            total = sum(len(one["y"]) for one in samples)
+            each = [self.workers[0].gradient(one, total) for one in samples]
+            for worker in self.workers:
+                worker.step({name: sum(one[name] for one in each) for name in NAMES})
+        self.common = {name: array.copy() for name, array in self.workers[0].w.items()}
 
     def train(self, steps: range, sync_steps: tuple[int, ...]) -> None:
         for step in steps:
@@ -136,6 +147,36 @@ def test_an_outer_rate_of_one_without_momentum_is_the_mean_of_local_steps() -> N
     fragments = train(2, (*OUTER[:2], "comm.fragments=2"), 4, (2, 4))
     check_equal(fragments.state, local.state)
     assert "between averages" in local.summary and "outer lr 1, momentum 0" in fragments.summary
+
+
+def test_outer_steps_begin_at_local_from() -> None:
+    """After three steps with a common gradient."""
+    simulation = Simulation(2, 1, in_16_bits=True)
+    simulation.train_together(range(3))
+    simulation.train(range(3, 9), (9,))
+    words = (*OUTER, "comm.differences=int16", "comm.local_from=3steps")
+    found = train(2, words, 9, (9,), together=3)
+    check_equal(found.state, simulation.state())
+    assert "from 3 steps on 4 local steps between outer steps" in found.summary
+
+
+@pytest.mark.skipif(not FULL, reason="the tests above compute with ranks that are threads")
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param("horovod", marks=[needs_mpirun, needs_horovod]),
+        pytest.param("torchdist", marks=needs_mpirun),
+    ],
+)
+def test_two_ranks_have_the_same_bits_on_every_engine(engine: str) -> None:
+    """Integers are summed exactly, and so are two numbers in any order."""
+    words = (
+        "model.name=mlp model.widths=[24,16] optim.base_lr=0.05 max_steps=24 log.every_steps=8 "
+        "comm.local_steps=8 comm.outer_momentum=0.9 comm.fragments=2 comm.differences=int16"
+    )
+    expected = on_ranks("mpi", 2, "invariance:curve", words)[0]
+    assert on_ranks(engine, 2, "invariance:curve", words)[0] == expected
+    assert expected["digests"] == 1
 
 
 def test_the_residuals_of_other_ranks_are_divided_and_the_header_says_it() -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from faults import Command, ends_as_straight, kill, kills
 from numpy_workers import NAMES, Worker, batch, check_equal, first_weights, train
-from ranks import needs_mpirun
+from pool import on_ranks
+from ranks import FULL, needs_horovod, needs_mpirun
 from refusals import refusal_of_job
 
 from hvdtrain.core.arrays import Arrays, Batch
@@ -97,6 +98,29 @@ def test_other_ranks_continue_with_the_numbers_of_an_uninterrupted_job() -> None
         "the checkpoint has s.fc1.weight.residual and 1 more of 4 ranks; each of the 2 ranks "
         "starts with an equal share of their sum"
     ]
+
+
+ENGINES = [
+    pytest.param("mpi", marks=needs_mpirun),
+    *[
+        pytest.param("horovod", marks=[needs_mpirun, needs_horovod]),
+        pytest.param("torchdist", marks=needs_mpirun),
+    ]
+    * FULL,
+]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_ranks_of_an_engine_have_the_losses_of_one_process(engine: str) -> None:
+    words = (
+        "model.name=mlp model.widths=[24,16] optim.base_lr=0.05 max_steps=24 "
+        f"comm.compression_rank={RANK}"
+    )
+    one = on_ranks("single", 1, "invariance:curve", words)[0]
+    found = on_ranks(engine, 2, "invariance:curve", words)[0]
+    np.testing.assert_allclose(found["losses"], one["losses"], rtol=1e-11)
+    assert found["val"] == pytest.approx(one["val"], rel=1e-11)
+    assert found["digests"] == 1 and found["losses"][-1] < found["losses"][0]
 
 
 def test_a_state_of_another_rank_of_compression_does_not_fit() -> None:

@@ -108,10 +108,13 @@ def train(
     begin: Trained | None = None,
     first_step: int = 0,
     samples: Callable[[int, int], Batch] = batch,
-    global_batch: int | None = None,
+    together: int = 0,
 ) -> Trained:
     """Trains on ranks that are threads, from a state or the first weights, with a sync point after
-    each of these steps. samples: of (rank, step)."""
+    each of these steps.
+
+    samples: of (rank, step). together: the first steps, before comm.local_from.
+    """
     weights = {f"p.{name}": array for name, array in first_weights().items()}
 
     def of_rank(rank: ThreadRank) -> tuple[Arrays, list[str], str]:
@@ -123,8 +126,9 @@ def train(
             one.load(begin.state)
         for step in range(first_step, first_step + steps):
             own = samples(rank.rank, step)
-            total = global_batch or sum(len(samples(r, step)["y"]) for r in range(size))
-            one.step([one.to_device(own)], Hyper(LR, MOMENTUM, DECAY, total, step=step), step)
+            total = sum(len(samples(r, step)["y"]) for r in range(size))
+            hyper = Hyper(LR, MOMENTUM, DECAY, total, step=step, together=step < together)
+            one.step([one.to_device(own)], hyper, step)
             if step + 1 in sync_steps:
                 one.sync_buffers(rank)
         return one.state(), one.notes, one.describe()
