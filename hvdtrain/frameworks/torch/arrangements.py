@@ -20,6 +20,11 @@ def arrangement_of(config: Config) -> type[Arrangement]:
     return arrangement
 
 
+def is_arranged(config: Config) -> bool:
+    """Whether a feature has an arrangement of its own, with its own strategy."""
+    return any(feature.arrangement_in(config) for feature in FEATURES)
+
+
 def layer_division_of(config: Config) -> type[LayerDivision] | None:
     """Returns the class that divides layers over the ranks of mesh.tensor; None if every rank has
     whole layers."""

@@ -21,7 +21,7 @@ from hvdtrain.errors import UserError, first_line
 from hvdtrain.frameworks.footprint import KINDS, Footprint, PlannedStep, PlannedWork
 from hvdtrain.frameworks.stopwatch import PhaseTimes, ReplaceableStopwatch
 from hvdtrain.frameworks.torch.arrangement import Making
-from hvdtrain.frameworks.torch.arrangements import arrangement_of
+from hvdtrain.frameworks.torch.arrangements import arrangement_of, is_arranged
 from hvdtrain.frameworks.torch.assemble import assemble
 from hvdtrain.frameworks.torch.communicators import timed_mesh
 from hvdtrain.frameworks.torch.learner import TorchLearner
@@ -129,7 +129,7 @@ def _horovod_reduces(config: Config, ranks: int, features: frozenset[Feature]) -
         or comm.local_steps > 1
         or comm.reduce == "bucket"
     )
-    needs_buckets |= config.parallel.cuts
+    needs_buckets |= config.parallel.cuts or is_arranged(config)
     return ranks > 1 and "horovod_api" in features and not config.shard.stage and not needs_buckets
 
 
