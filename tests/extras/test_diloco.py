@@ -192,6 +192,7 @@ def test_the_residuals_of_other_ranks_are_divided_and_the_header_says_it() -> No
     ]
     alone = train(1, words, 4, (12,), half, first_step=8)
     assert alone.state["s.head.bias.residual"].shape == (1, 3)
+    assert alone.notes[0].endswith(" 5 more of 4 ranks; this rank starts with their sum")
 
 
 def test_a_state_without_the_outer_momentum_is_another_job() -> None:

@@ -70,7 +70,7 @@ def test_ranks_have_what_workers_in_numpy_have_also_resumed(size: int) -> None:
     resumed = train(size, WORDS, 5, (9,), train(size, WORDS, 4, (4,)), first_step=4)
     for name, array in straight.state.items():
         np.testing.assert_array_equal(resumed.state[name], array, err_msg=name)
-    assert "gradients of 2 matrices at rank 2 or less: 132 numbers of 289" in straight.summary
+    assert "gradients of 2 matrices at rank 2 or less: 132 of 289 numbers" in straight.summary
 
 
 def test_other_ranks_continue_with_the_numbers_of_an_uninterrupted_job() -> None:

@@ -88,8 +88,8 @@ class LowRank(Strategy):
             matrix.q.shape[1] * sum(matrix.residual.shape) for matrix in self._matrices
         )
         self.summary = (
-            f"gradients of {len(self._matrices)} matrices at rank {rank} or less: {after:,} "
-            f"numbers of {before:,}"
+            f"gradients of {len(self._matrices)} matrices at rank {rank} or less: {after:,} of "
+            f"{before:,} numbers"
         )
 
     @property

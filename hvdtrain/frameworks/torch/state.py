@@ -232,10 +232,13 @@ def _notes_on_ranks(of_strategy: dict[str, StrategyTensor], shapes: Shapes) -> l
         return []
     name = others[0]
     more = f" and {len(others) - 1} more" * (len(others) > 1)
-    return [
-        f"the checkpoint has {name}{more} of {shapes[name][0]} ranks; each of the "
-        f"{of_strategy[name].ranks} ranks starts with an equal share of their sum"
-    ]
+    ranks = of_strategy[name].ranks
+    begin = (
+        "this rank starts with their sum"
+        if ranks == 1
+        else f"each of the {ranks} ranks starts with an equal share of their sum"
+    )
+    return [f"the checkpoint has {name}{more} of {shapes[name][0]} ranks; {begin}"]
 
 
 class Loading:
