@@ -120,12 +120,12 @@ def run_command(arguments: list[str]) -> int:
         return mode(arguments)
     if name != "train" and is_command(name):
         return _call(name, arguments[1:])
-    from hvdtrain.config import help
-
     help_index = next(
         (index for index, argument in enumerate(arguments) if argument in ("-h", "--help")), None
     )
     if help_index is not None:
+        from hvdtrain.config.help import help_text
+
         if len(arguments) > help_index + 1:
             topic = arguments[help_index + 1]
         elif name in ("train", *_LISTS):
@@ -136,15 +136,17 @@ def run_command(arguments: list[str]) -> int:
             return _call(topic, ["--help"])
         if topic is None and help_index:
             _check_command(name)
-        print(help.help_text(topic))
+        print(help_text(topic))
     elif arguments == ["--version"]:
         print(f"hvdtrain {__version__}")
     elif name == "list" and not arguments[1:]:
-        print(help.list_text())
-    elif name == "extras" and not arguments[1:]:
-        from hvdtrain.core.extras import list_text
+        from hvdtrain.config.help import list_text
 
         print(list_text())
+    elif name == "extras" and not arguments[1:]:
+        from hvdtrain.core import extras
+
+        print(extras.list_text())
     else:
         _check_command(name)
         return _call("train", arguments[1:] if name == "train" else arguments)

@@ -19,22 +19,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from hvdtrain.config.refusal import expected
 from hvdtrain.config.schema import OPEN_SECTIONS, Config
 from hvdtrain.config.sections.data import DataConfig
 from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.config.sections.optim import OptimConfig
 from hvdtrain.config.sections.section import OpenSection, go_on, is_object
 from hvdtrain.config.sections.task import TaskConfig
-from hvdtrain.config.words_of_other_tools import (
-    data_of_path,
-    right_key,
-    right_value,
-    without_a_key,
-    without_a_value,
-)
 from hvdtrain.core.extras import aliases
-from hvdtrain.core.import_torchvision import define_missing_operators
 from hvdtrain.core.syntax_tree import syntax_tree
 from hvdtrain.errors import UserError, closest, nearest, short
 
@@ -119,6 +110,8 @@ def find(folder: str, name: str, where: str) -> Path:
     """Returns the file of a plugin. Raises UserError with the nearest name if there is none."""
     known = files(folder)
     if name not in known:
+        from hvdtrain.config.words_of_other_tools import data_of_path, right_value, without_a_value
+
         right = right_value(KEYS[folder], name)
         path = data_of_path(name) if folder == "data/datasets" else None
         fix = (
@@ -145,6 +138,8 @@ def load_dotted(name: str, where: str) -> Callable[..., Any]:
         part.isidentifier() for part in [*module_name.split("."), attribute]
     ):
         raise UserError(f"{short(name)} names no class", where, fix)
+    from hvdtrain.core.import_torchvision import define_missing_operators
+
     define_missing_operators()  # the module may import torchvision
     try:
         module = importlib.import_module(module_name)
@@ -404,6 +399,8 @@ def _converted(section: OpenSection, path: Path) -> dict[str, Any]:
         option = str(details["loc"][0])
         if details["type"] == "extra_forbidden":
             raise _unknown_option(section, option, model) from None
+        from hvdtrain.config.refusal import expected
+
         key = section.full_key(option)
         value = section.options[option]
         fix = expected(key, model.model_fields[option], value)
@@ -414,6 +411,8 @@ def _converted(section: OpenSection, path: Path) -> dict[str, Any]:
 
 
 def _unknown_option(section: OpenSection, option: str, model: type[BaseModel]) -> UserError:
+    from hvdtrain.config.words_of_other_tools import right_key, without_a_key
+
     name: str = section.name  # type: ignore[attr-defined]
     options = {option: field.default for option, field in model.model_fields.items()}
     fields = list(type(section).model_fields)
@@ -443,6 +442,8 @@ def fix_of_parameters(section: OpenSection, signature: inspect.Signature) -> str
     fix = f"give its parameters as {section.section}.<name>=<value>"
     if unknown is None:
         return fix
+    from hvdtrain.config.words_of_other_tools import right_key
+
     close = closest(unknown, known)
     right = right_key(section.full_key(unknown)) or (close and section.full_key(close))
     return f"did you mean {right}? {fix}" if right else fix

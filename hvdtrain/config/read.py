@@ -14,7 +14,6 @@ import yaml
 from pydantic import ValidationError
 
 from hvdtrain.config.plugins import of_a_script
-from hvdtrain.config.refusal import fix_of_argument, fix_of_key, refusal
 from hvdtrain.config.schema import (
     OPEN_SECTIONS,
     OTHER_NAMES,
@@ -27,7 +26,6 @@ from hvdtrain.config.schema import (
 )
 from hvdtrain.config.sections.extra_keys import unused_keys
 from hvdtrain.config.sections.section import COMMAND_LINE, DEFAULT, Provenance, go_on, is_object
-from hvdtrain.config.words_of_other_tools import right_key
 from hvdtrain.config.yaml_reader import (
     MOST_BYTES,
     MOST_KEYS,
@@ -295,6 +293,8 @@ def resolve(assigned: Sequence[Assignment]) -> Config:
     try:
         config = Config.model_validate(tree).with_provenance(provenance)
     except ValidationError as error:
+        from hvdtrain.config.refusal import refusal
+
         # report a misspelt key first, because it may cause the other errors
         errors = sorted(error.errors(include_url=False), key=lambda one: one["type"] == "missing")
         raise refusal(errors[0], provenance) from None
@@ -340,6 +340,8 @@ def _without_references(assigned: Sequence[Assignment]) -> Iterator[Assignment]:
 def _check_known(key: str, value: Any, origin: str) -> None:
     """Raises UserError if the schema does not have the key, and no option can have its name."""
     if not _is_known(key):
+        from hvdtrain.config.refusal import fix_of_key
+
         raise UserError(f"no such key: {key}", origin, fix_of_key(key, value))
 
 
@@ -375,6 +377,8 @@ def read_argument(argument: str, following: str = "") -> Assignment:
     key, equals, text = argument.removeprefix("--").partition("=")
     key = OTHER_NAMES.get(key, key)
     if not equals or not key:
+        from hvdtrain.config.refusal import fix_of_argument
+
         raise UserError(
             f"cannot read the argument '{short(argument)}'",
             COMMAND_LINE,
@@ -429,6 +433,8 @@ def _of_this_copy(recorded: Iterable[Assignment]) -> Iterator[Assignment]:
     lacks; a run records the keys of an extra if it uses one of them."""
     for one in recorded:
         if not _is_known(one.key):
+            from hvdtrain.config.words_of_other_tools import right_key
+
             if right_key(one.key, one.value):  # a former name, or a name from another tool
                 _check_known(*one)
             raise UserError(

@@ -21,7 +21,8 @@ class Padding(NamedTuple):
     mask: str
 
 
-_TARGETS = ("y", "label", "labels", "target", "targets")
+TARGETS = ("y", "label", "labels", "target")  # the first of these columns in a table is y
+_TARGETS = (*TARGETS, "targets")
 
 
 def padded_by(field: str) -> str:

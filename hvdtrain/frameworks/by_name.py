@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
@@ -16,9 +16,10 @@ from hvdtrain.core.ties import Ties
 from hvdtrain.errors import UserError, closest, nearest, short
 from hvdtrain.optim.groups import Grouped, ParameterGroup, number_of_group, number_of_layer
 from hvdtrain.optim.rule import Rule, is_excluded
-from hvdtrain.optim.thawing import ThawEntries, Thawing
-from hvdtrain.optim.weight_average import Averaged
 from hvdtrain.tasks.task import Task
+
+if TYPE_CHECKING:
+    from hvdtrain.optim.thawing import ThawEntries
 
 
 def build_model(
@@ -127,12 +128,20 @@ def build_rule(config: Config, ties: Ties | None = None) -> Rule:
     )
     rule = Grouped(rule, groups) if groups else rule
     if config.model.thaw:
+        from hvdtrain.optim.thawing import Thawing
+
         rule = Thawing(rule, thaw_entries(config.model, ties))
-    return rule if config.optim.ema is None else Averaged(rule, config.optim.ema)
+    if config.optim.ema is None:
+        return rule
+    from hvdtrain.optim.weight_average import Averaged
+
+    return Averaged(rule, config.optim.ema)
 
 
 def thaw_entries(model: ModelConfig, ties: Ties | None = None) -> ThawEntries:
     """Returns the entries of model.thaw, with the rule that decides whether a weight is frozen."""
+    from hvdtrain.optim.thawing import ThawEntries
+
     return ThawEntries(
         tuple(tuple(entry.names) for entry in model.thaw),
         tuple(model.freeze),

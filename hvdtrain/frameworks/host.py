@@ -16,7 +16,6 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays, ArrayStream, Batch, Piece, as_stream, whole
 from hvdtrain.core.metrics import Sums, add_sums, zero_sums
 from hvdtrain.core.progress import Hyper
-from hvdtrain.data.images import augment
 from hvdtrain.data.images.views import make_views
 from hvdtrain.data.source import Source
 from hvdtrain.frameworks.learner import Learner, Predictions, check_fit, global_weight, plain_names
@@ -135,7 +134,10 @@ class HostLearner(Learner):
         return False
 
     def to_device(self, batch: Batch) -> HostBatch:
-        batch = augment.augment_batch(batch)
+        if "augmentation" in batch:
+            from hvdtrain.data.images.augment import augment_batch
+
+            batch = augment_batch(batch)
         return HostBatch(self.model.inputs(batch), batch, self.task.weight(batch))
 
     @np.errstate(over="ignore", invalid="ignore")  # "nonfinite" reports it

@@ -16,7 +16,6 @@ from hvdtrain.core.metrics import Metric, ratio
 from hvdtrain.data.field import Field
 from hvdtrain.data.source import LabelledImages, Source
 from hvdtrain.errors import UserError
-from hvdtrain.tasks import class_metrics
 from hvdtrain.tasks.label_counts import LossForm, Operations, notes_on_gaps, right_terms, softmax
 from hvdtrain.tasks.labels import (
     classes_of,
@@ -304,7 +303,11 @@ def build(
     task = _of_kind(ignore_label)(
         x.shape, classes, mean, std, x.dtype, ignore_label, top_k, weights
     )
-    return class_metrics.with_metrics(task, metrics, objective, classes, ignore_label)
+    if not metrics and objective in (None, task.objective):
+        return task
+    from hvdtrain.tasks.class_metrics import with_metrics
+
+    return with_metrics(task, metrics, objective, classes, ignore_label)
 
 
 def _weights_of_classes(
@@ -382,7 +385,9 @@ def restore(facts: dict[str, Any]) -> Task:
     task = _of_kind(ignored)(shape, classes, mean, std, dtype, ignored, top_k, weights)
     if "scored" not in facts:
         return task
-    return class_metrics.restored(task, facts["scored"], classes, ignored)
+    from hvdtrain.tasks.class_metrics import restored
+
+    return restored(task, facts["scored"], classes, ignored)
 
 
 def without_statistics(

@@ -24,14 +24,6 @@ _FIX = '(metric, "max", lambda outputs, batch: (preds, target))'
 _UPDATE = f"{_FIX}, with a metric whose update() takes these two; or hvdtrain.OwnMetric"
 
 
-def is_library_metric(thing: Any) -> bool:
-    """Whether an object is a torchmetrics metric; does not import torchmetrics."""
-    return any(
-        kind.__name__ == "Metric" and kind.__module__ == "torchmetrics.metric"
-        for kind in type(thing).__mro__
-    )
-
-
 def has_sums_alone(metric: Any) -> bool:
     """Whether every state is a sum over samples."""
     return all(_reduction(reduction) == "sum" for reduction in metric._reductions.values())

@@ -16,7 +16,6 @@ from hvdtrain.core.progress import fold
 from hvdtrain.data.around_source import AroundSource
 from hvdtrain.data.field import Channels, Field, columns_of_channels
 from hvdtrain.data.source import LabelledImages, Source
-from hvdtrain.data.user_data.arrays import as_images, to_numpy
 from hvdtrain.errors import UserError
 
 _MOST_VALUES = 2**22  # most values to read: about 2 s of exact sums
@@ -234,6 +233,8 @@ class Transform:
     def __call__(self, x: Any) -> np.ndarray:
         """Transforms rows x (n, ...) of numpy, torch or pandas. Raises UserError for another
         shape."""
+        from hvdtrain.data.user_data.arrays import as_images, to_numpy
+
         array = to_numpy(x, "x", "run.transform()")
         if self.is_of_images:
             images = as_images(array)

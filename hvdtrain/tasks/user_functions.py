@@ -12,12 +12,6 @@ import numpy as np
 from hvdtrain.core.metrics import Better, Concatenated
 from hvdtrain.core.own_line import own_line
 from hvdtrain.errors import BUG, UserError, exit_code_of, first_line
-from hvdtrain.tasks.library_metrics import (
-    PartsOfMetric,
-    SumsOfMetric,
-    has_sums_alone,
-    is_library_metric,
-)
 
 WHERE = "hvdtrain.train(), metrics"
 
@@ -89,7 +83,7 @@ def _read(name: str, given: Any) -> OwnMetric | GatheredMetric:
     )
     if isinstance(given, tuple) and given:
         _refuse_no_metric(name, given[0])
-    if isinstance(given, tuple) and len(given) in (2, 3) and is_library_metric(given[0]):
+    if isinstance(given, tuple) and len(given) in (2, 3) and _is_library_metric(given[0]):
         given = _of_library(name, *given)
     if isinstance(given, tuple) and len(given) == 2:
         given = OwnMetric(*given)
@@ -129,9 +123,19 @@ def _refuse_no_metric(name: str, found: Any) -> None:
         raise UserError(what, WHERE, "add each of its metrics to `metrics` under its own name")
 
 
+def _is_library_metric(thing: Any) -> bool:
+    """Whether an object is a torchmetrics metric; does not import torchmetrics."""
+    return any(
+        kind.__name__ == "Metric" and kind.__module__ == "torchmetrics.metric"
+        for kind in type(thing).__mro__
+    )
+
+
 def _of_library(
     name: str, metric: Any, better: Better, inputs: Any = None
 ) -> OwnMetric | GatheredMetric:
+    from hvdtrain.tasks.library_metrics import PartsOfMetric, SumsOfMetric, has_sums_alone
+
     if not has_sums_alone(metric):
         parts = PartsOfMetric(name, metric, inputs, WHERE)
         return GatheredMetric(parts, better, parts.compute)

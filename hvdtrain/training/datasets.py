@@ -15,8 +15,6 @@ from hvdtrain.data.configured.opened import open_split, plugin_of, root_of, with
 from hvdtrain.data.configured.pad import packed_rows
 from hvdtrain.data.configured.split import divided, evaluated_part, share_of_train
 from hvdtrain.data.declared import as_declared, bounded_alike
-from hvdtrain.data.images import augment
-from hvdtrain.data.images.moved_masks import with_moved_masks
 from hvdtrain.data.input_encoding import unencoded
 from hvdtrain.data.sampler import Order
 from hvdtrain.data.source import Source, Split
@@ -68,7 +66,11 @@ def open_datasets(config: Config, communicator: Communicator | None = None) -> D
     train, val = (
         as_declared(_with_free_names(config, source, task), task.fields) for source in (train, val)
     )
-    return Datasets(with_moved_masks(train, task.masks, config.augment), val, task, draws)
+    if config.augment.is_enabled:
+        from hvdtrain.data.images.moved_masks import with_moved_masks
+
+        train = with_moved_masks(train, task.masks, config.augment)
+    return Datasets(train, val, task, draws)
 
 
 def _with_free_names(config: Config, source: Source, task: Task) -> Source:
@@ -90,9 +92,12 @@ def check_augmentation(config: Config, source: Source) -> None:
     """Raises UserError if the data are not images that support this augmentation."""
     x = source.fields.get("x")
     if x is not None and is_image(x):
-        height, width, channels = x.shape
-        augment.check_augmentation(config.augment, (height, width, channels))
-    elif augment.is_enabled(config.augment):
+        if config.augment.is_enabled:
+            from hvdtrain.data.images import augment
+
+            height, width, channels = x.shape
+            augment.check_augmentation(config.augment, (height, width, channels))
+    elif config.augment.is_enabled:
         fields = ", ".join(f"{name} {field}" for name, field in source.fields.items())
         image = next((name for name, field in source.fields.items() if is_image(field)), None)
         fix = "leave the keys of augment out" + (
@@ -105,7 +110,7 @@ def check_augmentation(config: Config, source: Source) -> None:
 
 def _check_augmented(config: Config, task: Task) -> None:
     """Raises UserError if the model gets no x: only x can be augmented."""
-    if augment.is_enabled(config.augment) and "x" not in task.fields:
+    if config.augment.is_enabled and "x" not in task.fields:
         what = f"augmentation applies to x, but the model takes {', '.join(task.input_fields)}"
         raise UserError(
             what,

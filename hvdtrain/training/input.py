@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,9 +20,6 @@ from hvdtrain.config.sections.batch import BatchConfig
 from hvdtrain.config.sections.data import DataConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Hyper, Progress
-from hvdtrain.data.images import augment
-from hvdtrain.data.images.mixing import partners_of, paste
-from hvdtrain.data.images.moved_masks import moved_masks
 from hvdtrain.data.sampler import (
     BlockShuffle,
     BlocksOfRanks,
@@ -35,11 +32,13 @@ from hvdtrain.data.sampler import (
     positions_of_rank,
 )
 from hvdtrain.data.source import Source
-from hvdtrain.data.upcoming import Upcoming
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.recipe.noise import sample_weights
 from hvdtrain.recipe.recipe import Recipe
+
+if TYPE_CHECKING:
+    from hvdtrain.data.upcoming import Upcoming
 
 
 def split_step(
@@ -184,7 +183,11 @@ def read_batch(
     augmentation = (
         config.augment.replace(resized_crop=0.0) if source.crops_at_random else config.augment
     )
-    if augment.is_enabled(augmentation):
+    if augmentation.is_enabled:
+        from hvdtrain.data.images import augment
+        from hvdtrain.data.images.mixing import partners_of
+        from hvdtrain.data.images.moved_masks import moved_masks
+
         height, width, channels = source.fields["x"].shape  # check_augmentation() guarantees it
         shape = height, width, channels
         parameters = augment.draw(augmentation, config.seed, epochs, samples, shape)
@@ -217,6 +220,8 @@ def _partners(batch: Batch, partners: Batch, masks: tuple[str, ...]) -> Batch:
     in its boxes, and no label."""
     if not masks:
         return {"partner_x": partners["x"], "partner_y": partners["y"]}
+    from hvdtrain.data.images.mixing import paste
+
     del batch["mixup_weight"]
     pasted = {name: paste(batch[name], partners[name], batch["cutmix_box"]) for name in masks}
     return {"partner_x": partners["x"], **pasted}
@@ -297,9 +302,11 @@ class Prefetcher:
         is_told = known is not None and (
             window is None or window.block * window.window > known.kept
         )
-        self._upcoming = (
-            Upcoming(source, self._samples_of, self._following, ranks) if is_told else None
-        )
+        self._upcoming: Upcoming | None = None
+        if is_told:
+            from hvdtrain.data.upcoming import Upcoming
+
+            self._upcoming = Upcoming(source, self._samples_of, self._following, ranks)
 
     def take(self, progress: Progress) -> StepInput:
         """Returns the input of the step that follows `progress`. Raises its reader's error."""
@@ -421,6 +428,8 @@ class Prefetcher:
 
     def _samples_of(self, progress: Progress) -> np.ndarray:
         """Returns all samples that a step reads: its samples, then the ones they are mixed with."""
+        from hvdtrain.data.images.mixing import partners_of  # here: few jobs announce samples
+
         found = [np.empty(0, np.int64)]
         for samples, epochs in self._positions(progress):
             partners = partners_of(

@@ -9,9 +9,8 @@ from typing import Any
 
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
-from hvdtrain.data.field import Field
+from hvdtrain.data.field import TARGETS, Field
 from hvdtrain.data.source import Source
-from hvdtrain.data.user_data.arrays import TARGETS
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.tasks.task import is_users_model
 from hvdtrain.tasks.user_functions import is_torch_module

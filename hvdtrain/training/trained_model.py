@@ -20,10 +20,10 @@ from hvdtrain.config.sections.parallel import ParallelConfig
 from hvdtrain.config.sections.shard import ShardConfig
 from hvdtrain.core.arrays import ArrayInFile, Arrays, Batch
 from hvdtrain.data.around_source import AroundSource
-from hvdtrain.data.field import Field, Padding, check_numbers
+from hvdtrain.data.field import TARGETS, Field, Padding, check_numbers
 from hvdtrain.data.packed import PADDING, TOKENS, each_alone, is_packed
 from hvdtrain.data.source import Source, arrays_in_memory
-from hvdtrain.data.user_data.arrays import TARGETS, as_images, is_array
+from hvdtrain.data.user_data.arrays import as_images, is_array
 from hvdtrain.data.user_data.as_source import as_source
 from hvdtrain.errors import MEMORY, UserError, exit_code_of
 from hvdtrain.frameworks.learner import Learner, Shapes, check_fit

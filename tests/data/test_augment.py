@@ -367,7 +367,7 @@ def test_augmentations_that_may_leave_nothing_of_an_image_are_errors(
         and words[0].split("=")[0] in caught.value.where
     )
     augment.check_augmentation(AugmentConfig(crop=7, cutout=8), (8, 9, 3))
-    assert augment.is_enabled(config.augment) and not augment.is_enabled(AugmentConfig())
+    assert config.augment.is_enabled and not AugmentConfig().is_enabled
 
 
 MIXTURES = {

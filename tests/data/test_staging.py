@@ -20,7 +20,8 @@ from ranks import HANG_S, environment, mpirun, needs_mpirun, python
 
 from hvdtrain.config.read import configure
 from hvdtrain.data.datasets import digits, idx
-from hvdtrain.data.files.copying import FileSelection, FileState, format_bytes, list_files
+from hvdtrain.data.files.copying import FileState, format_bytes, list_files
+from hvdtrain.data.files.selection import FileSelection
 from hvdtrain.data.files.staging import StagedCopy, ensure_staged, stage_data
 from hvdtrain.errors import UserError
 from hvdtrain.training.datasets import build_source

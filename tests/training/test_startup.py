@@ -291,3 +291,18 @@ def test_nothing_is_imported_that_the_job_does_not_use(tmp_path: Path) -> None:
     code += f"print('loaded', [name for name in {heavy} if name in sys.modules])"
     result = ranks.python(["-c", code], is_warm=False)
     assert result.stdout.splitlines()[-1] == "loaded []", result.stdout[-500:] + result.stderr
+
+
+def test_the_smallest_job_imports_few_modules(tmp_path: Path) -> None:
+    """A linear model of the digits in NumPy, on one rank. Extras that it does not use add only
+    their keys, and what they register."""
+    words = ["framework=numpy", "model.name=linear", "stop.steps=2", f"run={tmp_path / 'run'}"]
+    code = f"import sys; from hvdtrain.__main__ import main; assert main({words!r}) == 0\n"
+    code += "print(*(name for name in sys.modules if name.partition('.')[0] == 'hvdtrain'))"
+    done = ranks.python(["-c", code], is_warm=False)
+    assert done.returncode == 0, done.stderr
+    names = done.stdout.splitlines()[-1].split()
+    of_extras = [name.split(".")[3:] for name in names if name.startswith("hvdtrain.extras.")]
+    assert len(names) - len(of_extras) <= 202, f"{len(names) - len(of_extras)}; 200 when written"
+    registrations = ([], ["extra"], ["keys"], ["features"])
+    assert [path for path in of_extras if path not in registrations] == []

@@ -96,3 +96,8 @@ class AugmentConfig(Section):
         description="probability of overwriting a box of 2 to 33 % of the image with random "
         "pixels (Zhong 2017, arXiv:1708.04896)",
     )
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether any augmentation is on."""
+        return self != AugmentConfig()

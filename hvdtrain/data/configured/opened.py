@@ -12,7 +12,6 @@ from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.section import COMMAND_LINE
 from hvdtrain.data.configured.pad import padding_of, refuse_lengths
-from hvdtrain.data.files.staging import Staging, stage_data
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.unfinished import Unfinished
@@ -58,6 +57,9 @@ def open_split(
     root = root_of(config)
     with with_keys(config):
         if config.data.stage is not None:
+            from hvdtrain.data.files.selection import Staging
+            from hvdtrain.data.files.staging import stage_data
+
             root, options = stage_data(
                 config.data.name,
                 root,

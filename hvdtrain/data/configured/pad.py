@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hvdtrain.config.schema import Config
 from hvdtrain.data.field import Padding
-from hvdtrain.data.packed import PADDING, packed
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
 
@@ -20,6 +19,8 @@ def padding_of(config: Config) -> dict[str, Padding]:
             what, config.where("data.mask"), f"data.pad={{{other}: 0}}, or leave it out"
         )
     if config.data.pack is not None:
+        from hvdtrain.data.packed import PADDING
+
         return dict(PADDING)
     return {name: Padding(value, masks.get(name, f"{name}_mask")) for name, value in pad.items()}
 
@@ -53,6 +54,8 @@ def packed_rows(config: Config, source: Source, name: str) -> Source:
     length = config.data.pack
     if length is None:
         return source
+    from hvdtrain.data.packed import packed
+
     where = config.where("data.pack")
     return source.each_part(
         lambda part, of, first: packed(part, length, f"{name}, {of}" if of else name, where)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdtrain.data.files.staging import Staging
+from hvdtrain.data.files.selection import Staging
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.sampler import permutation
 from hvdtrain.data.source import ArraySource, LabelledImages, Split

@@ -13,7 +13,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from hvdtrain.data.files.folders import cache_root, check_folder
-from hvdtrain.data.files.staging import Staging, splits_of_images
+from hvdtrain.data.files.selection import Staging
+from hvdtrain.data.files.staging import splits_of_images
 from hvdtrain.data.images.decode import (
     SUFFIXES,
     check_file,

@@ -12,9 +12,8 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from hvdtrain.core.import_torchvision import import_torchvision
-from hvdtrain.data.files.copying import FileSelection
 from hvdtrain.data.files.folders import RequiredFiles, data_root, download
-from hvdtrain.data.files.staging import Staging
+from hvdtrain.data.files.selection import FileSelection, Staging
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import ArraySource, LabelledImages, Split
 from hvdtrain.errors import UserError

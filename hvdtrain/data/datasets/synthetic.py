@@ -12,7 +12,7 @@ import numpy as np
 
 from hvdtrain.core.progress import fold
 from hvdtrain.data.channel_stats import ChannelStats, stats_of_images
-from hvdtrain.data.files.staging import Staging
+from hvdtrain.data.files.selection import Staging
 from hvdtrain.data.labels import digest_of_labels
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import LabelledImages, Split, check_indices

@@ -12,7 +12,7 @@ import numpy as np
 from hvdtrain.core.arrays import digest
 from hvdtrain.core.folder import check_regular
 from hvdtrain.data.field import Field
-from hvdtrain.data.files.staging import Staging
+from hvdtrain.data.files.selection import Staging
 from hvdtrain.data.option_error import NoValidationSet, OptionError, expanded
 from hvdtrain.data.source import Source, Split, check_indices
 from hvdtrain.data.tokenizer import Tokenizer, read_tokenizer

@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import Event
 from typing import NamedTuple
 
+from hvdtrain.data.files.selection import FileSelection
 from hvdtrain.errors import UserError, short
 
 _THREADS = 8  # they mostly wait for disks and networks, not for cores
@@ -26,15 +27,6 @@ class FileState(NamedTuple):
 
     size: int  # bytes
     mtime_ns: int
-
-
-class FileSelection(NamedTuple):
-    """Some files below a root: those in `folder` whose names match `pattern`; if recursive, all
-    files below `folder`."""
-
-    folder: str
-    pattern: str = "*"
-    recursive: bool = False
 
 
 @dataclass

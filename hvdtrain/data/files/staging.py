@@ -13,7 +13,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,6 @@ from hvdtrain.config.read import expand
 from hvdtrain.core.extras import data_files
 from hvdtrain.data.files.copying import (
     CopyThread,
-    FileSelection,
     FileState,
     checksum,
     copy_file,
@@ -30,30 +29,13 @@ from hvdtrain.data.files.copying import (
     list_files,
 )
 from hvdtrain.data.files.folders import data_root, locked
+from hvdtrain.data.files.selection import FileSelection, Staging
 from hvdtrain.errors import UserError
 
 _BLOCK_BYTES = 4096  # block size of a disk: a file occupies whole blocks
 _NO_SPACE_FIX = (
     "a larger data.stage, or free space there; or data.stage=null, which reads {source} itself"
 )
-
-
-def whole_root(name: str, source: Path) -> tuple[FileSelection, ...]:
-    return (FileSelection("", recursive=True),)
-
-
-class Staging(NamedTuple):
-    """How the files of a data set are copied; it is STAGING in the module of the data set, in
-    data/datasets/. By default all files below its root are copied, and downloaded if there are
-    none."""
-
-    has_files: bool = True
-    is_read_once: bool = False  # the files are read once, at the start, and kept in memory
-    is_of_user: bool = False  # the user's files, which are never downloaded
-    may_be_a_file: bool = False  # data.root may be a file instead of a folder
-    keeps_decoded: bool = False  # arrays and an index made from the files are staged, too
-    # selects the files that a data set with this name reads below its root
-    selections: Callable[[str, Path], tuple[FileSelection, ...]] = whole_root
 
 
 class StagedData(NamedTuple):

@@ -67,11 +67,6 @@ class AugmentationParameters(NamedTuple):
     )
 
 
-def is_enabled(augment: AugmentConfig) -> bool:
-    """Whether any augmentation is on."""
-    return augment != AugmentConfig()
-
-
 def check_augmentation(augment: AugmentConfig, shape: tuple[int, int, int]) -> None:
     """Raises UserError if an image of `shape`, (H, W, C), might become all black, or if it has no
     colours to change."""

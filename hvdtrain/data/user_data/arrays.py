@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.core.folder import check_regular
-from hvdtrain.data.field import padded_by
+from hvdtrain.data.field import TARGETS, padded_by
 from hvdtrain.data.ragged import Ragged
 from hvdtrain.data.source import LARGE_BYTES, ArraySource, NamedArrays, Source
 from hvdtrain.data.subset import SubsetOfImages
@@ -159,7 +159,6 @@ def _are_labels(y: np.ndarray, samples: int) -> bool:
     return y.shape == (samples,) and samples > 0 and y.dtype.kind in "iu" and y.max() < MOST_CLASSES
 
 
-TARGETS = ("y", "label", "labels", "target")  # the first of these columns in a table is y
 _INDEX = re.compile(r"__index_level_\d+__|Unnamed: 0(\.\d+)*")
 
 

@@ -12,11 +12,10 @@ from typing import Any, TypeGuard, cast
 import numpy as np
 
 from hvdtrain.data.declared import CheckedSource
-from hvdtrain.data.field import Padding, check_numbers
+from hvdtrain.data.field import TARGETS, Padding, check_numbers
 from hvdtrain.data.input_encoding import EncodedData
 from hvdtrain.data.source import LabelledImages, NamedArrays, Source
 from hvdtrain.data.user_data.arrays import (
-    TARGETS,
     columns_of_frame,
     columns_of_hugging_face,
     flat_fields,

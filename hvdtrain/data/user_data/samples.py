@@ -18,15 +18,9 @@ import numpy as np
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.own_line import own_line
 from hvdtrain.core.progress import fold
-from hvdtrain.data.field import Field, Padding, check_numbers, padded_by
+from hvdtrain.data.field import TARGETS, Field, Padding, check_numbers, padded_by
 from hvdtrain.data.ragged import check_padding
-from hvdtrain.data.user_data.arrays import (
-    TARGETS,
-    flat_fields,
-    has_channels_first,
-    is_array,
-    to_numpy,
-)
+from hvdtrain.data.user_data.arrays import flat_fields, has_channels_first, is_array, to_numpy
 from hvdtrain.errors import UserError, first_line, short
 
 # two streams of counters

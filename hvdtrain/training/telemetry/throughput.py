@@ -15,7 +15,6 @@ from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.tasks.task import Task
-from hvdtrain.training.telemetry.peaks import peak_tflops
 from hvdtrain.training.telemetry.utilization import Utilization
 
 _DIGITS = 4  # digits of each number in the events
@@ -157,6 +156,8 @@ def _peak(config: Config, learner: Learner) -> tuple[float | None, str]:
     gpu = learner.gpu()
     if gpu is None:
         return None, "speed.peak_tflops=N gives the peak of a processor"
+    from hvdtrain.training.telemetry.peaks import peak_tflops
+
     kind = learner.number_type
     peak = peak_tflops(gpu.name, kind)
     if peak is None:

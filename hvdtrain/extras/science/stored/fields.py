@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdtrain.data.array_files import name_and_words
+from hvdtrain.data.field import TARGETS
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import Split
-from hvdtrain.data.user_data.arrays import TARGETS
 from hvdtrain.errors import UserError
 from hvdtrain.extras.science.stored.options import Wanted
 from hvdtrain.extras.science.stored.stored_array import (

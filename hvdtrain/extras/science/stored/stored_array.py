@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from hvdtrain.data.field import TARGETS
 from hvdtrain.data.files.split_files import FileOnDisk, cut_off
 from hvdtrain.data.grid import Grid
-from hvdtrain.data.user_data.arrays import TARGETS
 from hvdtrain.errors import UserError
 from hvdtrain.extras.science.stored.selection import SelectionBox
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.data.field import TARGETS
 from hvdtrain.data.input_encoding import EncodedData
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import NamedArrays, Source
 from hvdtrain.data.subset import subset
-from hvdtrain.data.user_data.arrays import TARGETS, to_numpy
+from hvdtrain.data.user_data.arrays import to_numpy
 from hvdtrain.errors import UserError, nearest, short
 from hvdtrain.extras.science.columns.encoded_table import EncodedTable
 from hvdtrain.extras.science.columns.encoding import Encoding, lines_of_unknown, numbers_of

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.data.configured.columns import columns_of_x
-from hvdtrain.data.user_data.arrays import TARGETS
+from hvdtrain.data.field import TARGETS
 from hvdtrain.errors import UserError, first_line, short
 from hvdtrain.extras.science.columns import cells
 from hvdtrain.extras.science.columns.encoding import Encoding, lines_of_unknown, numbers_of

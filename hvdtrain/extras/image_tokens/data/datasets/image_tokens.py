@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hvdtrain.config import plugins
 from hvdtrain.config.sections.data import DataConfig
-from hvdtrain.data.files.staging import Staging
+from hvdtrain.data.files.selection import Staging
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import LabelledImages, Split
 from hvdtrain.errors import UserError

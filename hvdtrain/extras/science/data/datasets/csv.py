@@ -13,11 +13,12 @@ from typing import Any, Literal
 import numpy as np
 
 from hvdtrain.data.array_files import name_and_words
+from hvdtrain.data.field import TARGETS
+from hvdtrain.data.files.selection import Staging
 from hvdtrain.data.files.split_files import FileOnDisk
-from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import Source, Split
-from hvdtrain.data.user_data.arrays import TARGETS, is_index
+from hvdtrain.data.user_data.arrays import is_index
 from hvdtrain.errors import UserError, first_line, short
 from hvdtrain.extras.science.columns.cells import (
     EXACT,

@@ -15,8 +15,8 @@ from typing import IO, Any
 
 import numpy as np
 
+from hvdtrain.data.files.selection import Staging
 from hvdtrain.data.files.split_files import FileOnDisk, cut_off
-from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.source import Source, Split
 from hvdtrain.errors import UserError, first_line
 from hvdtrain.extras.science.stored.build import build_stored

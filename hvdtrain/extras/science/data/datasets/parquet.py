@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hvdtrain.data.field import padded_by
+from hvdtrain.data.field import TARGETS, padded_by
+from hvdtrain.data.files.selection import Staging
 from hvdtrain.data.files.split_files import FileOnDisk, cut_off
-from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import Source, Split
-from hvdtrain.data.user_data.arrays import TARGETS, from_arrow, is_index
+from hvdtrain.data.user_data.arrays import from_arrow, is_index
 from hvdtrain.errors import UserError, first_line, short
 from hvdtrain.extras.science.columns.options import column_options
 from hvdtrain.extras.science.columns.raw_table import text_of

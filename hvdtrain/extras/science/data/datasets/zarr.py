@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.core.folder import WrongKind, check_regular
+from hvdtrain.data.files.selection import Staging
 from hvdtrain.data.files.split_files import FileOnDisk, cut_off
-from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.grid import Grid, GridVariable
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import Source, Split

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from hvdtrain.data.user_data.arrays import TARGETS
+from hvdtrain.data.field import TARGETS
 from hvdtrain.errors import UserError, short
 from hvdtrain.extras.science.columns.cells import NUMBER, WHOLE
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.data.files.selection import Staging
 from hvdtrain.data.files.split_files import FileOnDisk
-from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.source import Source, Split
 from hvdtrain.errors import UserError
 from hvdtrain.extras.texts.build import build_texts, lines_of_rows

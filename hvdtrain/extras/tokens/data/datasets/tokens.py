@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from hvdtrain.data.declared import bounded_alike
+from hvdtrain.data.files.selection import Staging
 from hvdtrain.data.files.split_files import files_of_split
-from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.option_error import NoValidationSet, OptionError, expanded
 from hvdtrain.data.source import Source, Split
 from hvdtrain.errors import UserError

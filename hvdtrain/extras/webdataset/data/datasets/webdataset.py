@@ -16,7 +16,8 @@ import numpy as np
 
 from hvdtrain.data.files.folders import cache_root, check_folder, locked
 from hvdtrain.data.files.npy import load_npy, write_npy
-from hvdtrain.data.files.staging import Staging, splits_of_images
+from hvdtrain.data.files.selection import Staging
+from hvdtrain.data.files.staging import splits_of_images
 from hvdtrain.data.images.decode import check_image_options, height_and_width
 from hvdtrain.data.images.decoded_files import pack
 from hvdtrain.data.images.image_source import ImageSource
