@@ -65,8 +65,8 @@ def is_right(*arguments: str) -> bool:
         (["x.yaml"], "write --config x.yaml"),
         (["train", "configs/x.yml"], "write --config configs/x.yml"),
         (["--cofig", "x.yaml"], "did you mean --config?"),
-        (["trian"], "did you mean train? commands: train, check"),
-        (["lsit"], "did you mean list? commands: train, check"),
+        (["trian"], "did you mean train? commands: train, "),
+        (["lsit"], "did you mean list? commands: train, "),
         (["list", "models"], "hvdtrain list"),
         (
             ["model=resnet"],
