@@ -288,6 +288,33 @@ def test_an_optimizer_that_cannot_step(make: Any, tmp_path: Path) -> None:
             break
 
 
+def test_synchronized_gradients_do_not_outlive_their_batch(make: Any) -> None:
+    ctx, (a, step_a), (b, step_b) = make()
+    for batch in ctx.samples(DATA, batch=10):
+        if batch.step == 0:
+            ctx.backward(loss_of(a, batch) + loss_of(b, batch))
+            step_a.synchronize()
+            step_b.step()
+            continue
+        with pytest.raises(UserError, match="the gradients of a have parts of an earlier batch"):
+            step_a.step()
+        a.zero_grad()
+        with pytest.raises(UserError, match=r"no ctx.backward\(loss\) has reached a since"):
+            step_a.step()
+        w = a.weight.detach().clone()
+        gradient = torch.autograd.grad(loss_of(a, batch), a.weight)[0]
+        ctx.backward(loss_of(a, batch))
+        step_a.step()
+        torch.testing.assert_close(a.weight.detach(), w - 1e-3 * gradient, rtol=1e-12, atol=0)
+
+
+def test_two_models_do_not_train_one_parameter(make: Any) -> None:
+    ctx, (a, _), _ = make()
+    both = torch.nn.Sequential(a, torch.nn.Linear(1, 1).double())
+    with pytest.raises(UserError, match=r"a and c both train weight of a, but the step of one"):
+        ctx.prepare(both, sgd(both), name="c")
+
+
 def test_counts_of_items_weight_each_backward_pass(make: Any) -> None:
     ctx, (a, step_a), _ = make()
     for batch in ctx.samples(DATA, batch=20):

@@ -110,12 +110,23 @@ class ModelsInTurn(LossesOfBatch):
         if optimizer is None:
             self._models[name] = FrozenModel(self.config, self.mesh, model)
         else:
+            self._check_shared(name, model)
             member = Member(self.config, self.mesh, model, optimizer, name)
             member.connect(
                 functools.partial(self._step, member), functools.partial(self._synchronize, member)
             )
             self._models[name] = member
         return self._models[name]
+
+    def _check_shared(self, name: str, model: torch.nn.Module) -> None:
+        for member in self._members:
+            if shared := member.shared_with(model):
+                raise UserError(
+                    f"{member.name} and {name} both train {shared} of {member.name}, but the step "
+                    "of one model clears the gradients that the other one needs",
+                    WHERE,
+                    "a model with its own name and optimizer for the layers that both use",
+                )
 
     @property
     def _members(self) -> list[Member]:

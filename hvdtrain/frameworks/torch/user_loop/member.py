@@ -83,6 +83,12 @@ class Member(PreparedModel):
         """Creates the script's optimizer, which makes these calls."""
         self.optimizer = MemberOptimizer(self._inner, step, synchronize, self.zero_grad)
 
+    def shared_with(self, model: torch.nn.Module) -> str:
+        """Returns the name of a parameter that this model and another one train; empty if there is
+        none."""
+        theirs = {p for p in model.parameters() if p.requires_grad}
+        return next((name for name, p in self._named if p in theirs), "")
+
     def begin_batch(self) -> None:
         self._is_stale = self._local.are_there
         self.begin_training()
@@ -92,6 +98,8 @@ class Member(PreparedModel):
 
     def begin_pass(self, *, is_counted: bool) -> None:
         """Called before each backward pass, which adds to the gradients of those before."""
+        if self._is_reduced and not self._local.are_there:  # the module's zero_grad()
+            self.zero_grad()
         if self._is_reduced:
             raise UserError(
                 "a backward pass between optimizer.synchronize() and optimizer.step()",
@@ -108,9 +116,7 @@ class Member(PreparedModel):
 
     def check_gradients(self, where: str) -> None:
         """Raises UserError if the gradients are not those of ctx.backward() in this batch."""
-        if self._is_reduced:
-            return
-        if self._local.are_of_others or not self._local.are_there:
+        if not self._local.are_there or (self._local.are_of_others and not self._is_reduced):
             what = f"no ctx.backward(loss) has reached {self.name} since its last step"
             fix = (
                 "ctx.backward(loss) instead of loss.backward(): it weights this rank's samples; "
