@@ -3,6 +3,7 @@ and what is refused."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import struct
@@ -17,6 +18,7 @@ import pytest
 from hvdtrain.config.read import configure
 from hvdtrain.data.sampler import parts_of_rank
 from hvdtrain.data.source import Source
+from hvdtrain.data.subset import subset
 from hvdtrain.errors import UserError
 from hvdtrain.extras.tokens.megatron import index_bytes, read_index
 from hvdtrain.extras.tokens.mixture import (
@@ -234,6 +236,14 @@ def test_a_mixture_is_read_in_these_shares(tmp_path: Path) -> None:
     recorded = identity(config, found)["data"]
     assert recorded["shuffle"] == "data.mixture code 3, wiki 7 (feistel-1)"
     assert {"code: file train.bin", "wiki: file train.bin"} <= recorded.keys()
+    empty = dataclasses.replace(found.train, sets=(subset(found.train.sets[0], samples[:0]),))
+    with pytest.raises(UserError, match="no sample of code is left to train on"):
+        empty.order  # noqa: B018
+    with pytest.raises(UserError, match="wiki contains all tokens, without a validation set"):
+        (tmp_path / "wiki" / "train.bin").rename(tmp_path / "wiki" / "all.bin")
+        (tmp_path / "wiki" / "val.bin").unlink()
+        datasets(*root, MIXTURE)
+    mixed(tmp_path)
     # a part of each set, and rows of each
     more = ["data.documents=true", "data.end=39", "data.context=25", "data.pack=50"]
     rest = ["data.val_share=0.3", "batch.size=4", "data.mixture={wiki: 1, code: 1}"]
@@ -268,12 +278,16 @@ def _raw(*words: str, dtype: str = "uint16", odd: bool = False) -> Callable[[Pat
     return write
 
 
-def _npy(array: np.ndarray, cut: int = 0) -> Callable[[Path], list[str]]:
+def _pair(folder: Path) -> list[str]:
+    return [f"data.root={pair(folder)}", "data.vocabulary=50"]
+
+
+def _npy(array: np.ndarray, cut: int = 0, dtype: str = "") -> Callable[[Path], list[str]]:
     def write(folder: Path) -> list[str]:
         np.save(folder / "a.npy", array)
         content = (folder / "a.npy").read_bytes()
         (folder / "a.npy").write_bytes(content[: len(content) - cut])
-        return [f"data.root={folder}/a.npy", "data.vocabulary=50"]
+        return [f"data.root={folder}/a.npy", "data.vocabulary=50", *dtype.split()]
 
     return write
 
@@ -310,6 +324,9 @@ MISTAKES: list[tuple[Callable[[Path], list[str]], str]] = [
     ),
     (_written("a.idx", lambda old: old[:-8] + b"\3" + old[-7:]), "do not divide the 4 sequences"),
     (_written("a.bin", lambda old: b""), "the file is empty"),
+    (_written("a.idx", lambda old: old[:26] + bytes(8) + old[34:]), "the index has no documents"),
+    (lambda folder: [*_pair(folder), "data.dtype=int32"], "a.idx says that the tokens are uint16"),
+    (lambda folder: [*_pair(folder), "data.context=0"], "a context of 0 tokens is impossible"),
     (_raw(SMALL), "the vocabulary of a.bin is unknown"),
     (_raw("data.vocabulary=50", odd=True), "27 bytes are not a whole number of uint16 tokens"),
     (_raw("data.vocabulary=9", SMALL), "token 3 of the file is 9, but the vocabulary has tokens 0"),
@@ -322,6 +339,9 @@ MISTAKES: list[tuple[Callable[[Path], list[str]], str]] = [
     (_raw("data.vocabulary=9", "data.dtype=float"), "wrong value for data.dtype"),
     (_npy(np.zeros((3, 4), np.int64)), r"the array is int64 \(3, 4\), expected integers"),
     (_npy(np.zeros(9)), "the array is float64"),
+    (_npy(np.zeros(0, np.int64)), "the file has no tokens"),
+    (_npy(np.zeros(9, "int8"), dtype="data.dtype=uint16"), "a.npy has tokens of int8"),
+    (_npy(np.zeros(9, "int8"), dtype="data.documents=true data.end=0"), "no document has two"),
     (_npy(np.full(300, -1, "int8")), "token 0 of the file is -1, but the vocabulary has tokens 0"),
     (_npy(np.zeros(9, np.int64), cut=8), "truncated or not a .npy file"),
     (_npy(np.array([[1], "a"], object)), "truncated or not a .npy file: Array can't be memory-map"),

@@ -22,6 +22,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.data.tokenizer import read_tokenizer
 from hvdtrain.errors import DONE, USER, UserError
 from hvdtrain.extras.tokens.command import USAGE, tokenize
+from hvdtrain.extras.tokens.inputs import check_unchanged, find_inputs
 from hvdtrain.extras.tokens.manifest import read_manifest
 from hvdtrain.training.datasets import build_source
 
@@ -95,6 +96,15 @@ def test_tokenizers_tables_and_folders(tmp_path: Path) -> None:
     )
     assert token_jobs.tokenized(tmp_path / "plain", words, "--end", "none") == DONE
     assert documents(tmp_path / "plain") == [tokenizer.encode(text) for text in texts]
+    token_jobs.tokenized(tmp_path / "bytes", [f"{tmp_path}/in/deep"])
+    mixture = ["data.name=tokens", f"data.root={tmp_path}", 'data.mixture={"out":1,"bytes":1}']
+    for words, text in (
+        ([], "bytes has a vocabulary of 257 tokens, and out one of"),
+        (["data.vocabulary=999"], "bytes and out were written with different tokenizers"),
+    ):
+        job = configure(None, [*mixture, "data.context=2", "task.name=language", *words])
+        with pytest.raises(UserError, match=text):
+            build_source(job, "train")
 
 
 def test_a_command_that_is_killed_continues(tmp_path: Path) -> None:
@@ -201,6 +211,26 @@ def test_mistakes_in_the_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[st
             (tmp_path / name).write_bytes(data)
         shown = failed(capsys, "--to", f"{tmp_path}/of-{name}", f"{tmp_path}/{name}")
         assert text in shown and "fix:" in shown, shown
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table({"body": ["a"]})
+    pyarrow.parquet.write_table(table, tmp_path / "body.parquet")
+    (tmp_path / "large.txt").write_bytes(b"")
+    os.truncate(tmp_path / "large.txt", 2**30 + 1)
+    (tmp_path / "a.txt").write_text("a b")
+    (tmp_path / "taken" / "tokens-00000.bin").mkdir(parents=True)
+    for to, name, text in (
+        ("out", "body.parquet", "the table has no column text; it has body"),
+        ("out", "large.txt", "a text of 1,073,741,825 bytes is one document"),
+        ("taken", "a.txt", "file 0 of tokens cannot be written: "),
+        ("a.txt/out", "a.txt", "the folder cannot be used: "),
+    ):
+        assert text in failed(capsys, "--to", f"{tmp_path}/{to}", f"{tmp_path}/{name}")
+    found = find_inputs([f"{tmp_path}/a.txt"])
+    (tmp_path / "a.txt").write_text("a b c")
+    with pytest.raises(UserError, match="the file has changed since the command began"):
+        check_unchanged(found[0])
     (tmp_path / "folder").mkdir()
     assert "the folder has no files .txt" in failed(
         capsys, "--to", f"{tmp_path}/out", f"{tmp_path}/folder"
@@ -236,6 +266,15 @@ def test_a_folder_of_other_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[
     with pytest.raises(UserError, match="truncated: it has 100 bytes, and `hvdtrain tokenize`"):
         build_source(job, "train")
     assert "lists tokens-00000.bin with 102 bytes, but it has 100" in failed(capsys, *words)
+    (to / "tokens.json").rename(to / "kept")
+    (to / "tokens-00007.json").write_text('{"settings": "of another command"}')
+    assert "the folder has files of tokens of other inputs or options" in failed(capsys, *words)
+    (to / "tokens-00007.json").unlink()
+    (to / "tokens-mine.bin").write_bytes(b"the user's")  # is not removed
+    (to / "kept").rename(to / "tokens.json")
+    path.write_bytes(whole)
+    assert main(["tokenize", *words]) == DONE
+    (to / "tokens-mine.bin").unlink()
     (to / "other.bin").write_bytes(whole)
     with pytest.raises(UserError, match="tokens.json does not list the file other.bin"):
         build_source(job, "train")

@@ -20,6 +20,7 @@ from hvdtrain.extras.tokens.manifest import Manifest, WrittenShard, read_json
 from hvdtrain.extras.tokens.shards import (
     Output,
     TextEncoder,
+    check_records,
     complete_already,
     remove_all,
     settings_of,
@@ -160,6 +161,7 @@ def _prepare(request: _Request, settings: str) -> Manifest | None:
         with Folder.make(request.to) as folder:
             if request.force:
                 remove_all(folder)
+            check_records(folder, settings)
             return complete_already(folder, settings)
     except OSError as error:
         raise UserError(
@@ -175,7 +177,7 @@ def _write(rank: ConnectedRank, output: Output) -> Manifest:
     progress = _Counts(rank, len(output.portions))
     shards: dict[int, WrittenShard] = {}
     for number in range(communicator.rank, len(output.portions), communicator.size):
-        shards[number] = output.finished(number) or output.write(number, progress.add)
+        shards[number] = output.finished(number) or _written(output, number, progress)
         progress.files += 1
     progress.wait_for_all()
     every = communicator.allgather_object([[n, *shard] for n, shard in shards.items()])
@@ -183,6 +185,17 @@ def _write(rank: ConnectedRank, output: Output) -> Manifest:
     return on_rank_0(
         communicator, lambda: output.complete([merged[n] for n in range(len(output.portions))])
     )
+
+
+def _written(output: Output, number: int, progress: _Counts) -> WrittenShard:
+    try:
+        return output.write(number, progress.add)
+    except OSError as error:
+        raise UserError(
+            f"file {number} of tokens cannot be written: {error.strerror or error}",
+            str(output.folder.path),
+            "free space there, or repair what is named; the same command continues",
+        ) from error
 
 
 class _Counts:

@@ -90,6 +90,20 @@ def _input(path: Path) -> InputFile:
     return InputFile(str(path), kind, status.st_size, status.st_mtime_ns)
 
 
+def check_unchanged(file: InputFile) -> None:
+    """Raises UserError if a file is not as the command found it."""
+    try:
+        now = _input(Path(file.name))
+    except UserError:
+        now = None
+    if now != file:
+        raise UserError(
+            "the file has changed since the command began",
+            file.name,
+            "the same command, once nobody writes to it",
+        )
+
+
 def portions_of(files: Sequence[InputFile], most_bytes: int, field: str) -> list[Portion]:
     """Divides the documents of all files, in order, into portions of about `most_bytes`. The
     portions depend on the files only, not on ranks. field: the column of tables."""

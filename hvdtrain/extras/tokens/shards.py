@@ -4,6 +4,7 @@ that says that both are complete."""
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,13 @@ import xxhash
 from hvdtrain.core.folder import UNFINISHED, Folder
 from hvdtrain.data.tokenizer import Tokenizer
 from hvdtrain.errors import UserError
-from hvdtrain.extras.tokens.inputs import InputDocument, InputFile, Portion, documents_in
+from hvdtrain.extras.tokens.inputs import (
+    InputDocument,
+    InputFile,
+    Portion,
+    check_unchanged,
+    documents_in,
+)
 from hvdtrain.extras.tokens.manifest import (
     BYTES,
     FILE,
@@ -27,6 +34,7 @@ from hvdtrain.extras.tokens.manifest import (
 from hvdtrain.extras.tokens.megatron import SUFFIX, index_bytes
 
 _BYTES = 256
+_OF_COMMAND = re.compile(rf"tokens-\d{{5,}}(\.bin|\.json|{re.escape(SUFFIX)})")
 
 
 @dataclass(frozen=True)
@@ -74,16 +82,11 @@ class Output:
         return f"tokens-{number:05d}"
 
     def finished(self, number: int) -> WrittenShard | None:
-        """Returns the record of a complete file; None if there is none.
-
-        Raises UserError if the file was made with other settings.
-        """
+        """Returns the record of a complete file; None if there is none."""
         path = self.folder.path / f"{self.name(number)}.json"
         found = read_json(path)
         if found is None:
             return None
-        if found.get("settings") != self.settings:
-            raise other_settings(self.folder)
         shard = shard_of(found)
         status = self.folder.status(shard.file)
         index = self.folder.status(f"{self.name(number)}{SUFFIX}")
@@ -96,8 +99,9 @@ class Output:
         name = self.name(number)
         lengths = array("q")
         hashed = xxhash.xxh3_128()
+        portion = self.portions[number]
         with self.folder.replacing(f"{name}.bin") as file:
-            for part in self.portions[number]:
+            for part in portion:
                 for document in documents_in(part, self.encoder.field):
                     tokens = self.encoder.encode(document)
                     add(len(tokens))
@@ -107,6 +111,8 @@ class Output:
                     file.write(content)
                     hashed.update(content)
                     lengths.append(len(tokens))
+            for file_of_part in {part.file for part in portion}:
+                check_unchanged(file_of_part)
         counts = np.array(lengths, np.int64)
         self.folder.replace(f"{name}{SUFFIX}", index_bytes(self.encoder.dtype, counts))
         tokens_of_file = int(counts.sum())
@@ -203,8 +209,16 @@ def remove_all(folder: Folder) -> None:
 
 
 def _of_command(folder: Folder) -> list[str]:
-    ends = (".bin", SUFFIX, ".json")
-    return [name for name in folder.names() if name.startswith("tokens-") and name.endswith(ends)]
+    return [name for name in folder.names() if _OF_COMMAND.fullmatch(name)]
+
+
+def check_records(folder: Folder, settings: str) -> None:
+    """Raises UserError if an unfinished command with other settings has left files."""
+    for name in _of_command(folder):
+        if name.endswith(".json"):
+            found = read_json(folder.path / name)
+            if found is not None and found.get("settings") != settings:
+                raise other_settings(folder)
 
 
 def other_settings(folder: Folder) -> UserError:

@@ -228,8 +228,7 @@ class TokenSet:
                     "data.documents out",
                 )
             else:
-                found = np.fromiter(_ends(file.tokens, end), np.int64)
-                found = np.append(found, len(file.tokens))
+                found = np.concatenate([*_ends(file.tokens, end), [len(file.tokens)]])
             edges.append(first + found)
         return np.unique(np.concatenate(edges))
 
@@ -263,8 +262,8 @@ class TokenSet:
         return hashed.hexdigest()
 
 
-def _ends(tokens: np.ndarray, end: int) -> Iterator[int]:
+def _ends(tokens: np.ndarray, end: int) -> Iterator[np.ndarray]:
     """Yields the places behind each token that ends a document."""
     for start in range(0, len(tokens), _AT_A_TIME):
         part = tokens[start : start + _AT_A_TIME]
-        yield from (np.flatnonzero(part == end) + start + 1).tolist()
+        yield np.flatnonzero(part == end) + start + 1

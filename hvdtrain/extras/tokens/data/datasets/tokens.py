@@ -4,7 +4,7 @@ weight."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,7 +18,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.extras.tokens.manifest import Manifest, read_json, read_manifest
 from hvdtrain.extras.tokens.mixture import Mixture, parts_of_period
 from hvdtrain.extras.tokens.token_files import SUFFIXES, TokenSet, open_file
-from hvdtrain.extras.tokens.windows import TokenWindows, documents_of
+from hvdtrain.extras.tokens.windows import TokenDocuments, TokenWindows, documents_of
 
 STAGING = Staging(is_of_user=True, may_be_a_file=True)
 _CONTEXT = 256
@@ -101,7 +101,7 @@ class _Reader:
     documents: bool
     end: int | None
 
-    def source(self, root: Path, name: str) -> Source:
+    def source(self, root: Path, name: str) -> TokenWindows | TokenDocuments:
         """Opens a set. name: in a mixture."""
         root = _with_suffix(root)
         paths, is_split = files_of_split(root, self.split, SUFFIXES, "tokens")
@@ -193,21 +193,23 @@ def _check_weights(mixture: Mapping[str, float]) -> None:
             )
 
 
-def _check_alike(sets: list[Source], names: tuple[str, ...]) -> None:
+def _check_alike(sets: Sequence[TokenWindows | TokenDocuments], names: Sequence[str]) -> None:
     """Raises UserError if the tokens of two sets mean different texts."""
-    vocabularies = [source.fields["tokens"].values for source in sets]
-    tokenizers = [source.identity().get("tokenizer") for source in sets]
-    for number in range(1, len(sets)):
-        if vocabularies[number] != vocabularies[0]:
+    first = sets[0].tokens
+    for source, name in zip(sets, names, strict=True):
+        tokens = source.tokens
+        if tokens.vocabulary != first.vocabulary:
             raise OptionError(
-                f"{names[0]} has a vocabulary of {vocabularies[0]:,} tokens, and {names[number]} "
-                f"one of {vocabularies[number]:,}",
+                f"{names[0]} has a vocabulary of {first.vocabulary:,} tokens, and {name} one of "
+                f"{tokens.vocabulary:,}",
                 "mixture",
                 "sets of one tokenizer; or data.vocabulary=N for all, if only the size differs",
             )
-        if None not in (tokenizers[0], tokenizers[number]) and tokenizers[number] != tokenizers[0]:
+        manifests = (first.manifest, tokens.manifest)
+        digests = {one.tokenizer_digest for one in manifests if one is not None}
+        if len(digests) > 1:
             raise OptionError(
-                f"{names[0]} and {names[number]} were written with different tokenizers",
+                f"{names[0]} and {name} were written with different tokenizers",
                 "mixture",
                 "tokenize both with the same one",
             )
