@@ -117,6 +117,7 @@ def test_the_loop_has_fifteen_lines() -> None:
     lines = file_of(OWN_LOOP, "own_loop.py").text.splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("ctx = "))
     assert len(lines[first:]) == 15 and lines[-1] == "sys.exit(ctx.close())"
+    assert len(file_of(OWN_LOOP, "dcgan.py").text.splitlines()) <= 60
 
 
 @needs_mpirun

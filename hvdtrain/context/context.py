@@ -147,20 +147,21 @@ class Context:
         """
         return self._batches.each(dataset, batch=batch)
 
-    def backward(self, loss: Any, *, count: Any = None) -> None:
+    def backward(self, loss: Any, *, count: Any = None, retain_graph: bool = False) -> None:
         """Runs the backward pass. `loss` is a tensor of one number: the mean over this rank's
         samples of the batch, or over `count` items.
 
         The loss is weighted with this rank's share, so p.grad becomes the gradient of the mean over
         the batch of all ranks, even if shares are uneven. With shard.stage each rank holds a part
-        of it, outside of p.grad. Call it once for each batch. A collective.
+        of it, outside of p.grad. Call it once for each batch, or with several models as often as in
+        plain torch. A collective.
 
         count: the number of this rank's items (tokens, labelled pixels, the sum of class weights);
         a rank with 0 adds nothing. If the loss is not a mean over samples, pass it in every step on
-        every rank; with data.pad it is required.
+        every rank; with data.pad it is required. retain_graph: as in torch, with several models.
         """
         self._loop.need("ctx.backward()")
-        self._loop.learner.backward(loss, count)
+        self._loop.learner.backward(loss, count, retain_graph=retain_graph)
 
     def accumulate(self, loss_of: Callable[[Any], Any], *, at_most: int) -> Any:
         """Accumulates gradients: runs backward() on parts of at most `at_most` samples, to save

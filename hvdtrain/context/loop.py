@@ -136,21 +136,16 @@ class ScriptLoop:
             )
         if self.learner is not None and (name is None or not self._names):
             raise UserError("ctx.prepare() was called twice", "ctx.prepare()", self.words.one)
-        former = self.model()
+        former = self.model() if self.learner is None else None
         if former is not None and any(
             former is one for one in (model, getattr(model, "_orig_mod", None))
         ):
-            what = (
-                "the model was prepared before a rank was lost"
-                if self.learner is None
-                else "the model was prepared before, with another name"
+            what = "the model was prepared before a rank was lost"
+            raise UserError(
+                what,
+                "ctx.prepare()",
+                "create the model and the optimizer inside the function that hvdtrain.run() calls",
             )
-            fix = (
-                "create the model and the optimizer inside the function that hvdtrain.run() calls"
-                if self.learner is None
-                else "one call of ctx.prepare() for each model"
-            )
-            raise UserError(what, "ctx.prepare()", fix)
 
     def _open(self) -> None:
         """Makes what saves, watches and synchronizes the prepared models."""

@@ -267,7 +267,7 @@ class LoopLearner:
         """Returns Learner.under_way()."""
         return None
 
-    def backward(self, loss: Any, count: Any) -> None:
+    def backward(self, loss: Any, count: Any, *, retain_graph: bool) -> None:
         """Implements Context.backward(). A collective."""
         self._refuse("ctx.backward()", self.words.gradient)
 

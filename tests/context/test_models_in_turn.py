@@ -125,8 +125,11 @@ def test_gradients_of_a_model_wait_for_its_step(make: Any) -> None:
     for batch in ctx.samples(DATA, batch=20):
         x = batch["x"]
         w, v = a.weight.detach().clone(), b.weight.detach().clone()
+        bias = a.bias.detach().clone()
         ctx.backward(a(x).mean())
-        ctx.backward(3 * a(x).mean() + (a(x) * b(x)).mean())
+        both = a(x).mean() + (a(x) * b(x)).mean()
+        ctx.backward(both, retain_graph=True)
+        ctx.backward(both)
         step_a.zero_grad()  # of a alone
         ctx.backward(a(x).mean())
         ctx.backward(a(x).mean())
@@ -139,6 +142,8 @@ def test_gradients_of_a_model_wait_for_its_step(make: Any) -> None:
         assert torch.equal(b.weight, v) and a.weight.grad is None and ctx.step == 1
         step_b.synchronize()
         gradient = b.weight.grad.clone()
+        expected = 2 * (x * (x @ w.T + bias)).mean(0)  # of two passes through the first a
+        torch.testing.assert_close(gradient[0], expected, rtol=1e-12, atol=0)
         torch.nn.utils.clip_grad_norm_(b.parameters(), 0.5)
         step_b.step()
         assert gradient.norm() > 1

@@ -99,12 +99,19 @@ def made(work: str, optimizer: str, seed: int) -> tuple[Nets, Optimizers]:
     return nets, optimizers
 
 
+def schedule_of(optimizers: Optimizers) -> torch.optim.lr_scheduler.LRScheduler:
+    """Of the optimizer that steps in every batch."""
+    return torch.optim.lr_scheduler.StepLR(list(optimizers.values())[-1], 6, 0.7)
+
+
 def by_plain_torch(work: str, optimizer: str, steps: int) -> Nets:
     nets, optimizers = made(work, optimizer, 0)
+    schedule = schedule_of(optimizers)
     for step in range(steps):
         rows = positions_of_rank(BATCH * step, BATCH, 0, 1, SAMPLES, SEED).samples
         batch = {name: torch.from_numpy(array[rows]) for name, array in DATA.items()}
         WORK[work](nets, optimizers, lambda loss: loss.backward(), batch, step)
+        schedule.step()
     return nets
 
 
@@ -120,8 +127,9 @@ def trained(way: str, run: str = "", epochs: float = EPOCHS, mistake: str = "") 
         for name in optimizers:
             nets[name], optimizers[name] = ctx.prepare(nets[name], optimizers[name], name=name)
         nets["average"] = ctx.prepare(nets["average"], name="average")
-        schedule = torch.optim.lr_scheduler.StepLR(list(optimizers.values())[-1], 10**6)
+        schedule = schedule_of(optimizers)
         state = ctx.resume() if run else {}
+        schedule.load_state_dict(state.get("schedule", schedule.state_dict()))
         began = ctx.step
         losses = dict(state.get("losses", {}))
         for batch in ctx.samples(DATA, batch=BATCH, epochs=epochs, seed=SEED):

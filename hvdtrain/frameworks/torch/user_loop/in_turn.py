@@ -154,6 +154,8 @@ class ModelsInTurn(LossesOfBatch):
         parts: Sequence[Samples],
         loss_of: Callable[[Samples], tuple[torch.Tensor, float]],
         divisor: float,
+        *,
+        retain_graph: bool = False,
     ) -> None:
         """Adds the gradient of this rank's weight * loss / divisor to the gradients of every model
         that the loss depends on."""
@@ -162,7 +164,7 @@ class ModelsInTurn(LossesOfBatch):
             for member in self._members:
                 member.begin_pass(is_counted=weight > 0)
             factor = one_or_nan(loss) if weight else 1.0
-            (loss * (weight / divisor) * factor).sum().backward()
+            (loss * (weight / divisor) * factor).sum().backward(retain_graph=retain_graph)
             for member in self._members:
                 member.end_pass()
 

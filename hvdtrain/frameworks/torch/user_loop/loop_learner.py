@@ -89,10 +89,17 @@ class TorchLoopLearner(PreparedModel, LossesOfBatch):
         self._passed = True
         return batch
 
-    def backward(self, loss: Any, count: Any) -> None:
+    def backward(self, loss: Any, count: Any, *, retain_graph: bool) -> None:
         """Implements Context.backward(). A collective."""
+        if retain_graph:
+            raise UserError(
+                "retain_graph=True for a second backward pass, but a batch has only one",
+                "ctx.backward()",
+                "add the losses; or ctx.prepare(model, optimizer, name=), where a batch may have "
+                "several",
+            )
         self._passes.check_backward("ctx.backward()")
-        super().backward(loss, count)
+        super().backward(loss, count, retain_graph=False)
 
     def begin_part(self) -> None:
         self._watch.begin_part()
@@ -121,6 +128,8 @@ class TorchLoopLearner(PreparedModel, LossesOfBatch):
         parts: Sequence[Samples],
         loss_of: Callable[[Samples], tuple[torch.Tensor, float]],
         divisor: float,
+        *,
+        retain_graph: bool = False,
     ) -> None:
         """Runs forward and backward for each part. After the last one p.grad is the sum over all
         ranks of weight * loss / divisor."""

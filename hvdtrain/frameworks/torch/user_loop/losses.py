@@ -58,6 +58,8 @@ class LossesOfBatch(LoopLearner):
         parts: Sequence[Samples],
         loss_of: Callable[[Samples], tuple[torch.Tensor, float]],
         divisor: float,
+        *,
+        retain_graph: bool = False,
     ) -> None:
         """Runs forward and backward for each part, from weight * loss / divisor."""
         raise NotImplementedError
@@ -101,7 +103,7 @@ class LossesOfBatch(LoopLearner):
     def resumed(self, extra: dict[str, Any]) -> dict[str, Any]:
         return extra
 
-    def backward(self, loss: Any, count: Any) -> None:
+    def backward(self, loss: Any, count: Any, *, retain_graph: bool) -> None:
         """Implements Context.backward(). A collective."""
         where = "ctx.backward()"
         fix = "ctx.backward(loss, count=N), N: how many items the loss is the mean over"
@@ -117,7 +119,7 @@ class LossesOfBatch(LoopLearner):
         else:
             weight = item_count(count, where) if batch.count else 0.0
             divisor = self._divisor_of_items(weight)
-        self.pass_all([batch], lambda _: (loss, weight), divisor)
+        self.pass_all([batch], lambda _: (loss, weight), divisor, retain_graph=retain_graph)
         self.show_gradients()
 
     def accumulate(self, loss_of: Callable[[Samples], Any], at_most: int) -> torch.Tensor:
