@@ -233,6 +233,7 @@ class Piece(NamedTuple):
     # returns a 64-bit hash, computed on the device of the array; None: the array is copied to the
     # host
     hash_in_place: Callable[[], Any] | None = None
+    is_of_ranks: bool = False  # (ranks, ...): another number of ranks can load it too
 
     def runs(self) -> Iterator[tuple[int, int]]:
         """Yields the positions of its elements in the whole array, in order: (first, last + 1) of

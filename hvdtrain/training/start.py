@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.on_all_ranks import on_rank_0
 from hvdtrain.config.schema import Config
-from hvdtrain.core.arrays import Arrays
+from hvdtrain.core.arrays import Arrays, Piece
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.metrics import zero_sums
 from hvdtrain.core.progress import Progress
@@ -43,6 +44,8 @@ from hvdtrain.training.run_folder import (
 )
 from hvdtrain.training.run_lock import RunLock
 
+_MOST_RANKS = 2**12  # of a checkpoint that fewer ranks resume
+
 
 class Start(NamedTuple):
     """The initial state of a job, the same on all ranks."""
@@ -69,6 +72,13 @@ class Found(NamedTuple):
     notes: list[str]
     goes_on: bool  # resumes the run in this folder
     is_over: bool
+
+
+def bytes_of_ranks(pieces: Sequence[Piece]) -> int:
+    """Returns the largest size of what each rank has for itself, in a checkpoint of many ranks."""
+    return _MOST_RANKS * sum(
+        piece.nbytes // piece.shape[0] for piece in pieces if piece.is_of_ranks
+    )
 
 
 def start_or_resume(
@@ -98,14 +108,13 @@ def start_or_resume(
             # read again, because the previous job may just have written its last checkpoint
             former = former_run(config)
             beginning = begin(config, datasets)
-            shapes = {piece.name: piece.shape for piece in pieces}
             point, arrays = find_resume_point(
                 former,
                 config,
                 identity(config, datasets),
                 beginning,
                 reading,
-                shapes,
+                pieces,
             )
             goes_on = former is not None and former.resolve() == run.resolve()
             is_over = goes_on and bool(stop_reason(config, point.train_state))
@@ -118,7 +127,9 @@ def start_or_resume(
         return Found(run, point, [*notes, *point.notes], goes_on, is_over), arrays
 
     heartbeat.beat("reading the checkpoint", 0, 0)
-    loaded = load_found(communicator, learner, find, limit_bytes, heartbeat.go_on)
+    loaded = load_found(
+        communicator, learner, find, limit_bytes + bytes_of_ranks(pieces), heartbeat.go_on
+    )
     run, point, notes, goes_on, is_over = loaded.found
     if loaded.digest is None:
         digest, lines = _first_weights(config, datasets, communicator, learner, heartbeat)

@@ -236,8 +236,8 @@ class _OneRank:
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_a_number_that_is_not_finite_is_not_lost(wrong: float) -> None:
-    values = [torch.tensor([1.0, wrong]), torch.tensor([0.25]), torch.zeros(2)]
-    residuals = [torch.zeros(2), torch.zeros(1), torch.zeros(2)]
+    values = [torch.tensor([1.0, 2.0, wrong]), torch.tensor([0.25]), torch.zeros(2)]
+    residuals = [torch.zeros(3), torch.zeros(1), torch.zeros(2)]
     bad, good, zero = sum_in_int16(_OneRank(), values, residuals, "sum")  # type: ignore[arg-type]
     assert not bad.isfinite().any() and good.tolist() == [0.25] and zero.tolist() == [0, 0]
 

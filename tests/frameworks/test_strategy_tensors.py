@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from hvdtrain.core.arrays import ArrayInFile
+from hvdtrain.config.read import configure
+from hvdtrain.core.arrays import ArrayInFile, Piece
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.state import check_strategy
 from hvdtrain.frameworks.torch.strategy import StrategyTensor
+from hvdtrain.training.checkpoint.resume import misfit_of
+from hvdtrain.training.start import bytes_of_ranks
 
 OF_THREE = np.array([[1.0, 2.0], [10.0, 20.0], [100.0, 200.0]])
 
@@ -65,3 +68,17 @@ def test_a_state_has_all_of_them(
     with pytest.raises(UserError) as caught:
         check_strategy(own, state, is_partial)
     assert caught.value.what == what
+
+
+def test_a_checkpoint_of_other_ranks_fits_and_may_be_larger() -> None:
+    zero = np.zeros((4, 2))
+    weight = Piece("p.w", (2,), 0, 2, zero.dtype, lambda: zero[0], is_whole=True)
+    residual = Piece("s.w.residual", (4, 2), 0, 2, zero.dtype, lambda: zero[0], is_whole=False)
+    job = [weight, residual._replace(is_of_ranks=True)]
+    config = configure(None, [])
+    assert misfit_of(config, job, {"p.w": (2,), "s.w.residual": (1000, 2)}) == ""
+    wrong = {"p.w": (2,), "s.w.residual": (1000, 3)}
+    assert misfit_of(config, job, wrong) == (
+        "s.w.residual has shape (1000, 3), the model has (4, 2)"
+    )
+    assert bytes_of_ranks(job) >= 1000 * 16 and bytes_of_ranks([weight]) == 0

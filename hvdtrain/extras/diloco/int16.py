@@ -36,7 +36,9 @@ def sum_in_int16(
     units = units / (LARGEST // communicator.size)
     integers = []
     for value, residual, unit in zip(values, residuals, units, strict=True):
-        rounded = torch.where(unit > 0, value / unit, 0.0).round()
+        # NaN as an integer would change the number that shares its 32 bits, maybe of another tensor
+        has_unit = (unit > 0) & unit.isfinite()
+        rounded = torch.where(has_unit, value / unit, 0.0).round()
         integers.append(rounded.to(torch.int32).reshape(-1))
         torch.sub(value, rounded * unit, out=residual)
     packed = pack(torch.cat(integers)).to(device)

@@ -101,6 +101,7 @@ class LearnerState:
             is_whole,
             is_mine=not is_whole and self._is_first_replica,
             hash_in_place=self._hash_of(tensor),
+            is_of_ranks=bool(own.ranks),
         )
 
     def _hash_of(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:

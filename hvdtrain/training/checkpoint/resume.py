@@ -13,7 +13,7 @@ import numpy as np
 
 from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config
-from hvdtrain.core.arrays import Arrays
+from hvdtrain.core.arrays import Arrays, Piece
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Shapes, check_fit
@@ -100,12 +100,12 @@ def find_resume_point(
     identity: Identity,
     beginning: TrainState,
     reading: Reading,
-    shapes: Shapes | None = None,
+    pieces: Sequence[Piece] | None = None,
 ) -> tuple[ResumePoint, Arrays | CheckpointInParts | None]:
     """On rank 0, finds the state to resume from and its arrays; None for a new job, whose state is
     `beginning`.
 
-    run: as from former_run(); shapes: of the job's arrays, used for advice. Raises UserError if no
+    run: as from former_run(); pieces: of the job's arrays, used for advice. Raises UserError if no
     checkpoint is good, or if the newest good one belongs to another job.
     """
     if run is None:
@@ -155,7 +155,7 @@ def find_resume_point(
     train_state = ended_by_hook(train_state, changed)
     refuse_another_optimizer(changed, config, run)
     refuse_another_model(changed, config, run)
-    misfit = "" if shapes is None else _misfit(config, shapes, good.shapes)
+    misfit = "" if pieces is None else misfit_of(config, pieces, good.shapes)
     refuse_another_job(changed, config, run, train_state, misfit)
     _refuse_copy(config, run, train_state)
     return ResumePoint(
@@ -163,13 +163,17 @@ def find_resume_point(
     ), arrays
 
 
-def _misfit(config: Config, job: Shapes, checkpoint: Shapes) -> str:
+def misfit_of(config: Config, job: Sequence[Piece], checkpoint: Shapes) -> str:
     """Returns why a checkpoint's arrays do not match this job's, such as "the state lacks
     b.norm1.running_mean"; empty if they match."""
     # a user's class creates its state in the first step
     compared = ("p.", "b.") if is_dotted(config.optim.name) else ("p.", "b.", "s.")
-    ours = {name: shape for name, shape in job.items() if name.startswith(compared)}
+    ours = {piece.name: piece.shape for piece in job if piece.name.startswith(compared)}
     theirs = {name: shape for name, shape in checkpoint.items() if name.startswith(compared)}
+    for piece in job:
+        shape = theirs.get(piece.name)
+        if piece.is_of_ranks and shape is not None and shape[1:] == piece.shape[1:]:
+            theirs[piece.name] = piece.shape
     if config.parallel.has_stages:  # rank 0 has only its stage's arrays
         theirs = {name: shape for name, shape in theirs.items() if name in ours}
     try:
