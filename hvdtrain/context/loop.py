@@ -113,9 +113,11 @@ class ScriptLoop:
                 self.config, self.mesh, model, optimizer, on_step, example
             )
         else:
-            if self.learner is None:
-                self.learner = self.framework.models_in_turn(self.config, self.mesh, on_step)
-            learner = self.learner.add(name, model, optimizer)
+            models = self.learner
+            if models is None:
+                models = self.framework.models_in_turn(self.config, self.mesh, on_step)
+            learner = models.add(name, model, optimizer)
+            self.learner = models
         self.heartbeat.under_way = self.learner.under_way
         broadcast_state(self.communicator, learner, None)
         self.model = weakref.ref(learner.user_model)

@@ -259,6 +259,18 @@ def test_names(make: Any, opened: list[ht.Context]) -> None:
         ctx.prepare(linear(), name="late")
 
 
+def test_a_wrong_name_can_be_corrected(opened: list[ht.Context]) -> None:
+    """In a notebook; also by a model without a name."""
+    for name in ("a", None):
+        ctx = ht.init()
+        opened.append(ctx)
+        net = linear()
+        with pytest.raises(UserError, match="name='a b' is not a name of letters"):
+            ctx.prepare(net, sgd(net), name="a b")
+        ctx.prepare(net, sgd(net), name=name)
+        ctx.close()
+
+
 def test_an_optimizer_that_cannot_step(make: Any, tmp_path: Path) -> None:
     ctx, (a, step_a), (b, step_b) = make(f"run={tmp_path / 'run'}")
     with pytest.raises(UserError, match="outside of a loop"):
