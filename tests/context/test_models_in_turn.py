@@ -347,3 +347,29 @@ def test_counts_of_items_weight_each_backward_pass(make: Any) -> None:
         step_a.step()
         gradient = batch["x"][:5].mean(0)
         torch.testing.assert_close(a.weight.detach(), w - 1e-3 * gradient, rtol=1e-12, atol=0)
+
+
+def test_parts_of_a_batch_add_to_the_gradients(make: Any) -> None:
+    """Uneven parts of 20 samples; the mean over them is that of one backward pass."""
+    ctx, (a, step_a), _ = make()
+    for batch in ctx.samples(DATA, batch=20):
+        w = a.weight.detach().clone()
+        gradient = torch.autograd.grad(loss_of(a, batch), a.weight)[0]
+        ctx.backward(loss_of(a, batch))
+        expected = loss_of(a, batch).item()
+        loss = ctx.accumulate(lambda part: loss_of(a, part), at_most=6)
+        assert loss.item() == pytest.approx(expected, rel=1e-12)
+        step_a.step()
+        torch.testing.assert_close(a.weight.detach(), w - 2e-3 * gradient, rtol=1e-12, atol=0)
+
+
+def test_one_model_without_a_name_has_one_backward_pass(opened: list[ht.Context]) -> None:
+    ctx = ht.init()
+    opened.append(ctx)
+    net = linear()
+    model, optimizer = ctx.prepare(net, sgd(net))
+    for batch in ctx.samples(DATA, batch=20):
+        with pytest.raises(UserError, match=r"(?s)retain_graph=True for a second.*name="):
+            ctx.backward(loss_of(model, batch), retain_graph=True)
+        ctx.backward(loss_of(model, batch))
+        optimizer.step()
