@@ -51,19 +51,29 @@ class Mesh(NamedTuple):
     # If there are such ranks: on them, the group of all of them; on other ranks, the group that
     # divides a step's samples
     role: Communicator = ALONE
+    # If several ranks of `data` read the same samples, and each computes a part of every sample:
+    # the group of these ranks, and the ranks with the same part of other samples
+    same_samples: Communicator = ALONE
+    other_samples: Communicator | None = None
 
     @property
     def readers(self) -> Communicator | None:
         """The ranks that divide the samples of a step; None on a rank that reads none."""
         if not self.first_reader:
-            return self.data
+            return self.evaluators
         return None if self.world.rank < self.first_reader else self.role
+
+    @property
+    def evaluators(self) -> Communicator:
+        """The ranks that divide the samples of an evaluation."""
+        return self.data if self.other_samples is None else self.other_samples
 
     @property
     def counts(self) -> bool:
         """Whether this rank contributes to sums over samples. Ranks that read the same samples
         count them once, on the last stage."""
-        return self.tensor.rank == 0 and self.pipe.rank == self.pipe.size - 1
+        is_first = self.tensor.rank == 0 and self.same_samples.rank == 0
+        return is_first and self.pipe.rank == self.pipe.size - 1
 
     def summary(self) -> str:
         """Returns the mesh for people: "2 data x 2 tensor", "2 pipeline x 2 data"."""
@@ -91,6 +101,26 @@ def make_mesh(world: Communicator, config: Config) -> Mesh:
     Raises UserError if hosts have different numbers of ranks, or if the engine does not support
     groups.
     """
+    mesh = _mesh_of_samples(world, config)
+    ranks = config.parallel.ranks_of_sample
+    return shared_samples(mesh, ranks, lambda color: _group(world, color(world.rank)))
+
+
+def shared_samples(
+    mesh: Mesh, ranks: int, group: Callable[[Callable[[int], int]], Communicator]
+) -> Mesh:
+    """Returns the mesh in which `ranks` neighbours read the same samples.
+
+    group: returns this rank's communicator for a color computed from a rank.
+    """
+    if ranks == 1:
+        return mesh
+    same = group(lambda rank: rank // ranks)
+    return mesh._replace(same_samples=same, other_samples=group(lambda rank: rank % ranks))
+
+
+def _mesh_of_samples(world: Communicator, config: Config) -> Mesh:
+    """Returns the mesh in which a rank computes the whole of each of its samples."""
     if config.parallel.ranks > 1:
         return _of_layers(world, config)
     if first := config.first_reader(world.size):

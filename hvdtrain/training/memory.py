@@ -101,9 +101,7 @@ def forecast_memory(
     """Returns the forecast of the step with the largest batch of the recipe, over `samples`
     training samples."""
     batch = max(recipe.batch.first, *recipe.batch.to, 1)
-    share = largest_share(
-        0, batch, max(1, ranks // config.parallel.ranks), samples, config.data.sampling
-    )
+    share = largest_share(0, batch, max(1, config.readers(ranks)), samples, config.data.sampling)
     micro = config.batch.replace(micro=None) if config.batch.micro == "auto" else config.batch
     passes = passes_of_step(config.replace(batch=micro), share, batch, recipe.batch.first)
     return MemoryForecast(

@@ -116,6 +116,7 @@ NEEDS: dict[str, tuple[str, ...]] = {  # words -> models that have what they nee
     ),
     "parallel.dense": ("convnet",),
     "parallel.sequence": OF_TOKENS,
+    "parallel.context": OF_TOKENS,
     "parallel.tensor": CAN_BE_CUT,
     "parallel.pipeline": CAN_BE_CUT,
     "norm.kind": ("resnet",),
@@ -362,7 +363,8 @@ def ranks_of(words: str) -> int:
     found = assigned(words)
     if "servers.count" in found:
         return 2 if "servers.bound" in found else 3
-    cut = [key for key in ("parallel.tensor", "parallel.pipeline") if key in found]
+    axes = ("parallel.tensor", "parallel.pipeline", "parallel.context")
+    cut = [key for key in axes if key in found]
     return (
         4
         if len(cut) == 2

@@ -374,6 +374,9 @@ def _torch_parts(
             "parallel.tensor=2 shard.stage=3"[: 17 if engine == "horovod" else None],
         ]
         parts += [f"parallel.tensor=2 parallel.sequence=true{stage}"] * model.startswith("gpt")
+        if engine != "horovod" and model.startswith("gpt"):
+            ways = ("", " parallel.context_by=ulysses")
+            parts += [f"parallel.context=2{way}{stage}" for way in ways]
         if engine != "horovod" and "evaluate.views" not in words:
             schedules = [
                 f" parallel.schedule={name}"

@@ -27,6 +27,12 @@ class ParallelConfig(Section):
         return math.prod(self.axes.values())
 
     @property
+    def ranks_of_sample(self) -> int:
+        """The number of ranks that read the same samples, and compute a part of each with all of
+        its layers; they are data parallel otherwise."""
+        return 1
+
+    @property
     def part_ranks(self) -> int:
         """The number of ranks that compute each layer together, with a part of it each."""
         return 1
@@ -61,7 +67,7 @@ class ParallelConfig(Section):
         return self
 
     def readers_of(self, ranks: int) -> int:
-        return ranks // self.ranks
+        return ranks // (self.ranks * self.ranks_of_sample)
 
     def summary(self) -> str:
         """Returns the settings, for people: parallel.AXIS=2; several are joined by x."""

@@ -65,7 +65,7 @@ class TorchLearner(RankModel, DrawsTokens, Learner):
     hashes_on_device: bool = False  # see LearnerState
 
     def __post_init__(self) -> None:
-        self.data = self.mesh.data
+        self.data = self.mesh.evaluators
         self.readers = self.mesh.readers
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.dtype = self.parameters[0].dtype

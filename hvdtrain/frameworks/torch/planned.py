@@ -17,7 +17,14 @@ from hvdtrain.comm.communicator import (
 )
 from hvdtrain.comm.counted import Moved, counted
 from hvdtrain.comm.engines import Feature
-from hvdtrain.comm.mesh import Coordinates, Mesh, coordinates, mesh_of_layers, one_group
+from hvdtrain.comm.mesh import (
+    Coordinates,
+    Mesh,
+    coordinates,
+    mesh_of_layers,
+    one_group,
+    shared_samples,
+)
 from hvdtrain.config.schema import Config
 
 
@@ -94,7 +101,12 @@ def planned_mesh(
         return counted(found, moved, members)
 
     world = group(lambda _: 0)
-    return mesh_of_layers(world, config, group) if config.parallel.ranks > 1 else one_group(world)
+    if config.parallel.ranks > 1:
+        return mesh_of_layers(world, config, group)
+    shared = config.parallel.ranks_of_sample
+    return shared_samples(
+        one_group(world), shared, lambda color: group(lambda own: color(own.data))
+    )
 
 
 class _Gathered:

@@ -44,7 +44,9 @@ class Probe:
     def __init__(self, config: Config, task: Task) -> None:
         self._task = task
         self._tolerance = TOLERANCE.get(config.speed.precision, _TOLERANCE_16)
-        has_parts = config.parallel.ranks > 1  # of one model, so not every rank has outputs
+        parallel = config.parallel
+        # of one model or one sample, so not every rank counts outputs
+        has_parts = parallel.ranks > 1 or parallel.ranks_of_sample > 1
         self._off = config.speed.compile != "none" or not config.guard.equal_steps or has_parts
         self._batch = config.batch
 

@@ -269,6 +269,11 @@ class GPT(nn.Module):
             "head": "vocabulary",
         }
 
+    def context_plan(self) -> dict[str, str]:
+        """Returns which modules mix positions or number them, if ranks divide the positions
+        (docs/parallel.md)."""
+        return {"blocks.*.attention": "attention", "positions": "positions"}
+
 
 @torch.no_grad()
 def init_weights(model: GPT) -> None:

@@ -1,0 +1,2 @@
+"""Context parallelism: ranks divide the positions of a sequence, also in attention (Liu et al.
+2023, arXiv:2310.01889; Jacobs et al. 2023, arXiv:2309.14509)."""

@@ -1,0 +1,143 @@
+"""Jobs of ranks that divide the positions of their samples give the losses, evaluations and weights
+of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import context_parallel_on_ranks
+import numpy as np
+import packing_jobs
+import pool
+import pytest
+from pool import on_ranks
+from ranks import FULL, mpirun, needs_mpirun
+from same_curve import check_same
+
+from hvdtrain.comm.communicator import SingleProcessCommunicator
+
+NAMES = list(context_parallel_on_ranks.JOBS)
+ULYSSES = "parallel.context_by=ulysses"
+CASES = [
+    (2, "parallel.context=2"),
+    (4, "parallel.context=2 shard.stage=1"),
+    (4, f"parallel.context=4 {ULYSSES}"),
+    *[
+        (2, "parallel.context=2 shard.stage=2"),
+        (4, "parallel.context=4"),
+        (4, f"parallel.context=2 {ULYSSES} shard.stage=1 shard.group=node"),
+    ]
+    * FULL,
+]
+
+
+@pytest.fixture(scope="module")
+def one_process() -> dict[str, dict[str, Any]]:
+    communicator = SingleProcessCommunicator()
+    return context_parallel_on_ranks.curves(communicator, NAMES, "", of_threads=True)
+
+
+@pytest.mark.parametrize(("size", "options"), CASES)
+def test_losses_are_those_of_one_process(
+    one_process: dict[str, dict[str, Any]], size: int, options: str
+) -> None:
+    # its keys have one head
+    names = NAMES[:-1] if ULYSSES in options else NAMES
+    found = context_parallel_on_ranks.curves_on_threads(size, names, options)
+    for name in names:
+        check_same(f"{name} / {options}", found[name], one_process[name])
+
+
+def test_gradients_that_do_not_return_are_noticed(one_process: dict[str, dict[str, Any]]) -> None:
+    found = context_parallel_on_ranks.curves_on_threads(
+        2, NAMES[:1], "parallel.context=2", loses="gradients"
+    )
+    difference = np.array(found[NAMES[0]]["losses"]) - one_process[NAMES[0]]["losses"]
+    assert np.abs(difference).max() > 1e-4
+
+
+MODELS = "model.name=context_parallel_on_ranks"
+REFUSED = [
+    (f"{MODELS}:NoPlan", "NoPlan has no context_plan(), which names its attention"),
+    (f"{MODELS}:NoSuchModule", "'block.*' names no module"),
+    (f"{MODELS}:NoSuchWay", "attention: 'rows' is not known"),
+    (f"{MODELS}:OnlyPositions", "context_plan() of OnlyPositions names no attention"),
+    (f"{MODELS}:Unnamed", "a module other than head calls scaled_dot_product_attention()"),
+    (
+        f"{MODELS}:NoPositions",
+        "NoPositions, divided by its context_plan(), returns other outputs than the whole model",
+    ),
+    (
+        f"{MODELS}:ByMatrices",
+        "attention of ByMatrices, a Products, does not call "
+        "torch.nn.functional.scaled_dot_product_attention()",
+    ),
+    (f"{MODELS}:WithMask", "attention passes a mask to scaled_dot_product_attention(), which"),
+    (
+        f"{context_parallel_on_ranks.GPT} data.side=1",
+        "samples of 1 positions do not divide among 2 ranks, which have two chunks each",
+    ),
+    (
+        f"{context_parallel_on_ranks.GPT} model.heads=3 {ULYSSES}",
+        "blocks.0.attention has 3 heads, which 2 ranks do not divide evenly",
+    ),
+]
+
+
+def test_what_cannot_be_divided_is_named() -> None:
+    found = context_parallel_on_ranks.refusals_on_threads([words for words, _ in REFUSED])
+    for message, (words, expected) in zip(found, REFUSED, strict=True):
+        assert expected in message and "fix:" in message, (words, message)
+
+
+@needs_mpirun
+@pytest.mark.slow
+def test_jobs_on_engines_are_one_process() -> None:
+    names = ["gpt, tied, recomputed", "gpt, empty shares"]
+    one = context_parallel_on_ranks.curves(SingleProcessCommunicator(), names, "")
+    cases = [
+        ("mpi", "parallel.context=2 shard.stage=3"),
+        *[
+            ("mpi", f"parallel.context=2 {ULYSSES}"),
+            ("torchdist", "parallel.context=2"),
+            ("torchdist", f"parallel.context=2 {ULYSSES} shard.stage=3"),
+        ]
+        * FULL,
+    ]
+    for engine, options in cases:
+        found = on_ranks(engine, 2, "context_parallel_on_ranks:curves", names, options)[0]
+        for name in names:
+            check_same(f"{name} / {engine} {options}", found[name], one[name])
+
+
+@needs_mpirun
+@pytest.mark.slow
+def test_packed_rows_and_resumed_jobs_have_the_weights_of_each_sequence_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_two = [
+        "ring parallel.context=2",
+        f"ulysses parallel.context=2 {ULYSSES} shard.stage=2",
+        "stage-3 parallel.context=2 shard.stage=3 model.recompute=all",
+    ]
+    # without a name: resumes
+    on_four = ["four parallel.context=2 shard.stage=1", "resumed parallel.context=2 stop.steps=3"]
+    on_four += [" parallel.context=4 stop.steps=6"]
+    for size, ways in {2: on_two, 4: on_four}.items():
+        done = mpirun(
+            size, pool.alone("context_parallel_on_ranks:packed_on_ranks", str(tmp_path), *ways)
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.chdir(tmp_path)
+    names = ("ring", "ulysses", "stage-3", "four")
+    found = {name: dict(np.load(f"{name}.npz")) for name in names}
+    found["resumed"] = context_parallel_on_ranks.packed(
+        "resumed", "parallel.context=1", resumes=True
+    )
+    expected = packing_jobs.packed_by_hand()
+    for name, weights in found.items():
+        for key, array in expected.items():
+            np.testing.assert_allclose(
+                weights[key], array, rtol=0, atol=1e-12, err_msg=f"{name} {key}"
+            )
