@@ -1,12 +1,14 @@
-"""The longest sequence that ranks can train within a memory limit, with parallel.context and in one
-process; and the bytes that they send.
+"""The longest sequence that a rank can train within a memory limit, with parallel.context and in
+one process; and the bytes that it sends in a step.
 
-python benchmarks/context_memory.py [--limit MIB] [--most POSITIONS] [--json FILE] [KEY=VALUE ...]
+python benchmarks/context_memory.py [--limit MIB] [--most POSITIONS] [--measure] [--json FILE]
 
 The model is a gpt of 8 layers, 4 heads and width 64 in float32, on random tokens below 256, with
-one sample in each step. A job makes two steps and an evaluation. Its memory is the largest
-`rank_memory_mb` of its event "end": the peak of a rank without libraries and data. The longest
-sequence is searched by bisection, in steps of 512 positions.
+one sample in each step and SGD. The counter of `plan --memory` counts the tensors of a rank that
+are alive at the same time, in a step and in an evaluation. The longest sequence is searched by
+bisection, in steps of 256 positions. --measure also starts that job under mpirun, and adds the
+largest `rank_memory_mb` of its event "end", which includes the check of the model before the first
+step and memory that is freed but not returned.
 """
 
 from __future__ import annotations
@@ -23,10 +25,17 @@ from typing import Any
 import numpy as np
 from rows import append
 
+from hvdtrain.comm.communicator import SingleProcessCommunicator
+from hvdtrain.comm.engines import features_of
+from hvdtrain.config.read import configure
 from hvdtrain.data.source import NamedArrays, Split
+from hvdtrain.frameworks.footprint import PlannedStep, PlannedWork
+from hvdtrain.frameworks.torch.build import planned_work
+from hvdtrain.training.datasets import open_datasets
 
 VOCABULARY = 256
-STEP = 512  # positions
+STEP = 256  # positions
+MIB = 2**20
 WAYS: dict[str, tuple[int, list[str]]] = {  # ranks, words
     "one process": (1, []),
     "ring on 2 ranks": (2, ["parallel.context=2"]),
@@ -50,12 +59,37 @@ def windows(split: Split, length: int) -> NamedArrays:
     return NamedArrays({"tokens": tokens}, {"tokens": VOCABULARY}, f"random tokens, {split}")
 
 
-def memory_mib(way: str, length: int, words: list[str]) -> float:
+def counted(way: str, length: int) -> PlannedWork:
+    """Returns what a rank keeps and sends in a step."""
+    ranks, words = WAYS[way]
+    config = configure(None, [*WORDS, *words, f"data.length={length}"])
+    task = open_datasets(config, SingleProcessCommunicator()).task
+    step = PlannedStep(1, 1, 1, 0, writes_checkpoints=False)
+    engine = "mpi" if ranks > 1 else "single"
+    return planned_work(config, task, step, ranks, features_of(engine))[0]
+
+
+def longest(way: str, limit_mib: float, most: int) -> int:
+    """Returns the most positions within the limit."""
+    fits = 0
+    too_long = most // STEP + 1
+    while too_long - fits > 1:
+        tried = (fits + too_long) // 2
+        found = counted(way, tried * STEP).footprint.total / MIB
+        print(f"{way}: {tried * STEP} positions take {found:.1f} MiB", flush=True)
+        if found <= limit_mib:
+            fits = tried
+        else:
+            too_long = tried
+    return fits * STEP
+
+
+def measured_mib(way: str, length: int) -> float:
     """Returns the largest memory of a rank of a job."""
-    ranks, of_way = WAYS[way]
+    ranks, words = WAYS[way]
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
-        command = [sys.executable, "-m", "hvdtrain", *WORDS, *of_way, *words]
+        command = [sys.executable, "-m", "hvdtrain", *WORDS, *words]
         command += [f"data.length={length}", f"run={run}"]
         if ranks > 1:
             command = ["mpirun", "-np", str(ranks), *command, "comm.engine=mpi"]
@@ -64,47 +98,33 @@ def memory_mib(way: str, length: int, words: list[str]) -> float:
         if done.returncode:
             raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr}")
         lines = (run / "events.jsonl").read_text().splitlines()
-    end: dict[str, Any] = next(
-        event for event in map(json.loads, reversed(lines)) if event["event"] == "end"
-    )
+    events: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    end = next(event for event in reversed(events) if event["kind"] == "end")
     return float(max(end["rank_memory_mb"]))
-
-
-def longest(way: str, limit_mib: float, most: int, words: list[str]) -> tuple[int, float]:
-    """Returns the longest sequence within the limit, and the memory that it takes."""
-    fits = 0
-    taken = 0.0
-    too_long = most // STEP + 1
-    while too_long - fits > 1:
-        tried = (fits + too_long) // 2
-        found = memory_mib(way, tried * STEP, words)
-        print(f"{way}: {tried * STEP} positions take {found:.0f} MiB", flush=True)
-        if found <= limit_mib:
-            fits = tried
-            taken = found
-        else:
-            too_long = tried
-    return fits * STEP, taken
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--limit", type=float, default=160, metavar="MIB")
-    parser.add_argument("--most", type=int, default=16384, metavar="POSITIONS")
+    parser.add_argument("--limit", type=float, default=64, metavar="MIB")
+    parser.add_argument("--most", type=int, default=32768, metavar="POSITIONS")
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--measure", action="store_true")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("words", nargs="*", metavar="KEY=VALUE")
     arguments = parser.parse_args()
     for way in arguments.ways:
-        positions, taken = longest(way, arguments.limit, arguments.most, arguments.words)
+        positions = longest(way, arguments.limit, arguments.most)
+        work = counted(way, positions)
+        messages = [moved.sent_bytes for moved in work.moved if moved.kind == "message"]
         row = {
             "way": way,
             "ranks": WAYS[way][0],
             "limit_mib": arguments.limit,
             "positions": positions,
-            "memory_mib": round(taken, 1),
-            "words": arguments.words,
+            "counted_mib": round(work.footprint.total / MIB, 1),
+            "message_bytes": sum(messages),
         }
+        if arguments.measure:
+            row["rank_memory_mb"] = measured_mib(way, positions)
         print(json.dumps(row), flush=True)
         if arguments.json:
             append(arguments.json, row)
