@@ -34,6 +34,7 @@ ALLOWED = {  # the only files that may import these
         "comm/process_group.py",
         "extras/airbench/",
         "extras/bench/of_torch.py",
+        "extras/context_parallel/",
         "extras/dense/",
         "extras/diloco/",
         "extras/export_graph/",

@@ -12,9 +12,9 @@ from rank_threads import ThreadRank, in_threads
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.counted import Moved, counted
 from hvdtrain.extras.context_parallel import blocks
-from hvdtrain.extras.context_parallel.blocks import Rule
+from hvdtrain.extras.context_parallel.blocks import AttentionRule
 from hvdtrain.extras.context_parallel.link import ContextLink
-from hvdtrain.extras.context_parallel.positions import Positions
+from hvdtrain.extras.context_parallel.positions import PositionsOfRanks
 from hvdtrain.extras.context_parallel.ring import RingLayer, ring_attention
 from hvdtrain.extras.context_parallel.ulysses import Exchange, by_heads, by_positions
 
@@ -59,7 +59,7 @@ def divided(
 ) -> list[torch.Tensor]:
     """Returns what in_one_process() does, put together from the parts of ranks."""
     length = whole[0].shape[2]
-    positions = Positions(length, ranks, zigzag=by == "ring")
+    positions = PositionsOfRanks(length, ranks, zigzag=by == "ring")
 
     def of_rank(communicator: ThreadRank) -> list[torch.Tensor]:
         used: Any = communicator
@@ -69,13 +69,15 @@ def divided(
         *inputs, doutputs = (x[:, :, positions.of(link.rank)].clone() for x in whole)
         for x in inputs:
             x.requires_grad_()
-        rule = Rule(causal, FEATURES**-0.5, segments)
+        rule = AttentionRule(causal, FEATURES**-0.5, segments)
         if by == "ring":
             outputs = ring_attention(*inputs, RingLayer(link, "layer", positions, rule))
         else:
             exchange = Exchange(link, "layer", positions)
             parts = by_heads(*inputs, exchange)
-            alone = RingLayer(link.alone(), "layer", Positions(length, 1, zigzag=False), rule)
+            alone = RingLayer(
+                link.alone(), "layer", PositionsOfRanks(length, 1, zigzag=False), rule
+            )
             outputs = by_positions(ring_attention(*parts, alone), exchange)
         return [outputs.detach(), *torch.autograd.grad(outputs, inputs, doutputs)]
 
@@ -125,7 +127,7 @@ def test_bytes_are_those_of_the_formula(by: str, ranks: int) -> None:
 def test_positions_are_those_of_one_rank_each_and_their_work_is_alike(
     ranks: int, length: int
 ) -> None:
-    positions = Positions(length, ranks, zigzag=True)
+    positions = PositionsOfRanks(length, ranks, zigzag=True)
     everyone = torch.cat([positions.of(rank) for rank in range(ranks)])
     assert sorted(everyone.tolist()) == list(range(length))
     # a position attends to itself and all before it
@@ -141,8 +143,8 @@ def test_positions_are_those_of_one_rank_each_and_their_work_is_alike(
 def test_dropout_drops_the_same_weights_in_both_passes() -> None:
     """The gradient is that of the outputs with the weights that were dropped: by differences."""
     queries, keys, values, doutputs = tensors(6)
-    positions = Positions(6, 1, zigzag=True)
-    rule = Rule(True, 0.5, dropout=0.4, seed=11)
+    positions = PositionsOfRanks(6, 1, zigzag=True)
+    rule = AttentionRule(True, 0.5, dropout=0.4, seed=11)
     link: Any = ContextLink(SingleProcessCommunicator())  # type: ignore[arg-type]
     layer = RingLayer(link, "layer", positions, rule)
 

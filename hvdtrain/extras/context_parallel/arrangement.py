@@ -12,7 +12,7 @@ from hvdtrain.comm.order import SameOrder
 from hvdtrain.comm.staging import KINDS
 from hvdtrain.data.packed import SEGMENTS, TOKENS
 from hvdtrain.errors import UserError
-from hvdtrain.extras.context_parallel.division import Division, Outside
+from hvdtrain.extras.context_parallel.division import DivisionByPositions, Outside
 from hvdtrain.extras.context_parallel.keys import ContextKeys
 from hvdtrain.extras.context_parallel.link import ContextLink
 from hvdtrain.frameworks.torch.arrangement import Arrangement
@@ -46,7 +46,7 @@ class DividedPositions(Arrangement):
         )
         inputs = self._inputs() if is_real else None
         expected = None if inputs is None else self._outputs(inputs)
-        division = Division(self.model, link, ContextKeys.of(config).context_by, where)
+        division = DivisionByPositions(self.model, link, ContextKeys.of(config).context_by, where)
         if link.order is not None:
             self.orders = [*self.orders, link.order]
         if inputs is not None:
@@ -92,7 +92,7 @@ class DividedPositions(Arrangement):
         with copied_buffers(self.model):
             return call(self.model.eval(), inputs)
 
-    def _check(self, division: Division, inputs: Called, expected: Any) -> None:
+    def _check(self, division: DivisionByPositions, inputs: Called, expected: Any) -> None:
         """Raises UserError if the divided model does not return the outputs of the whole one."""
         making = self.making
         where = making.config.where("parallel.context")

@@ -28,7 +28,7 @@ class Attended(NamedTuple):
         return Attended(mine * self.outputs + theirs * other.outputs, log_sums)
 
 
-class Gradients(NamedTuple):
+class AttentionGradients(NamedTuple):
     """Gradients of queries, keys and values."""
 
     queries: torch.Tensor
@@ -36,7 +36,7 @@ class Gradients(NamedTuple):
     values: torch.Tensor
 
 
-class Rule(NamedTuple):
+class AttentionRule(NamedTuple):
     """Which keys a query attends to, and how: the same for all blocks of a layer."""
 
     causal: bool
@@ -85,7 +85,7 @@ def attend(
     values: torch.Tensor,
     of_queries: range,
     of_keys: range,
-    rule: Rule,
+    rule: AttentionRule,
 ) -> Attended:
     """Computes the attention of queries (n, heads, a, e) at the positions of_queries to keys (n,
     heads, b, e) and values (n, heads, b, v) at of_keys. Results are at least float32."""
@@ -107,7 +107,7 @@ def _attend_rows(
     values: torch.Tensor,
     of_queries: range,
     of_keys: range,
-    rule: Rule,
+    rule: AttentionRule,
 ) -> Attended:
     found: Attended | None = None
     for columns, some in reversed(list(_tiles(of_keys))):
@@ -135,7 +135,7 @@ def _attend_tile(
     values: torch.Tensor,
     of_queries: range,
     of_keys: range,
-    rule: Rule,
+    rule: AttentionRule,
 ) -> Attended:
     scores = _scores(queries, keys, of_queries, of_keys, rule)
     largest = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
@@ -153,10 +153,10 @@ def gradients(
     values: torch.Tensor,
     of_queries: range,
     of_keys: range,
-    rule: Rule,
+    rule: AttentionRule,
     attended: Attended,
     doutputs: torch.Tensor,
-) -> Gradients:
+) -> AttentionGradients:
     """Computes the gradients of one block.
 
     attended: of the queries, with all keys that they attend to, not only those of this block;
@@ -176,7 +176,7 @@ def gradients(
             _is_diagonal(of_queries, of_keys, rule),
             scale=rule.scale,
         )
-        return Gradients(*found)
+        return AttentionGradients(*found)
     dtype = attended.log_sums.dtype
     sums = [torch.zeros_like(x, dtype=dtype) for x in (queries, keys, values)]
     dq, dk, dv = sums
@@ -196,11 +196,15 @@ def gradients(
             dscores = weights * (dweights - products[:, :, rows]) * rule.scale
             dq[:, :, rows] += dscores @ keys[:, :, columns].to(dtype)
             dk[:, :, columns] += dscores.transpose(2, 3) @ queries[:, :, rows].to(dtype)
-    return Gradients(dq, dk, dv)
+    return AttentionGradients(dq, dk, dv)
 
 
 def _scores(
-    queries: torch.Tensor, keys: torch.Tensor, of_queries: range, of_keys: range, rule: Rule
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    of_queries: range,
+    of_keys: range,
+    rule: AttentionRule,
 ) -> torch.Tensor:
     """(n, heads, a, b), at least float32; -inf where a query does not attend to a key"""
     dtype = torch.promote_types(queries.dtype, torch.float32)
@@ -209,7 +213,9 @@ def _scores(
     return scores if mask is None else scores.masked_fill(~mask, -torch.inf)
 
 
-def _is_plain(queries: torch.Tensor, of_queries: range, of_keys: range, rule: Rule) -> bool:
+def _is_plain(
+    queries: torch.Tensor, of_queries: range, of_keys: range, rule: AttentionRule
+) -> bool:
     """Whether torch's flash attention for the CPU computes this block. It needs no mask: the block
     lies on the diagonal, or before it."""
     if queries.device.type != "cpu" or rule.segments is not None or rule.dropout:
@@ -218,7 +224,7 @@ def _is_plain(queries: torch.Tensor, of_queries: range, of_keys: range, rule: Ru
     return is_whole or _is_diagonal(of_queries, of_keys, rule)
 
 
-def _is_diagonal(of_queries: range, of_keys: range, rule: Rule) -> bool:
+def _is_diagonal(of_queries: range, of_keys: range, rule: AttentionRule) -> bool:
     return rule.causal and of_queries == of_keys and len(of_keys) > 1
 
 

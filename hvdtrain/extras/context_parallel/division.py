@@ -1,4 +1,5 @@
-"""Division: a model that computes a rank's positions of each sample, as its context_plan() says."""
+"""DivisionByPositions: a model that computes a rank's positions of each sample, as its
+context_plan() says."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from hvdtrain.data.packed import SEGMENTS
 from hvdtrain.errors import UserError
-from hvdtrain.extras.context_parallel.blocks import Rule
+from hvdtrain.extras.context_parallel.blocks import AttentionRule
 from hvdtrain.extras.context_parallel.link import ContextLink
 from hvdtrain.extras.context_parallel.outputs import OutputsOfPositions
-from hvdtrain.extras.context_parallel.positions import Positions
+from hvdtrain.extras.context_parallel.positions import PositionsOfRanks
 from hvdtrain.extras.context_parallel.ring import RingLayer, ring_attention
 from hvdtrain.extras.context_parallel.ulysses import Exchange, by_heads, by_positions
 from hvdtrain.frameworks.torch.call import positions_of
@@ -34,11 +35,11 @@ class Sample(NamedTuple):
     """The samples that the model computes: how their positions are divided, and what lies in a
     row."""
 
-    positions: Positions
+    positions: PositionsOfRanks
     segments: torch.Tensor | None  # int64 (n, positions), of packed rows
 
 
-class Division:
+class DivisionByPositions:
     """Replaces forward() of a model and of the modules in its plan, in place. A call of the model
     gets whole samples; inside, tensors have the positions of this rank. The result is
     OutputsOfPositions.
@@ -70,7 +71,7 @@ class Division:
         length = tensors[0].shape[1]
         if length < (2 if self._by == "ring" else 1) * self._link.size:
             raise self._too_short(length)
-        positions = Positions(length, self._link.size, zigzag=self._by == "ring")
+        positions = PositionsOfRanks(length, self._link.size, zigzag=self._by == "ring")
         self._sample = Sample(positions, kwargs.get(SEGMENTS))
         rows = positions.of(self._link.rank, tensors[0].device)
 
@@ -105,7 +106,7 @@ class Division:
         if self._sample is None:
             return forward(*args, **kwargs)
         self.inside = name
-        with _Calls(functools.partial(self._attend, name, self._sample)):
+        with _ReplacedAttention(functools.partial(self._attend, name, self._sample)):
             outputs = forward(*args, **kwargs)
         self.inside = ""
         return outputs
@@ -142,7 +143,7 @@ class Division:
         self.attended.add(name)
         packed = sample.segments is not None
         self._check_attention(name, sample, query, key, value, attn_mask if not packed else None)
-        rule = Rule(
+        rule = AttentionRule(
             is_causal or packed,
             query.shape[-1] ** -0.5 if scale is None else scale,
             sample.segments,
@@ -156,7 +157,7 @@ class Division:
         exchange = Exchange(self._link, name, sample.positions)
         query, key, value = by_heads(query, key, value, exchange)
         if packed:
-            alone = Positions(sample.positions.length, 1, zigzag=False)
+            alone = PositionsOfRanks(sample.positions.length, 1, zigzag=False)
             layer = RingLayer(self._link.alone(), name, alone, rule)
             outputs = ring_attention(query, key, value, layer)
         else:
@@ -196,7 +197,7 @@ class Division:
                     raise UserError(what, place, "parallel.context_by=ring, or other heads")
 
 
-class _Calls(TorchFunctionMode):
+class _ReplacedAttention(TorchFunctionMode):
     """Inside, `attend` is called instead of scaled_dot_product_attention()."""
 
     def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
@@ -211,10 +212,10 @@ class _Calls(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-class Outside(_Calls):
+class Outside(_ReplacedAttention):
     """Inside, a call of scaled_dot_product_attention() by no module of the plan is an error."""
 
-    def __init__(self, division: Division, where: str) -> None:
+    def __init__(self, division: DivisionByPositions, where: str) -> None:
         super().__init__(self._raise)
         self._division = division
         self._where = where

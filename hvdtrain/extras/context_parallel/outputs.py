@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from hvdtrain.extras.context_parallel.link import ContextLink
-from hvdtrain.extras.context_parallel.positions import Positions
+from hvdtrain.extras.context_parallel.positions import PositionsOfRanks
 
 
 class OutputsOfPositions(NamedTuple):
@@ -17,7 +17,7 @@ class OutputsOfPositions(NamedTuple):
 
     local: torch.Tensor  # (n, own positions, ...)
     link: ContextLink
-    positions: Positions
+    positions: PositionsOfRanks
 
     def to(self, dtype: torch.dtype) -> OutputsOfPositions:
         return self._replace(local=self.local.to(dtype))
@@ -38,14 +38,14 @@ class OutputsOfPositions(NamedTuple):
             label_smoothing=smoothing,
             ignore_index=ignore,
         )
-        gathered: torch.Tensor = _Gathered.apply(
+        gathered: torch.Tensor = _GatheredPositions.apply(
             loss.view(own.shape), self.link, self.positions, "context.loss"
         )
         return gathered
 
     def whole(self) -> torch.Tensor:
         """Returns the outputs at all positions. A collective."""
-        gathered: torch.Tensor = _Gathered.apply(
+        gathered: torch.Tensor = _GatheredPositions.apply(
             self.local, self.link, self.positions, "context.outputs"
         )
         return gathered
@@ -54,13 +54,13 @@ class OutputsOfPositions(NamedTuple):
         return self.positions.of(self.link.rank, like.device)
 
 
-class _Gathered(torch.autograd.Function):
+class _GatheredPositions(torch.autograd.Function):
     """Gathers x (n, own positions, ...) to (n, positions, ...). Every rank continues with the same
     numbers, so it knows the gradient of its part without communication."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, link: ContextLink, positions: Positions, name: str
+        ctx: Any, x: torch.Tensor, link: ContextLink, positions: PositionsOfRanks, name: str
     ) -> torch.Tensor:
         ctx.rows = positions.of(link.rank, x.device)
         # engines add up no bfloat16

@@ -9,7 +9,7 @@ import torch
 from hvdtrain.comm.communicator import part_of
 
 
-class Positions(NamedTuple):
+class PositionsOfRanks(NamedTuple):
     """The positions of a sequence, divided among `ranks`.
 
     In zigzag order, the sequence has 2 x ranks chunks, and rank r has the chunks r and 2 x ranks -

@@ -9,9 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from hvdtrain.extras.context_parallel.blocks import Attended, Gradients, Rule, attend, gradients
+from hvdtrain.extras.context_parallel.blocks import (
+    Attended,
+    AttentionGradients,
+    AttentionRule,
+    attend,
+    gradients,
+)
 from hvdtrain.extras.context_parallel.link import GRADIENTS, ContextLink
-from hvdtrain.extras.context_parallel.positions import Positions
+from hvdtrain.extras.context_parallel.positions import PositionsOfRanks
 
 
 class RingLayer(NamedTuple):
@@ -19,8 +25,8 @@ class RingLayer(NamedTuple):
 
     link: ContextLink
     layer: str  # the name of its module; the names of its messages contain it
-    positions: Positions
-    rule: Rule
+    positions: PositionsOfRanks
+    rule: AttentionRule
 
     def blocks(self, source: int) -> Iterator[tuple[range, slice, range, slice]]:
         """Yields the pairs of chunks of this rank's queries and of the keys of rank `source`, of
@@ -120,7 +126,7 @@ def _backward(
     attended: Attended,
     doutputs: torch.Tensor,
     layer: RingLayer,
-) -> Gradients:
+) -> AttentionGradients:
     """Keys and values go around again. Their gradients follow them one rank behind: each rank adds
     what its queries give, and the last one returns them to their owner."""
     link = layer.link
@@ -159,7 +165,7 @@ def _backward(
             total.add_(each)
     for handle in sent:
         link.wait(handle)
-    return Gradients(dq, *own)
+    return AttentionGradients(dq, *own)
 
 
 def _receive_sums(

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from hvdtrain.comm.communicator import part_of
 from hvdtrain.extras.context_parallel.link import ContextLink
-from hvdtrain.extras.context_parallel.positions import Positions
+from hvdtrain.extras.context_parallel.positions import PositionsOfRanks
 
 
 class Exchange(NamedTuple):
@@ -19,7 +19,7 @@ class Exchange(NamedTuple):
 
     link: ContextLink
     layer: str  # the name of its module; the names of its messages contain it
-    positions: Positions
+    positions: PositionsOfRanks
 
 
 def by_heads(
