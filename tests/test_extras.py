@@ -35,7 +35,8 @@ sys.path.insert(0, root)
 import hvdtrain
 from hvdtrain.__main__ import main
 from hvdtrain.config.read import configure
-from hvdtrain.core.extras import column_encoder, commands, document_files, extras, tables
+from hvdtrain.core.extras import column_encoder, commands, document_files, extras, stages, tables
+from hvdtrain.data.files.staging import stage_data
 from hvdtrain.data.input_encoding import encoding_of_run
 from hvdtrain.errors import UserError
 from hvdtrain.training.datasets import open_datasets
@@ -80,6 +81,13 @@ if tables() and not document_files():
         assert "data.text reads texts, but this copy of hvdtrain has no extra" in error.what, error
     else:
         raise AssertionError("texts are read without an extra")
+if stages() is None:
+    try:
+        stage_data("digits", None, {}, "disk", "data.stage")
+    except UserError as error:
+        assert "no extra that copies data" in error.what, error
+    else:
+        raise AssertionError("data are copied without an extra")
 print("imported", imported)
 """  # noqa: E501
 OF_COPY = """
@@ -280,6 +288,7 @@ def row_of(name: str) -> list[str]:
     gives += [f"`{each}`" for each in extra.modes]
     gives += [f"`export --to FILE{end}`" for end in extra.model_files]
     gives += [f"`{key}`" for key in keys_of(name)]
+    gives += ["`data.stage`"] * bool(extra.stages)
     for folder in ALIASES:
         plugins = sorted(path.stem for path in (FOLDER / name / folder).glob("*.py"))
         gives += [f"`{plugin}` in `{folder}`" for plugin in plugins if plugin != "__init__"]

@@ -65,7 +65,7 @@ class Extra(NamedTuple):
     takes; map_files, whose check(), maps_of() and write() store what `predict --to` writes;
     model_files, whose export() writes a model's computation for `export --to`.
     column_encoder: the module that encodes columns of text, dates and missing cells for
-    data/input_encoding.py.
+    data/input_encoding.py. stages: the module whose stage_data() copies files for data.stage.
     """
 
     status: Literal["stable", "experimental"]
@@ -80,6 +80,7 @@ class Extra(NamedTuple):
     number_files: Mapping[str, str] = MappingProxyType({})
     map_files: Mapping[str, str] = MappingProxyType({})
     column_encoder: str = ""
+    stages: str = ""
     model_files: Mapping[str, str] = MappingProxyType({})
     image_files: tuple[str, ...] = ()
     token_images: tuple[str, ...] = ()
@@ -187,6 +188,11 @@ def column_encoder() -> str | None:
     """Returns the module of an extra that encodes columns of tables; None if there is none."""
     found = (extra.column_encoder for extra in extras().values() if extra.column_encoder)
     return next(found, None)
+
+
+def stages() -> str | None:
+    """Returns the module of an extra that copies files for data.stage; None if there is none."""
+    return next((extra.stages for extra in extras().values() if extra.stages), None)
 
 
 def map_files() -> dict[str, str]:

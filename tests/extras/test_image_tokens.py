@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ranks import needs_extra
 
 from hvdtrain.config.read import configure
 from hvdtrain.data.datasets import digits, synthetic
@@ -143,7 +144,11 @@ def test_a_damaged_codebook_is_refused(content: bytes) -> None:
             ["data.source_options={root: x}"],
             "root is a key of data, not an option of data.source=digits",
         ),
-        (["data.stage=/tmp"], "image_tokens reads its files only once"),
+        pytest.param(
+            ["data.stage=/tmp"],
+            "image_tokens reads its files only once",
+            marks=needs_extra("staging"),
+        ),
         (["augment.flip=true"], "augmentation needs images"),
     ],
 )

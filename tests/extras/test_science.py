@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import stored_data
+from ranks import needs_extra
 
 import hvdtrain
 from hvdtrain.config.read import configure
@@ -317,10 +318,13 @@ def test_splits_by_a_column(tmp_path: Path) -> None:
     assert len(chosen) == np.isin(LABELS, [4, 1]).sum()
 
 
-def test_endings_of_files_tell_the_format(tmp_path: Path) -> None:
-    """Also those of a folder, which counts as a file: it is not staged alone."""
+def test_endings_of_files_tell_the_format() -> None:
     assert data_of_path("run.nc") == "data.name=netcdf data.root=run.nc (docs/science-data.md)"
     assert data_of_path("run.H5") == "data.name=hdf5 data.root=run.H5 (docs/science-data.md)"
+
+
+@needs_extra("staging")
+def test_a_folder_that_counts_as_a_file_is_not_staged_alone(tmp_path: Path) -> None:
     root = tmp_path / "a.zarr"
     root.mkdir()
     words = ["data.name=zarr", f"data.root={root}", f"data.stage={tmp_path}/stage"]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import stored_data
 from pool import alone
-from ranks import ROOT, mpirun, needs_mpirun
+from ranks import ROOT, mpirun, needs_extra, needs_mpirun
 
 import hvdtrain
 from hvdtrain.config.read import configure
@@ -319,6 +319,7 @@ def test_blocks_that_do_not_fit_are_told(
     assert "shuffled by 2 blocks of 313" in found and "again and again" not in found
 
 
+@needs_extra("staging")
 def test_a_folder_of_files_is_staged_and_a_file_alone_is_not(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for name in ("train", "val"):

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from ranks import needs_extra
 from small_images import check_workers, colour, save, save_jpegs
 
 from hvdtrain.config.read import configure
@@ -376,6 +377,7 @@ def test_validation_archives_without_train_have_their_own_size_and_classes(tmp_p
 
 
 @pytest.mark.parametrize("layout", ["folders", "names"])
+@needs_extra("staging")
 def test_staging_copies_only_the_archives(tmp_path: Path, layout: str) -> None:
     root = tmp_path / "source"
     fill(root)

@@ -1,10 +1,17 @@
-"""Which files of a data set data.stage copies, and how."""
+"""The state of a file; which files of a data set data.stage copies, and how."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+
+
+class FileState(NamedTuple):
+    """The size and times of a file, which change when it is written."""
+
+    size: int  # bytes
+    mtime_ns: int
 
 
 class FileSelection(NamedTuple):

@@ -14,7 +14,7 @@ import xxhash
 
 from hvdtrain.core.folder import check_regular
 from hvdtrain.core.progress import fold
-from hvdtrain.data.files.copying import FileState
+from hvdtrain.data.files.selection import FileState
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import LARGE_BYTES
 from hvdtrain.errors import UserError, first_line

@@ -20,10 +20,10 @@ from ranks import HANG_S, environment, mpirun, needs_mpirun, python
 
 from hvdtrain.config.read import configure
 from hvdtrain.data.datasets import digits, idx
-from hvdtrain.data.files.copying import FileState, format_bytes, list_files
-from hvdtrain.data.files.selection import FileSelection
-from hvdtrain.data.files.staging import StagedCopy, ensure_staged, stage_data
+from hvdtrain.data.files.selection import FileSelection, FileState
 from hvdtrain.errors import UserError
+from hvdtrain.extras.staging.copying import format_bytes, list_files
+from hvdtrain.extras.staging.staged import StagedCopy, ensure_staged, stage_data
 from hvdtrain.training.datasets import build_source
 
 WHERE = "data.stage, command line"

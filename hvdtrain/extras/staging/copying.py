@@ -12,21 +12,13 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
-from typing import NamedTuple
 
-from hvdtrain.data.files.selection import FileSelection
+from hvdtrain.data.files.selection import FileSelection, FileState
 from hvdtrain.errors import UserError, short
 
 _THREADS = 8  # they mostly wait for disks and networks, not for cores
 _BLOCK_BYTES = 2**22
 _PROGRESS_S = 2.0
-
-
-class FileState(NamedTuple):
-    """The size and times of a file, which change when it is written."""
-
-    size: int  # bytes
-    mtime_ns: int
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""data.stage: copies the data to the local disk of each node."""

@@ -1,0 +1,9 @@
+"""The registration of data.stage as an extra."""
+
+from hvdtrain.core.extras import Extra
+
+EXTRA = Extra(
+    status="stable",
+    says="Copies the data to each node's local disk before training.",
+    stages="hvdtrain.extras.staging.staged",
+)
