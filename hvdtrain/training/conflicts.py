@@ -34,8 +34,8 @@ def refuse_before_connecting(config: Config, place: Placement) -> None:
     """Calls refuse_conflicts() before the engine starts, if this process knows the number of ranks
     and the whole configuration.
 
-    It is skipped without a known launcher, and with resume=RUN, whose configuration only rank 0
-    reads.
+    It is skipped without a known launcher, and with resume=RUN, whose configuration some ranks may
+    not see yet.
     """
     if place.launcher != NO_LAUNCHER.launcher and config.resume in ("auto", "no"):
         engine = engine_of(config, place).engine

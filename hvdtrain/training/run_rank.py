@@ -232,20 +232,20 @@ def _before_connecting(
     read_former_run: ReadFormerRun,
     given: Mapping[str, Given],
 ) -> Config:
-    """Returns the configuration that this rank knows by itself; rank 0 also reads the run to
-    resume.
+    """Returns the configuration that this rank knows by itself, with the keys of the run to resume.
 
-    Errors about that run are raised once the ranks are connected: mpirun may hang if one rank ends
-    while others connect.
+    comm.engine=auto depends on them, and all ranks must choose the same engine, or they wait for
+    each other. A rank that cannot read the run, as on a host without the file system of rank 0,
+    leaves it out. Errors about the run are raised once the ranks are connected: mpirun may hang if
+    one rank ends while others connect.
     """
-    if place.rank == 0:
-        try:
-            return _configure(
-                config_file, arguments, read_former_run(assignments(config_file, arguments)), given
-            )
-        except UserError:
-            if place.size == 1:
-                raise
+    try:
+        return _configure(
+            config_file, arguments, read_former_run(assignments(config_file, arguments)), given
+        )
+    except UserError:
+        if place.size == 1:
+            raise
     return _configure(config_file, arguments, (), given)
 
 
