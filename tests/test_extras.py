@@ -243,7 +243,7 @@ def test_a_run_records_the_keys_of_an_extra_where_it_uses_one() -> None:
 
 def test_the_first_key_of_an_extra_turns_it_on() -> None:
     first = [(kind.__name__, next(iter(kind.model_fields.values()))) for kind in key_classes()]
-    off = {"0", "False", "None", "none", "1"}  # 1: of a number of ranks
+    off = {"0", "False", "None", "none", "1", "1.0"}  # 1: of a number of ranks, or of a factor
     assert all(str(info.default) in off for _, info in first), first
 
 

@@ -18,6 +18,7 @@ from hvdtrain.core.extras import (
     data_files,
     document_files,
     image_files,
+    plugins_of_extras,
     tables,
     token_images,
 )
@@ -47,7 +48,7 @@ def test_known_names() -> None:
         *image_files(),
     }
     stored = {*data_files().values(), *tables().values(), *archives().values()}
-    stored |= {*document_files().values()}
+    stored |= {*document_files().values(), *plugins_of_extras("data/datasets")}
     assert images | stored | {*token_images(), "text"} == set(plugins.files("data/datasets"))
     assert {"wide_resnet", "resnet18", "resnet50", "mlp", "linear"} <= set(
         plugins.files("frameworks/torch/models")
