@@ -173,6 +173,11 @@ def event(run: Path, kind: str) -> dict[str, Any]:
     return next(event for event in reversed(_events(run)) if event["kind"] == kind)
 
 
+def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
+    """All events of a kind, in order."""
+    return [event for event in _events(run) if event["kind"] == kind]
+
+
 def _diverged(run: Path) -> bool:
     return (run / "events.jsonl").exists() and _events(run)[-1].get("exit_code") == DIVERGED
 

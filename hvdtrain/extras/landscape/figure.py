@@ -49,6 +49,8 @@ def _figure(title: str, lines: Sequence[Line], sharp: Mapping[str, Sharpness]) -
     for axes, group in zip(panels, groups, strict=True):
         is_between = group[0].at[-1] > 1
         runs = list(dict.fromkeys(line.name.rpartition(", direction ")[0] for line in group))
+        folders = [Path(run).name for run in runs]
+        names = folders if len(set(folders)) == len(runs) else runs
         for line in group:
             run = line.name.rpartition(", direction ")[0]
             first = line.name.endswith((" 1", "runs"))
@@ -58,7 +60,7 @@ def _figure(title: str, lines: Sequence[Line], sharp: Mapping[str, Sharpness]) -
                 line.loss,
                 color=COLOURS[runs.index(run) % len(COLOURS)],
                 linewidth=1.5,
-                label=literal(f"{run or 'loss'}{sharpness}") if first else None,
+                label=literal(f"{names[runs.index(run)]}{sharpness}") if first else None,
             )
         if is_between and group[0].metric:
             right = axes.twinx()
@@ -73,6 +75,7 @@ def _figure(title: str, lines: Sequence[Line], sharp: Mapping[str, Sharpness]) -
             if is_between
             else "distance in a direction as long as the weights, filter by filter"
         )
-        axes.legend(frameon=False, fontsize=8)
+        if not is_between:
+            axes.legend(frameon=False, fontsize=8)
     figure.suptitle(literal(title), fontsize=10)
     return figure
