@@ -150,7 +150,8 @@ class OuterSteps(LocalSGD):
         if not self._residual:
             self._average(differences, name)
             return differences
-        torch._foreach_div_(differences, self._communicator.size)
+        for difference in differences:
+            difference.div_(self._communicator.size)
         residuals = [self._residual[p] for p in parameters]
         return sum_in_int16(self._communicator, differences, residuals, name)
 
