@@ -565,4 +565,5 @@ def test_every_key_belongs_to_one_feature_or_to_the_core() -> None:
         "task.metrics",
         "data.columns",
         "task.loss_on",
+        *(["data.mixture"] if "tokens" in extras() else []),
     }

@@ -40,7 +40,7 @@ def test_drawn_jobs_are_equal_to_one_process_or_refused(tmp_path: Path) -> None:
 def test_a_seed_gives_one_job_and_few_jobs_are_refused() -> None:
     refused = 0
     seen = set[str]()
-    for seed in range(100, 130):
+    for seed in range(100, 140):
         job = draw(seed, Limits())
         assert job == draw(seed, Limits())
         for place in filter(None, (job.place, job.next_place)):
@@ -53,7 +53,7 @@ def test_a_seed_gives_one_job_and_few_jobs_are_refused() -> None:
             except UserError:
                 refused += 1
     is_complete = of_this_copy([OF_EXTRAS]) == [OF_EXTRAS]  # without one, other jobs are drawn
-    assert refused <= (3 if is_complete else 6)
+    assert refused <= (4 if is_complete else 8)
     assert {
         "shard.stage",
         *of_this_copy(["parallel.tensor"]),

@@ -8,7 +8,7 @@ from hvdtrain.config.exclusion import Exclusion, Values, above, among, options, 
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.extras.context_parallel.keys import ContextKeys
-from hvdtrain.features import frameworks, lost, shards
+from hvdtrain.features import comm, frameworks, lost, shards
 from hvdtrain.features.job_feature import JobFeature, PlannedJob, needs_engine
 from hvdtrain.features.of_extras import Added, AddedRows
 
@@ -88,6 +88,7 @@ CONTEXT = JobFeature(
         Exclusion("norm.kind", among("sync"), why="not built yet"),
         Exclusion("log.noise_scale", among(True)),
         Exclusion("speed.compile", other_than("none", "default"), why="not built yet"),
+        *comm.not_on_horovod(),
     ),
     rules=(
         needs_engine(

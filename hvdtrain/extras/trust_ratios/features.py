@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hvdtrain.config.exclusion import Exclusion, Values, above, other_than
+from hvdtrain.config.exclusion import Exclusion, above, other_than
 from hvdtrain.extras.trust_ratios.keys import TrustRatioKeys
 from hvdtrain.features import log
-from hvdtrain.features.job_feature import JobFeature
+from hvdtrain.features.job_feature import Conflict, JobFeature
 from hvdtrain.features.of_extras import Added, AddedRows
 
 TRUST_RATIOS = JobFeature(
@@ -16,16 +16,16 @@ TRUST_RATIOS = JobFeature(
     off="log.trust_ratios=false",
     why="it reads the trust ratios of torch's optimizer on this rank",
     excludes=(
-        Exclusion(
-            "optim.name",
-            Values(lambda name: name not in ("lars", "larc", "lamb"), "sgd"),
-            what="{set} has no trust ratios, which {chosen} records",
-            fix="optim.name=lars, larc or lamb, or log.trust_ratios=false",
-            why="only LARS, LARC and LAMB have trust ratios",
-        ),
-        Exclusion("framework", other_than("torch", "numpy"), why="not implemented yet"),
+        Exclusion("framework", other_than("torch", "jax"), why="not implemented yet"),
         Exclusion("servers.count", above(0), why="the servers update the weights"),
         Exclusion("parallel.dense", other_than("none", "a"), why="not implemented yet"),
+    ),
+    rules=(
+        Conflict(
+            lambda job: job.config.optim.name not in ("lars", "larc", "lamb"),
+            what="optim.name={config.optim.name} has no trust ratios, which {chosen} records",
+            fix="optim.name=lars, larc or lamb, or {off}",
+        ),
     ),
 )
 
