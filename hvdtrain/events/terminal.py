@@ -120,6 +120,10 @@ def terminal_sink(out: IO[str], config: LogConfig) -> TerminalSink:
             display, NAME, warn, CAPACITY, on_drop=display.drop, tick=display.tick, tick_s=REFRESH_S
         )
         return TerminalSink(background, lambda event: True, has_display=True)
+    if type(out) is io.TextIOWrapper and out.write_through:
+        # python -u, as torchrun starts a script: print() would write its text and its newline
+        # separately, and a line of the job might come between them
+        out.reconfigure(line_buffering=True, write_through=False)
     writer = TextWriter(OutputStream(out))
     background = BackgroundSink(writer, NAME, warn, CAPACITY, on_drop=writer.drop)
     return TerminalSink(background, Pace(config.every_s), has_display=False)

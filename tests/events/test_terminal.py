@@ -519,3 +519,31 @@ def test_an_evaluation_within_an_epoch_and_a_job_that_its_time_ends() -> None:
         "  step 5, epoch 1.50",
         "  step 5, epoch 1.50 of 2.25",
     ]
+
+
+class Writes(io.RawIOBase):
+    """Keeps the bytes of each write to a file."""
+
+    def __init__(self) -> None:
+        self.found: list[bytes] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.found.append(bytes(data))
+        return len(data)
+
+
+def test_lines_of_a_script_are_written_whole_with_python_u() -> None:
+    """torchrun starts scripts with python -u. print() then wrote its text and its newline
+    separately, and a line of the job came between them."""
+    raw = Writes()
+    out = io.TextIOWrapper(raw, write_through=True)  # type: ignore[type-var]
+    print("before", 1, file=out)
+    before = len(raw.found)
+    sink = terminal_sink(out, LogConfig(display="lines"))
+    print("validation accuracy", 0.97, file=out)
+    print("bar", end="\r", file=out)
+    sink.close(1.0)
+    assert before > 1 and raw.found[before:] == [b"validation accuracy 0.97\n", b"bar\r"]
