@@ -29,7 +29,10 @@ def sum_in_int16(
     """
     device = reduction_device(values[0].device, communicator)
     torch._foreach_add_(list(values), list(residuals))
-    largest = torch.stack([value.abs().max() for value in values])
+    largest = torch.stack(
+        # a parameter may have no elements, which have no maximum
+        [value.abs().max() if value.numel() else value.sum() for value in values]
+    )
     # some engines lose NaN in a maximum
     largest = largest.nan_to_num(nan=torch.inf, posinf=torch.inf).to(device)
     units = communicator.allreduce(largest, f"{name}.largest", "max").to(values[0].device)

@@ -208,14 +208,18 @@ class LearnerState:
 def check_strategy(
     of_strategy: dict[str, StrategyTensor], shapes: Shapes, is_partial: bool
 ) -> None:
-    """Raises UserError if a state lacks a tensor of the strategy (a partial one may), or has one in
-    another shape."""
-    found = {name: shape for name, shape in shapes.items() if name in of_strategy}
+    """Raises UserError if a state lacks a tensor of the strategy (a partial one may), has one in
+    another shape, or has one of another strategy."""
+    found = {
+        name: shape
+        for name, shape in shapes.items()
+        if name.startswith("s.") and ":" in name.rpartition(".")[2]
+    }
     job = {name: own.shape for name, own in of_strategy.items()}
     check_fit(
         job,
         {
-            name: job[name] if of_strategy[name].fits(shape) else shape
+            name: job[name] if name in job and of_strategy[name].fits(shape) else shape
             for name, shape in found.items()
         },
         is_partial,
