@@ -60,8 +60,12 @@ def loss_of(weights: dict[str, np.ndarray], x: np.ndarray, y: np.ndarray) -> flo
     return float(np.mean(np.log(np.exp(logits).sum(1)) - logits[np.arange(len(y)), y]))
 
 
-def test_lines_and_sharpness_are_those_of_numpy(runs: list[Path]) -> None:
+def test_lines_and_sharpness_are_those_of_numpy(
+    runs: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     found = measured(runs[0], runs[1], "--directions", 1, "--epsilon", 0.1)
+    progress = capsys.readouterr().err.splitlines()
+    assert len(progress) == 5 and progress[0] == "measured: between the runs"
     x, y = samples_of(runs[0])
     first, second = map(weights_of, runs)
     (line, *around) = found["lines"]

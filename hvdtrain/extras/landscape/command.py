@@ -16,6 +16,7 @@ from hvdtrain.cli.output import align, print_result, with_json_value
 from hvdtrain.cli.saved_weights import find_checkpoint
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
+from hvdtrain.core.process import print_stderr
 from hvdtrain.data.configured.unwritten import unstaged
 from hvdtrain.data.sampler import evaluated_samples
 from hvdtrain.data.source import Source
@@ -206,6 +207,7 @@ def _measure(
         first, second = runs.values()
         points = [between(first, second, float(share)) for share in BETWEEN]
         lines.append(_line("between the runs", BETWEEN, model, points))
+        _tell(model, lines[-1].name)
     sharp = {}
     for run, weights in runs.items():
         rng = np.random.default_rng(seed)  # the same directions for each run
@@ -213,9 +215,17 @@ def _measure(
             direction = filter_normalized(weights, rng)
             points = [along(weights, direction, float(distance)) for distance in AROUND]
             lines.append(_line(f"{run}, direction {number + 1}", AROUND, model, points))
+            _tell(model, lines[-1].name)
         if asked.epsilon:
             sharp[run] = sharpness(weights, asked.epsilon, model.loss, model.gradient)
+            _tell(model, f"sharpness of {run}")
     return lines, sharp
+
+
+def _tell(model: Model, what: str) -> None:
+    """Prints progress on rank 0."""
+    if not model.communicator.rank:
+        print_stderr(f"measured: {what}", 1.0)
 
 
 def _line(name: str, at: np.ndarray, model: Model, points: Sequence[Arrays]) -> Line:
