@@ -107,8 +107,8 @@ class Simulation:
         return np.asarray(sent.sum(axis=0))
 
     def state(self) -> Arrays:
-        momentum = {f"s.{name}:outer_momentum": b for name, b in self.b.items()}
-        residuals = {f"s.{name}:residual": e for name, e in self.e.items() if self.in_16_bits}
+        momentum = {f"s.{name}@outer_momentum": b for name, b in self.b.items()}
+        residuals = {f"s.{name}@residual": e for name, e in self.e.items() if self.in_16_bits}
         return self.workers[0].state() | momentum | residuals
 
 
@@ -133,7 +133,7 @@ def test_ranks_have_what_workers_in_numpy_have_also_resumed(
     expected = simulation.state()
     check_equal(straight.state, expected)
     assert expected.keys() <= straight.state.keys()
-    assert not in_16_bits or np.abs(expected["s.fc1.weight:residual"]).max() > 1e-7
+    assert not in_16_bits or np.abs(expected["s.fc1.weight@residual"]).max() > 1e-7
     half = train(size, words, 10, (8, 10))
     resumed = train(size, words, 6, (16,), half, first_step=10)
     assert resumed.notes == []
@@ -184,14 +184,14 @@ def test_the_residuals_of_other_ranks_are_divided_and_the_header_says_it() -> No
     half = train(4, words, 8, (8,))
     resumed = train(2, words, 0, (), half)
     for name in NAMES:
-        share = half.state[f"s.{name}:residual"].sum(axis=0) / 2
-        np.testing.assert_allclose(resumed.state[f"s.{name}:residual"], [share, share], rtol=1e-12)
+        share = half.state[f"s.{name}@residual"].sum(axis=0) / 2
+        np.testing.assert_allclose(resumed.state[f"s.{name}@residual"], [share, share], rtol=1e-12)
     assert resumed.notes == [
-        "the checkpoint has s.fc1.weight:residual and 5 more of 4 ranks; each of the 2 ranks "
+        "the checkpoint has s.fc1.weight@residual and 5 more of 4 ranks; each of the 2 ranks "
         "starts with an equal share of their sum"
     ]
     alone = train(1, words, 4, (12,), half, first_step=8)
-    assert alone.state["s.head.bias:residual"].shape == (1, 3)
+    assert alone.state["s.head.bias@residual"].shape == (1, 3)
     assert alone.notes[0].endswith(" 5 more of 4 ranks; this rank starts with their sum")
 
 
@@ -199,7 +199,7 @@ def test_a_state_without_the_outer_momentum_is_another_job() -> None:
     plain = train(2, OUTER[:2], 4, (4,))
     with pytest.raises(UserError) as caught:
         train(2, OUTER, 0, (), plain)
-    assert caught.value.what == "the state lacks s.fc1.bias:outer_momentum and 5 more"
+    assert caught.value.what == "the state lacks s.fc1.bias@outer_momentum and 5 more"
 
 
 def test_the_outer_optimizer_is_torchs_sgd_with_nesterov() -> None:

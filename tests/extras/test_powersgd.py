@@ -54,19 +54,19 @@ def simulate(size: int, steps: int, first_q: Arrays) -> Arrays:
             e[name] = np.array([one - p @ share.T for one, share in zip(m, shares, strict=True)])
             found[name] = p @ q[name].T
         model.step(found)
-    return model.state() | {f"s.{name}:residual": e[name] for name in COMPRESSED}
+    return model.state() | {f"s.{name}@residual": e[name] for name in COMPRESSED}
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_ranks_have_what_workers_in_numpy_have_also_resumed(size: int) -> None:
     first = train(size, WORDS, 0, ()).state
-    first_q = {name: first[f"s.{name}:q"] for name in COMPRESSED}
+    first_q = {name: first[f"s.{name}@q"] for name in COMPRESSED}
     assert [first_q[name].shape for name in COMPRESSED] == [(32, RANK), (7, RANK)]
     straight = train(size, WORDS, 9, (4, 9))
     expected = simulate(size, 9, first_q)
     check_equal(straight.state, expected)
     assert {name for name in straight.state if "residual" in name} <= expected.keys()
-    assert np.abs(expected["s.fc1.weight:residual"]).max() > 1e-3
+    assert np.abs(expected["s.fc1.weight@residual"]).max() > 1e-3
     resumed = train(size, WORDS, 5, (9,), train(size, WORDS, 4, (4,)), first_step=4)
     for name, array in straight.state.items():
         np.testing.assert_array_equal(resumed.state[name], array, err_msg=name)
@@ -91,11 +91,11 @@ def test_other_ranks_continue_with_the_numbers_of_an_uninterrupted_job() -> None
     check_equal(resumed.state, shared)
     for name in COMPRESSED:
         check_equal(
-            {"sum": resumed.state[f"s.{name}:residual"].sum(axis=0)},
-            {"sum": straight.state[f"s.{name}:residual"].sum(axis=0)},
+            {"sum": resumed.state[f"s.{name}@residual"].sum(axis=0)},
+            {"sum": straight.state[f"s.{name}@residual"].sum(axis=0)},
         )
     assert resumed.notes == [
-        "the checkpoint has s.fc1.weight:residual and 1 more of 4 ranks; each of the 2 ranks "
+        "the checkpoint has s.fc1.weight@residual and 1 more of 4 ranks; each of the 2 ranks "
         "starts with an equal share of their sum"
     ]
 
@@ -127,7 +127,7 @@ def test_a_state_of_another_rank_of_compression_does_not_fit() -> None:
     half = train(2, WORDS, 1, (1,))
     with pytest.raises(UserError) as caught:
         train(2, ("comm.compression_rank=1",), 0, (), half)
-    assert caught.value.what == "the state lacks s.head.weight:q and 1 more"
+    assert caught.value.what == "the state lacks s.head.weight@q and 1 more"
 
 
 @pytest.mark.parametrize(

@@ -52,17 +52,17 @@ def test_an_equal_tensor_is_loaded_as_it_is() -> None:
     ("state", "is_partial", "what"),
     [
         ({}, True, ""),
-        ({}, False, "the state lacks s.w:residual"),
-        ({"s.w:residual": (5, 2), "p.w": (2,)}, False, ""),
-        ({"s.w:residual": (5, 3)}, False, "s.w:residual has shape (5, 3), the model has (4, 2)"),
-        ({"s.w:residual": (5, 2), "s.w:q": (2,)}, False, "the model lacks s.w:q"),
-        ({"s.w:residual": (2,)}, True, "s.w:residual has shape (2,), the model has (4, 2)"),
+        ({}, False, "the state lacks s.w@residual"),
+        ({"s.w@residual": (5, 2), "p.w": (2,)}, False, ""),
+        ({"s.w@residual": (5, 3)}, False, "s.w@residual has shape (5, 3), the model has (4, 2)"),
+        ({"s.w@residual": (5, 2), "s.w@q": (2,)}, False, "the model lacks s.w@q"),
+        ({"s.w@residual": (2,)}, True, "s.w@residual has shape (2,), the model has (4, 2)"),
     ],
 )
 def test_a_state_has_all_of_them(
     state: dict[str, tuple[int, ...]], is_partial: bool, what: str
 ) -> None:
-    own = {"s.w:residual": StrategyTensor(torch.zeros(2), 4, 0)}
+    own = {"s.w@residual": StrategyTensor(torch.zeros(2), 4, 0)}
     if not what:
         check_strategy(own, state, is_partial)
         return
@@ -71,15 +71,23 @@ def test_a_state_has_all_of_them(
     assert caught.value.what == what
 
 
+def test_tensors_of_another_strategy_are_not_taken_for_optimizer_state() -> None:
+    """Which a class of torch.optim would load, whatever its name; it has names with a colon."""
+    state = {"s.w@residual": (5, 2), "s.w.exp_avg": (2,), "s.w.group.initial_lr:float": ()}
+    with pytest.raises(UserError) as caught:
+        check_strategy({}, state, is_partial=False)
+    assert caught.value.what == "the model lacks s.w@residual"
+
+
 def test_a_checkpoint_of_other_ranks_fits_and_may_be_larger() -> None:
     zero = np.zeros((4, 2))
     weight = Piece("p.w", (2,), 0, 2, zero.dtype, lambda: zero[0], is_whole=True)
-    residual = Piece("s.w:residual", (4, 2), 0, 2, zero.dtype, lambda: zero[0], is_whole=False)
+    residual = Piece("s.w@residual", (4, 2), 0, 2, zero.dtype, lambda: zero[0], is_whole=False)
     job = [weight, residual._replace(is_of_ranks=True)]
     config = configure(None, [])
-    assert misfit_of(config, job, {"p.w": (2,), "s.w:residual": (1000, 2)}) == ""
-    wrong = {"p.w": (2,), "s.w:residual": (1000, 3)}
+    assert misfit_of(config, job, {"p.w": (2,), "s.w@residual": (1000, 2)}) == ""
+    wrong = {"p.w": (2,), "s.w@residual": (1000, 3)}
     assert misfit_of(config, job, wrong) == (
-        "s.w:residual has shape (1000, 3), the model has (4, 2)"
+        "s.w@residual has shape (1000, 3), the model has (4, 2)"
     )
     assert bytes_of_ranks(job) >= 1000 * 16 and bytes_of_ranks([weight]) == 0

@@ -159,11 +159,11 @@ class OuterSteps(LocalSGD):
         rank = self._communicator.rank
         size = self._communicator.size
         momentum = {
-            f"{self._names[p]}:outer_momentum": StrategyTensor(tensor)
+            f"{self._names[p]}@outer_momentum": StrategyTensor(tensor)
             for p, tensor in self._momentum.items()
         }
         return momentum | {
-            f"{self._names[p]}:residual": StrategyTensor(tensor, size, rank)
+            f"{self._names[p]}@residual": StrategyTensor(tensor, size, rank)
             for p, tensor in self._residual.items()
         }
 

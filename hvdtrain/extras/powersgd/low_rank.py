@@ -128,8 +128,8 @@ class LowRank(Strategy):
     def tensors(self) -> dict[str, StrategyTensor]:
         rank = self._communicator.rank
         size = self._communicator.size
-        return {f"{m.name}:q": StrategyTensor(m.q) for m in self._matrices} | {
-            f"{m.name}:residual": StrategyTensor(m.residual, size, rank) for m in self._matrices
+        return {f"{m.name}@q": StrategyTensor(m.q) for m in self._matrices} | {
+            f"{m.name}@residual": StrategyTensor(m.residual, size, rank) for m in self._matrices
         }
 
     def held(self) -> StrategyMemory:

@@ -213,7 +213,7 @@ def check_strategy(
     found = {
         name: shape
         for name, shape in shapes.items()
-        if name.startswith("s.") and ":" in name.rpartition(".")[2]
+        if name.startswith("s.") and "@" in name.rpartition(".")[2]
     }
     job = {name: own.shape for name, own in of_strategy.items()}
     check_fit(

@@ -190,8 +190,8 @@ class Strategy:
 
     def tensors(self) -> dict[str, StrategyTensor]:
         """Returns the tensors that a resume needs besides weights and optimizer state, at a sync
-        point. Their names, the same on all ranks, are a parameter's and their own, with a colon,
-        which no name of optimizer state has: fc.weight:residual."""
+        point. Their names, the same on all ranks, are a parameter's and their own, with an @,
+        which no name of optimizer state has: fc.weight@residual."""
         return {}
 
     def held(self) -> StrategyMemory:
