@@ -29,7 +29,7 @@ from hvdtrain.tasks.language import Language
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.build import build_learner
 
-pytestmark = pytest.mark.usefixtures("jax_compilation_cache")
+pytestmark = [pytest.mark.usefixtures("jax_compilation_cache"), pytest.mark.in_turn]
 
 TASK = Classification((3, 3, 1), 3, np.array([0.4]), np.array([0.2]))
 PASSES = ((5, 2), (3, 0), (0, 2))  # samples of each rank in its micro-batches

@@ -27,7 +27,7 @@ from hvdtrain.frameworks.learner import Learner
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 
-pytestmark = pytest.mark.usefixtures("jax_compilation_cache")
+pytestmark = [pytest.mark.usefixtures("jax_compilation_cache"), pytest.mark.in_turn]
 
 OWN = "model.name=test_jax_job:own"
 TASK = Classification((5, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))

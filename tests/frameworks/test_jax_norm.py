@@ -15,7 +15,7 @@ from hvdtrain.core.arrays import Arrays
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.classification import Classification
 
-pytestmark = pytest.mark.usefixtures("jax_compilation_cache")
+pytestmark = [pytest.mark.usefixtures("jax_compilation_cache"), pytest.mark.in_turn]
 
 
 def check_same(found: Arrays, expected: Arrays) -> None:

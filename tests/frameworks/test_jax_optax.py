@@ -26,7 +26,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.training.build import build_learner
 
-pytestmark = pytest.mark.usefixtures("jax_compilation_cache")
+pytestmark = [pytest.mark.usefixtures("jax_compilation_cache"), pytest.mark.in_turn]
 
 STEPS = 5
 
