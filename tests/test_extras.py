@@ -35,11 +35,12 @@ sys.path.insert(0, root)
 import hvdtrain
 from hvdtrain.__main__ import main
 from hvdtrain.config.read import configure
-from hvdtrain.core.extras import column_encoder, commands, document_files, extras, stages, tables
+from hvdtrain.core.extras import column_encoder, commands, document_files, extras, stages, tables, weights
 from hvdtrain.data.files.staging import stage_data
 from hvdtrain.data.input_encoding import encoding_of_run
 from hvdtrain.errors import UserError
 from hvdtrain.training.datasets import open_datasets
+from hvdtrain.training.pretrained import check_weights
 assert Path(hvdtrain.__file__).parents[1] == Path(root), hvdtrain.__file__
 assert not set(extras()) & set(missing), extras()
 imported = 0
@@ -88,6 +89,13 @@ if stages() is None:
         assert "no extra that copies data" in error.what, error
     else:
         raise AssertionError("data are copied without an extra")
+if weights() is None:
+    try:
+        check_weights(configure(None, ["model.weights=here"]))
+    except UserError as error:
+        assert "no extra that loads weights" in error.what, error
+    else:
+        raise AssertionError("weights are loaded without an extra")
 print("imported", imported)
 """  # noqa: E501
 OF_COPY = """
@@ -289,6 +297,7 @@ def row_of(name: str) -> list[str]:
     gives += [f"`export --to FILE{end}`" for end in extra.model_files]
     gives += [f"`{key}`" for key in keys_of(name)]
     gives += ["`data.stage`"] * bool(extra.stages)
+    gives += ["`model.weights`"] * bool(extra.weights)
     for folder in ALIASES:
         plugins = sorted(path.stem for path in (FOLDER / name / folder).glob("*.py"))
         gives += [f"`{plugin}` in `{folder}`" for plugin in plugins if plugin != "__init__"]

@@ -42,6 +42,7 @@ ALLOWED = {  # the only files that may import these
         "extras/pipeline/",
         "extras/plan/of_torch/",
         "extras/powersgd/",
+        "extras/pretrained/torch_file.py",
         "extras/servers/",
         "extras/tensor/",
         "frameworks/keras/torch_module.py",

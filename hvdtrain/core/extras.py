@@ -66,6 +66,7 @@ class Extra(NamedTuple):
     model_files, whose export() writes a model's computation for `export --to`.
     column_encoder: the module that encodes columns of text, dates and missing cells for
     data/input_encoding.py. stages: the module whose stage_data() copies files for data.stage.
+    weights: the module that loads model.weights for training/pretrained.py.
     """
 
     status: Literal["stable", "experimental"]
@@ -81,6 +82,7 @@ class Extra(NamedTuple):
     map_files: Mapping[str, str] = MappingProxyType({})
     column_encoder: str = ""
     stages: str = ""
+    weights: str = ""
     model_files: Mapping[str, str] = MappingProxyType({})
     image_files: tuple[str, ...] = ()
     token_images: tuple[str, ...] = ()
@@ -193,6 +195,11 @@ def column_encoder() -> str | None:
 def stages() -> str | None:
     """Returns the module of an extra that copies files for data.stage; None if there is none."""
     return next((extra.stages for extra in extras().values() if extra.stages), None)
+
+
+def weights() -> str | None:
+    """Returns the module of an extra that loads model.weights; None if there is none."""
+    return next((extra.weights for extra in extras().values() if extra.weights), None)
 
 
 def map_files() -> dict[str, str]:

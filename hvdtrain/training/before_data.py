@@ -35,9 +35,9 @@ def check_before_data(config: Config, communicator: Communicator, heartbeat: Hea
 def _check_files(config: Config) -> None:
     """Checks what rank 0 reads and writes."""
     if config.model.weights is not None:
-        from hvdtrain.training.pretrained import check_exists
+        from hvdtrain.training.pretrained import check_weights
 
-        check_exists(Path(config.model.weights).expanduser(), config.where("model.weights"))
+        check_weights(config)
     where = config.where("log.trackers")
     for name in dict.fromkeys(config.log.trackers):
         plugins.load("events/trackers", name, where).check_installed()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import mpirun, needs_mpirun
+from ranks import mpirun, needs_extra, needs_mpirun
 
 import hvdtrain
 from hvdtrain.__main__ import main
@@ -100,6 +100,7 @@ def test_what_is_refused(words: list[str], what: str, capsys: Any) -> None:
     assert what in capsys.readouterr().err
 
 
+@needs_extra("pretrained")
 def test_it_begins_with_the_weights_that_a_job_would(capsys: Any, tmp_path: Path) -> None:
     """Pretrained ones: at a rate that changes nothing the loss is that of the run that they come
     from."""

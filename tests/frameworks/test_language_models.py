@@ -27,7 +27,7 @@ from hvdtrain.core.import_torchvision import define_missing_operators
 from hvdtrain.core.progress import fold
 from hvdtrain.data.source import NamedArrays
 from hvdtrain.errors import UserError
-from hvdtrain.training.pretrained import read_weights
+from hvdtrain.extras.pretrained.load import read_weights
 
 define_missing_operators()  # transformers imports torchvision
 transformers: Any = pytest.importorskip(

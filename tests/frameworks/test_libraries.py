@@ -14,6 +14,7 @@ import pytest
 import torch
 from oracles import timm as _  # noqa: F401  # torchvision's operators, without which timm does not import beside a CPU build of torch
 from rank_threads import ThreadRank, in_threads
+from ranks import needs_extra
 
 import hvdtrain
 from hvdtrain.config.read import configure
@@ -42,6 +43,7 @@ def train(run: Path, *words: str) -> Any:
     )
 
 
+@needs_extra("pretrained")
 def test_outputs_are_those_of_timm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Made for the channels and classes of the data; weights from a file."""
     import timm

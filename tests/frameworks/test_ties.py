@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import needs_extra
 from safetensors.numpy import save_file
 from torch import nn
 
@@ -173,6 +174,7 @@ def test_the_tied_head_of_gpt(framework: str, tmp_path: Path) -> None:
         assert "model.tied=false of gpt" in caught.value.fix
 
 
+@needs_extra("pretrained")
 @pytest.mark.parametrize(
     ("change", "words", "what"),
     [

@@ -21,9 +21,9 @@ import hvdtrain
 from hvdtrain.core.import_torchvision import define_missing_operators
 from hvdtrain.data.source import NamedArrays
 from hvdtrain.errors import UserError
+from hvdtrain.extras.pretrained.load import read_weights
 from hvdtrain.frameworks.torch.foreign.config_json import read_config
 from hvdtrain.frameworks.torch.libraries.transformers import model_of
-from hvdtrain.training.pretrained import read_weights
 
 pytestmark = pytest.mark.in_turn
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import needs_extra
 
 from hvdtrain.__main__ import main
 from hvdtrain.core.extras import tables
@@ -28,7 +29,11 @@ class Wrong:
     [
         ("model.name=slow_data:nothing", "slow_data has no nothing"),
         ("model.name=no_such_module:Net", "no module named no_such_module"),
-        ("model.weights=nowhere.safetensors", "there is no nowhere.safetensors"),
+        pytest.param(
+            "model.weights=nowhere.safetensors",
+            "there is no nowhere.safetensors",
+            marks=needs_extra("pretrained"),
+        ),
         ("optim.name=slow_data:nothing", "slow_data has no nothing"),
         ("task.name=slow_data:nothing", "slow_data has no nothing"),
         ("recipe.function=slow_data:nothing", "slow_data has no nothing"),

@@ -281,7 +281,7 @@ def test_nothing_is_imported_that_the_job_does_not_use(tmp_path: Path) -> None:
         *(
             f"hvdtrain.extras.{name}.{module}"
             for name in extras()
-            for module in ("arrangement", "columns.encoded_table", "stored.source")
+            for module in ("arrangement", "load", "columns.encoded_table", "stored.source")
         ),
     )
     code = (

@@ -24,9 +24,9 @@ from hvdtrain.comm.communicator import Buffer, Handle, part_of
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.errors import UserError
+from hvdtrain.extras.pretrained.load import load_pretrained
+from hvdtrain.extras.pretrained.weights_on_all_ranks import WeightPlace
 from hvdtrain.training.checkpoint import load
-from hvdtrain.training.pretrained import load_pretrained
-from hvdtrain.training.weights_on_all_ranks import WeightPlace
 
 WEIGHTS = {name: array for name, array in STATE.items() if name[0] in "pb"}
 NAMES = {name[2:]: name for name in WEIGHTS}

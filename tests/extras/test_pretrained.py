@@ -23,7 +23,7 @@ import hvdtrain
 from hvdtrain.__main__ import main
 from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.errors import UserError
-from hvdtrain.training.pretrained import read_weights
+from hvdtrain.extras.pretrained.load import read_weights
 
 
 @pytest.fixture(scope="module")

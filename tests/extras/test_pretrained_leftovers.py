@@ -18,7 +18,7 @@ from torch import nn
 import hvdtrain
 from hvdtrain.__main__ import main
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.foreign.weights_file import read_state_dict
+from hvdtrain.extras.pretrained.torch_file import read_state_dict
 
 DRAW = np.random.default_rng(0)
 X = DRAW.normal(size=(40, 5))

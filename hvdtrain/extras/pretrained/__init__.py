@@ -1,0 +1,1 @@
+"""model.weights: loads the weights of a file or folder instead of the initial weights."""

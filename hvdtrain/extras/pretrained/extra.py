@@ -1,0 +1,9 @@
+"""The registration of model.weights as an extra."""
+
+from hvdtrain.core.extras import Extra
+
+EXTRA = Extra(
+    status="stable",
+    says="Loads pretrained weights of files, folders and other runs.",
+    weights="hvdtrain.extras.pretrained.load",
+)
