@@ -31,10 +31,10 @@ from blocks import Trainer, in_turn, spread
 
 from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config.read import configure
+from hvdtrain.extras.elastic.memory_copy import MemoryCopy
+from hvdtrain.extras.elastic.survival import ready_for_losses
 from hvdtrain.training.build import connect
 from hvdtrain.training.health.signals import Signals
-from hvdtrain.training.lost import ready_for_losses
-from hvdtrain.training.memory_copy import MemoryCopy
 
 ULFM = ["--with-ft", "ulfm"]
 WAYS: dict[str, tuple[list[str], str]] = {  # options of mpirun, guard.lost

@@ -38,7 +38,7 @@ LONGEST = (
     "test_tutorials.py",
     "test_invariance.py",
     "test_resume.py",
-    "test_lost_ranks.py",
+    "test_elastic_jobs.py",
     "test_faults_ends.py",
     "test_shard_stages.py",
 )

@@ -34,11 +34,14 @@ sys.modules.update(dict.fromkeys(libraries.split()))  # their import fails, in n
 sys.path.insert(0, root)
 import hvdtrain
 from hvdtrain.__main__ import main
+from hvdtrain.comm.engines import features_of
 from hvdtrain.config.read import configure
-from hvdtrain.core.extras import column_encoder, commands, document_files, extras, stages, tables, weights
+from hvdtrain.core.extras import column_encoder, commands, document_files, extras, implementation, tables
 from hvdtrain.data.files.staging import stage_data
 from hvdtrain.data.input_encoding import encoding_of_run
 from hvdtrain.errors import UserError
+from hvdtrain.features.every_feature import FEATURES, conflicts_of
+from hvdtrain.features.job_feature import PlannedJob
 from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.pretrained import check_weights
 assert Path(hvdtrain.__file__).parents[1] == Path(root), hvdtrain.__file__
@@ -82,20 +85,27 @@ if tables() and not document_files():
         assert "data.text reads texts, but this copy of hvdtrain has no extra" in error.what, error
     else:
         raise AssertionError("texts are read without an extra")
-if stages() is None:
+if implementation("data.stage") is None:
     try:
         stage_data("digits", None, {}, "disk", "data.stage")
     except UserError as error:
         assert "no extra that copies data" in error.what, error
     else:
         raise AssertionError("data are copied without an extra")
-if weights() is None:
+if implementation("model.weights") is None:
     try:
         check_weights(configure(None, ["model.weights=here"]))
     except UserError as error:
         assert "no extra that loads weights" in error.what, error
     else:
         raise AssertionError("weights are loaded without an extra")
+for feature in (each for each in FEATURES if each.is_extra):
+    words = feature.examples[0].split()
+    job = PlannedJob(configure(None, words), "torchdist", features_of("torchdist"), 2)
+    missing = [error for error in conflicts_of(job) if "no extra that does" in error.what]
+    assert [error.where for error in missing] == [f"{feature.key}, command line"] * (
+        not feature.is_installed
+    ), missing
 print("imported", imported)
 """  # noqa: E501
 OF_COPY = """
@@ -296,8 +306,7 @@ def row_of(name: str) -> list[str]:
     gives += [f"`{each}`" for each in extra.modes]
     gives += [f"`export --to FILE{end}`" for end in extra.model_files]
     gives += [f"`{key}`" for key in keys_of(name)]
-    gives += ["`data.stage`"] * bool(extra.stages)
-    gives += ["`model.weights`"] * bool(extra.weights)
+    gives += [f"`{key}`" for key in extra.implements]
     for folder in ALIASES:
         plugins = sorted(path.stem for path in (FOLDER / name / folder).glob("*.py"))
         gives += [f"`{plugin}` in `{folder}`" for plugin in plugins if plugin != "__init__"]

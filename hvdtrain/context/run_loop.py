@@ -4,18 +4,17 @@ lost (guard.lost=shrink)."""
 from __future__ import annotations
 
 import contextlib
-import time
 import traceback
 from collections.abc import Callable, Sequence
+from typing import Protocol, cast
 
-from hvdtrain.comm.communicator import Elastic
 from hvdtrain.context.context import Context
 from hvdtrain.context.open_context import connected, the_open_one
 from hvdtrain.context.open_run import Former
 from hvdtrain.core.process import exit_now
 from hvdtrain.errors import UserError
 from hvdtrain.training.failure import RankFailed
-from hvdtrain.training.lost import RankFailure, ready_for_losses
+from hvdtrain.training.lost import Survival, survival_of
 from hvdtrain.training.run_rank import ConnectedRank
 
 WHERE = "hvdtrain.run()"
@@ -46,6 +45,16 @@ def run_loop(
         raise
 
 
+class LoopSurvival(Survival, Protocol):
+    """How the remaining ranks of a custom loop continue after a loss."""
+
+    def without_lost(
+        self, rank: ConnectedRank, hosts: list[str], context: Context | None, former: Former | None
+    ) -> Former:
+        """Returns the state from which a loop continues. Each surviving rank calls it. hosts: by
+        the launcher's rank numbers; context: None if the loss happened while it was created."""
+
+
 class _Runs:
     """The calls of train() on this rank, from the first to the one that completes."""
 
@@ -61,7 +70,9 @@ class _Runs:
     def until_the_end(self) -> int:
         """Calls train() until it completes on the surviving ranks; returns the exit code. Every
         rank calls it."""
-        ranks = self._ready_for_losses()
+        found = survival_of(self._rank.config, self._rank.communicator, in_loop=True)
+        survival = cast(LoopSurvival | None, found)
+        ranks = None if survival is None else survival.ranks
         former: Former | None = None
         while True:
             context: Context | None = None
@@ -72,59 +83,14 @@ class _Runs:
                 return context.close()
             except Exception as error:
                 if (
-                    ranks is None
-                    or not ranks.is_loss(error)
+                    survival is None
+                    or not survival.ranks.is_loss(error)
                     or (context is None and former is None)
                 ):
                     raise
                 # the model of the step that failed, and its connections
                 traceback.clear_frames(error.__traceback__)
-            former = self._without_lost(ranks, context, former)
-
-    def _ready_for_losses(self) -> Elastic | None:
-        config = self._rank.config
-        if config.guard.lost == "shrink" and config.run is None:
-            what = "guard.lost=shrink resumes from checkpoints, but without run= there are none"
-            raise UserError(what, config.where("guard.lost"), "run=DIR")
-        return ready_for_losses(config, self._rank.communicator)
-
-    def _without_lost(
-        self, ranks: Elastic, context: Context | None, former: Former | None
-    ) -> Former:
-        """Returns the state from which surviving ranks continue. Each of them calls it. context:
-        None if the loss happened while it was created."""
-        began_s = time.perf_counter()
-        heartbeat = self._rank.heartbeat
-        lost = list[int]()
-        step, untold = (
-            (context.step, context.untold_loss)
-            if context is not None
-            else (0, former.loss if former else None)
-        )
-        if context is not None:
-            context.give_up()
-        while True:
-            try:
-                heartbeat.beat("continuing without lost ranks", heartbeat.epoch, step)
-                lost += ranks.shrink()
-                detect_s = time.perf_counter() - began_s
-                self._rank.watchdog.attach(ranks)
-                steps = ranks.allgather_object(step)
-                ranks.confirm()
-                break
-            except Exception as error:
-                if not ranks.is_loss(error):
-                    raise
-        self._rank.warnings.renumber(ranks.rank, ranks.size)
-        if untold is not None:  # lost before the survivors had restarted
-            lost, steps = [*untold.ranks, *lost], [*steps, untold.step]
-        hosts = [self._hosts[rank] for rank in lost]
-        # go_on_s is known later
-        loss = RankFailure(lost, hosts, max(steps), detect_s, detect_s, "checkpoint", None)
-        if context is not None:
-            return context.former(loss, began_s)
-        assert former is not None
-        return former._replace(loss=loss)
+            former = survival.without_lost(self._rank, self._hosts, context, former)
 
     def fail(self, error: BaseException) -> None:
         """Handles an error: with several ranks it is reported and all exit; with one it is left to

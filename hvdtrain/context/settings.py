@@ -9,6 +9,7 @@ from typing import Any
 from hvdtrain.config.read import assignments
 from hvdtrain.config.schema import known_keys
 from hvdtrain.errors import UserError, nearest, short
+from hvdtrain.features import lost
 from hvdtrain.features.every_feature import FEATURES
 from hvdtrain.frameworks.user_loop import frameworks_of_user_loops
 
@@ -68,8 +69,6 @@ _OF_THE_CALLS = {
     "optim.base_lr": "the optimizer has its rate, and a scheduler of torch changes it",
     "data.name": "ctx.samples(dataset, batch=...)",
     "stop.steps": "break out of the loop; guard.max_time stops it to be resumed",
-    "guard.lost": "hvdtrain.run(train, {...}) has guard.lost=shrink: train(ctx) is the loop; "
-    "launch --elastic starts scripts again",
     **{feature.key: feature.own_loop for feature in FEATURES if feature.own_loop},
 }
 
@@ -80,7 +79,7 @@ def refuse_other_keys(config_file: str | None, arguments: Sequence[str], where: 
     where: the script's call; only hvdtrain.run() supports guard.lost.
     """
     for key, value, origin in assignments(config_file, arguments):
-        if key == "guard.lost" and (value == "stop" or (value == "shrink" and where != WHERE)):
+        if key == lost.LOST.key and (value == "stop" or (value == lost.IN_RUN and where != WHERE)):
             continue
         if key in known_keys() and key not in KEYS:
             fix = _OF_THE_CALLS.get(

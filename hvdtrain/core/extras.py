@@ -65,8 +65,8 @@ class Extra(NamedTuple):
     takes; map_files, whose check(), maps_of() and write() store what `predict --to` writes;
     model_files, whose export() writes a model's computation for `export --to`.
     column_encoder: the module that encodes columns of text, dates and missing cells for
-    data/input_encoding.py. stages: the module whose stage_data() copies files for data.stage.
-    weights: the module that loads model.weights for training/pretrained.py.
+    data/input_encoding.py. implements: a key of hvdtrain -> the module of the extra that does what
+    the key selects; without the extra, the key's other values are errors.
     """
 
     status: Literal["stable", "experimental"]
@@ -81,8 +81,7 @@ class Extra(NamedTuple):
     number_files: Mapping[str, str] = MappingProxyType({})
     map_files: Mapping[str, str] = MappingProxyType({})
     column_encoder: str = ""
-    stages: str = ""
-    weights: str = ""
+    implements: Mapping[str, str] = MappingProxyType({})
     model_files: Mapping[str, str] = MappingProxyType({})
     image_files: tuple[str, ...] = ()
     token_images: tuple[str, ...] = ()
@@ -192,14 +191,15 @@ def column_encoder() -> str | None:
     return next(found, None)
 
 
+def implementation(key: str) -> str | None:
+    """Returns the module of an extra that implements a key of hvdtrain; None if there is none."""
+    found = (extra.implements[key] for extra in extras().values() if key in extra.implements)
+    return next(found, None)
+
+
 def stages() -> str | None:
     """Returns the module of an extra that copies files for data.stage; None if there is none."""
-    return next((extra.stages for extra in extras().values() if extra.stages), None)
-
-
-def weights() -> str | None:
-    """Returns the module of an extra that loads model.weights; None if there is none."""
-    return next((extra.weights for extra in extras().values() if extra.weights), None)
+    return implementation("data.stage")
 
 
 def map_files() -> dict[str, str]:

@@ -192,10 +192,12 @@ def unread_keys(config: Config) -> Iterator[str]:
 
 def conflicts_of(job: PlannedJob) -> Iterator[UserError]:
     """Yields every conflict of a job: first of its recipe, then of its features in order, then of
-    the number of ranks.
+    the number of ranks, then of extras that are not installed.
 
-    The last ones come last so that plan has one message for all its rows.
+    The number of ranks comes so late so that plan has one message for all its rows.
     """
     yield from recipe_conflicts(job.config)
     for feature in (*FEATURES, comm.RANKS):
         yield from feature.conflicts(job)
+    for feature in FEATURES:
+        yield from feature.missing(job)

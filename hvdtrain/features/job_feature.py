@@ -10,6 +10,7 @@ from typing import NamedTuple
 from hvdtrain.comm.engines import Feature
 from hvdtrain.config.exclusion import Exclusion, When, as_set, worded
 from hvdtrain.config.schema import Config
+from hvdtrain.core.extras import implementation
 from hvdtrain.errors import UserError
 from hvdtrain.recipe.recipe import Recipe
 
@@ -85,6 +86,7 @@ class JobFeature:
     updates_whole_weights: bool = True  # all ranks apply one update to full weights
     has_common_steps: bool = True  # all ranks take each step together
     reader: str = ""  # what the header calls a rank that reads samples; empty: a rank
+    is_extra: bool = False  # an extra implements it (Extra.implements), which may be missing
     own_loop: str = ""  # what a custom loop uses instead of its key
     keys_of_custom_loops: tuple[str, ...] = ()  # its keys that a custom loop supports
     # "module:class" of framework=torch: how the model is distributed
@@ -107,6 +109,11 @@ class JobFeature:
         own = () if self.is_value else (self.key,)
         read = (row.key for row in self.without)
         return tuple(dict.fromkeys((*own, *read, *self.other_keys)))
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether this copy of hvdtrain has its code."""
+        return not self.is_extra or implementation(self.key) is not None
 
     def ranks_lines(self, config: Config, hosts: Sequence[str]) -> Sequence[str]:
         """Returns lines of the header below the line of the ranks; hosts: the host of each rank."""
@@ -156,6 +163,17 @@ class JobFeature:
     def name(self, config: Config) -> str:
         """Returns how a message names the feature: shard.stage=1."""
         return self.chosen(config) if self.chosen else as_set(config, self.key)
+
+    def missing(self, job: PlannedJob) -> Iterator[UserError]:
+        """Yields an error if the job needs an extra that is not installed."""
+        if self.is_installed or not self.on(job.config):
+            return
+        off = self.off if isinstance(self.off, str) else self.off(job.config)
+        yield UserError(
+            f"this copy of hvdtrain has no extra that does {self.name(job.config)}",
+            job.where(self.key),
+            f"{off}; `hvdtrain extras` lists the installed extras",
+        )
 
     def _errors(self, row: Row, job: PlannedJob) -> Iterator[UserError]:
         if not isinstance(row, Exclusion | Conflict):

@@ -33,7 +33,11 @@ LOST = JobFeature(
     on=lambda config: config.guard.lost != "stop",
     examples=("guard.lost=restart",),
     off="guard.lost=stop",
+    is_extra=True,
+    own_loop="hvdtrain.run(train, {...}) has guard.lost=shrink: train(ctx) is the loop; launch "
+    "--elastic starts scripts again",
 )
+IN_RUN = "shrink"  # the only value that a custom loop supports, called by hvdtrain.run()
 SHRINK = JobFeature(
     key="guard.lost",
     is_value=True,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
@@ -39,8 +39,15 @@ from hvdtrain.training.samples import SampleSeries
 from hvdtrain.training.telemetry.telemetry import Telemetry, make_gauges, make_telemetry
 from hvdtrain.training.telemetry.throughput import Throughput
 
-if TYPE_CHECKING:  # with guard.lost
-    from hvdtrain.training.memory_copy import MemoryCopy
+
+class StateCopy(Protocol):
+    """A copy of the state at a sync point, with guard.lost."""
+
+    def confirm(self) -> None:
+        """Called before keep(). Fails if a rank died in earlier collectives. A collective."""
+
+    def keep(self, now: TrainState) -> None:
+        """Copies the state at a sync point. A collective if the state is sharded."""
 
 
 class StepsSinceSync(NamedTuple):
@@ -74,7 +81,7 @@ class Job:
     noise_scale: NoiseScale
     memory: MemoryMeter | None  # None for a job that writes nothing
     # the state to return to when ranks are lost; None if a loss ends the job
-    memory_copy: MemoryCopy | None
+    memory_copy: StateCopy | None
     clock: Callable[[], float]  # seconds spent in this job, over all its runs
     throughput: Throughput  # converts its rates to rates per device
     unfinished: StepsSinceSync | None = None  # between two sync points

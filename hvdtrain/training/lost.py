@@ -1,19 +1,23 @@
-"""The loss of a rank: it ends a RunningJob, while guard.lost selects an ElasticJob, which survives
-it; and the event "lost"."""
+"""The loss of a rank: it ends a RunningJob, while guard.lost selects one of an extra, which
+survives it; and the event "lost"."""
 
 from __future__ import annotations
 
-import warnings
-from typing import NamedTuple
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
-from hvdtrain.comm.communicator import Communicator, Elastic, elastic
-from hvdtrain.comm.engines import may_use_gpu
+from hvdtrain.comm.communicator import Communicator, Elastic
 from hvdtrain.comm.mesh import ranks_summary
 from hvdtrain.config.schema import Config
-from hvdtrain.errors import UserError
-from hvdtrain.events.log import Log
+from hvdtrain.core.extras import implementation
+from hvdtrain.events.log import Log, Sink
+from hvdtrain.training.checkpoint.saver import Saver
+from hvdtrain.training.health.watchdog import Watchdog
 from hvdtrain.training.job import Job
 from hvdtrain.training.progress.train_state import TrainState
+from hvdtrain.training.run_lock import RunLock
 
 
 class RunningJob:
@@ -30,6 +34,39 @@ class RunningJob:
         """Restores the newest sync point in self.job and returns its state. Every surviving rank
         calls it."""
         raise AssertionError("a job that survives no error cannot continue after one")
+
+
+class Survival(Protocol):
+    """How the remaining ranks of a job continue after a loss."""
+
+    ranks: Elastic  # the communicator of the job
+
+    def running_job(
+        self,
+        job: Job,
+        now: TrainState,
+        run: Path,
+        lock: RunLock,
+        watchdog: Watchdog | None,
+        open_sinks: Callable[[], list[Sink]],
+        make_saver: Callable[[TrainState], Saver],
+    ) -> RunningJob:
+        """Returns the job that survives losses. open_sinks, make_saver: for a rank that takes over
+        as rank 0. Every rank calls it, in the state `now`."""
+
+
+def survival_of(
+    config: Config, communicator: Communicator, *, in_loop: bool = False
+) -> Survival | None:
+    """Returns how this job, or custom loop, survives the loss of a rank; None if it does not. Every
+    rank calls it. Raises UserError on all ranks if guard.lost=shrink is not possible."""
+    module = implementation("guard.lost")
+    if module is None or config.guard.lost == "stop":
+        return None
+    found: Survival | None = importlib.import_module(module).survival_of(
+        config, communicator, in_loop=in_loop
+    )
+    return found
 
 
 class RankFailure(NamedTuple):
@@ -53,32 +90,6 @@ class RankFailure(NamedTuple):
     def who(self) -> str:
         """Returns the ranks and their hosts, for people."""
         return f"{ranks_summary(self.ranks)} on {', '.join(dict.fromkeys(self.hosts))}"
-
-
-def ready_for_losses(config: Config, communicator: Communicator) -> Elastic | None:
-    """Returns the communicator, if this job survives the loss of a rank. Every rank calls it.
-
-    Raises UserError on all ranks if guard.lost=shrink is not possible. With restart, a warning then
-    reports that the job will end without a last checkpoint. The same holds if weights are sharded,
-    or if each host has the whole state.
-    """
-    if not config.keeps_copies or communicator.size == 1:
-        return None
-    try:
-        ranks = elastic(communicator, config.where("guard.lost"))
-        ranks.be_ready_to_shrink(may_use_gpu(config))
-    except UserError as error:
-        if config.guard.lost == "shrink":
-            raise
-        if communicator.rank == 0:
-            what = (
-                f"guard.lost=restart writes no last checkpoint when a rank is lost: {error.what} "
-                f"({error.fix})"
-            )
-            # the same place for both callers, so that it is shown once
-            warnings.warn(what, stacklevel=1)
-        return None
-    return ranks
 
 
 def tell_loss(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
-from hvdtrain.core.extras import weights
+from hvdtrain.core.extras import implementation
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Learner
 
@@ -39,7 +39,7 @@ def load_pretrained(
 
 
 def _extra(config: Config) -> Any:
-    module = weights()
+    module = implementation("model.weights")
     if module is None:
         raise UserError(
             "this copy of hvdtrain has no extra that loads weights",

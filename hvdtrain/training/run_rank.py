@@ -33,7 +33,7 @@ from hvdtrain.training.health.heartbeat import Heartbeat, noted, place_and_pass
 from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.health.watchdog import Watchdog
 from hvdtrain.training.job_memory import advised, forecast_of_job, resolve_micro
-from hvdtrain.training.lost import ready_for_losses
+from hvdtrain.training.lost import survival_of
 from hvdtrain.training.memory import room_of_rank
 from hvdtrain.training.run_lock import RunLock
 from hvdtrain.training.train_job import JobResult, train_job
@@ -75,7 +75,7 @@ def run_rank(
 
 
 def _train(rank: ConnectedRank, imported: Callable[[], None]) -> JobResult:
-    ready_for_losses(rank.config, rank.communicator)
+    survival_of(rank.config, rank.communicator)
     check_before_data(rank.config, rank.communicator, rank.heartbeat)
     rank.heartbeat.beat("reading the data", 0, 0)
     datasets = open_datasets(rank.config, rank.communicator)

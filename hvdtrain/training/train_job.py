@@ -36,7 +36,7 @@ from hvdtrain.training.input import fewest_samples
 from hvdtrain.training.job import Job, make_job, make_saver
 from hvdtrain.training.job_memory import LEAST_WEIGHTS, MemoryMeter, forecast_of_job
 from hvdtrain.training.loop import train
-from hvdtrain.training.lost import RunningJob, ready_for_losses
+from hvdtrain.training.lost import RunningJob, survival_of
 from hvdtrain.training.memory import room_of_rank
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.progress.triggers import stop_reason
@@ -82,7 +82,7 @@ def train_job(
     Raises UserError, on all ranks or on the rank that failed, and Diverged on all ranks.
     """
     heartbeat.beat("comparing the ranks", 0, 0)
-    ranks = ready_for_losses(config, communicator)
+    survival = survival_of(config, communicator)
     if communicator.size > 1:
         check_same_facts(
             communicator, facts(config, data_facts(config, datasets), communicator.name)
@@ -142,13 +142,13 @@ def train_job(
     start = start._replace(notes=[*start.notes, *job.hooks.load(start.train_state)])
     header.emit_start(job, start, engine_reason, environment)
     running = RunningJob(job)
-    if ranks is not None:
-        from hvdtrain.training.elastic_job import ElasticJob, Successor
-
-        successor = Successor(
-            config,
-            start,
+    if survival is not None:
+        running = survival.running_job(
+            job,
+            start.train_state,
+            start.run,
             lock,
+            watchdog,
             lambda: open_sinks(config, start.run, lock),
             lambda now: make_saver(
                 config,
@@ -161,7 +161,6 @@ def train_job(
                 lock.open,
             ),
         )
-        running = ElasticJob(job, ranks, successor, watchdog, start.train_state)
     log_path = start.run / "ranks" / f"rank-{communicator.rank:05d}.log"
     with (
         closing(running),

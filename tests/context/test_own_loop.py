@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 import signal
 from pathlib import Path
@@ -13,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from own_loop import SCRIPT, STEPS, assert_equal
 from own_ways_on_ranks import plain_counted
 from pool import alone
 from ranks import (
     FULL,
-    ROOT,
     mpirun,
     needs_extra,
     needs_horovod,
@@ -26,9 +25,6 @@ from ranks import (
     python,
 )
 from rotation import rows_of_today
-
-SCRIPT = str(ROOT / "tests" / "support" / "own_loop_on_ranks.py")
-STEPS = math.ceil(3 * 100 / 7)
 
 
 def trained(folder: Path, size: int, *arguments: str, code: int = 0) -> dict[str, Any]:
@@ -74,18 +70,6 @@ def by_hand() -> tuple[list[float], float]:
         momentum = [0.9 * m + g for m, g in zip(momentum, gradients, strict=True)]
         w1, b1, w2, b2 = (w - 0.2 * m for w, m in zip((w1, b1, w2, b2), momentum, strict=True))
     return losses, 0.2 / 4
-
-
-def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    for name, weight in expected["weights"].items():
-        np.testing.assert_allclose(found["weights"][name], weight, rtol=0, atol=1e-12)
-    assert (
-        found["steps"] == expected["steps"]
-        and found["lr"] == expected["lr"]
-        and found["notes"] == expected["notes"]
-    )
-    for step, loss in found["losses"].items():
-        assert loss == pytest.approx(expected["losses"][step], rel=1e-11, abs=1e-13), step
 
 
 def test_the_loop_computes_what_is_computed_by_hand(straight: dict[str, Any]) -> None:

@@ -19,12 +19,12 @@ from rank_threads import ThreadRank, in_threads
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import combine, digest
+from hvdtrain.extras.elastic.memory_copy import MemoryCopy
 from hvdtrain.frameworks.torch.state import StagingBuffer
 from hvdtrain.tasks.classification import without_statistics
 from hvdtrain.training.build import build_learner
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.shards import CheckpointShard
-from hvdtrain.training.memory_copy import MemoryCopy
 from hvdtrain.training.progress.train_state import Progress, TrainState
 from hvdtrain.training.replicas.broadcast import broadcast_state
 from hvdtrain.training.replicas.compare import digest_tables

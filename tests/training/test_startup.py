@@ -250,8 +250,6 @@ def test_nothing_is_imported_that_the_job_does_not_use(tmp_path: Path) -> None:
         "sklearn",
         "scipy",
         "PIL",
-        "hvdtrain.training.elastic_job",
-        "hvdtrain.training.memory_copy",
         "hvdtrain.comm.cores.bind",
         "hvdtrain.comm.counted",
         "hvdtrain.data.configured.weights",
@@ -281,7 +279,13 @@ def test_nothing_is_imported_that_the_job_does_not_use(tmp_path: Path) -> None:
         *(
             f"hvdtrain.extras.{name}.{module}"
             for name in extras()
-            for module in ("arrangement", "load", "columns.encoded_table", "stored.source")
+            for module in (
+                "arrangement",
+                "survival",
+                "load",
+                "columns.encoded_table",
+                "stored.source",
+            )
         ),
     )
     code = (

@@ -5,5 +5,5 @@ from hvdtrain.core.extras import Extra
 EXTRA = Extra(
     status="stable",
     says="Loads pretrained weights of files, folders and other runs.",
-    weights="hvdtrain.extras.pretrained.load",
+    implements={"model.weights": "hvdtrain.extras.pretrained.load"},
 )

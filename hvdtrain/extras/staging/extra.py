@@ -5,5 +5,5 @@ from hvdtrain.core.extras import Extra
 EXTRA = Extra(
     status="stable",
     says="Copies the data to each node's local disk before training.",
-    stages="hvdtrain.extras.staging.staged",
+    implements={"data.stage": "hvdtrain.extras.staging.staged"},
 )

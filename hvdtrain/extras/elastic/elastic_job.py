@@ -1,5 +1,5 @@
 """Catches the loss of a rank, in one place: the surviving ranks continue as a smaller job, and one
-of them writes the run folder. A job without guard.lost does not import it."""
+of them writes the run folder."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from hvdtrain.core.folder import Folder
 from hvdtrain.core.progress import GoOn
 from hvdtrain.errors import LOST, StateLost, UserError
 from hvdtrain.events.log import Event, Sink
+from hvdtrain.extras.elastic.memory_copy import MemoryCopy, RolledBack
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.room import cannot_write
 from hvdtrain.training.checkpoint.saver import Saver
 from hvdtrain.training.health.watchdog import Watchdog
 from hvdtrain.training.job import Job, on_other_ranks
 from hvdtrain.training.lost import RankFailure, RunningJob, tell_loss
-from hvdtrain.training.memory_copy import MemoryCopy, RolledBack
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.run_lock import RunLock
-from hvdtrain.training.start import Start
 
 
 class ElasticJob(RunningJob):
@@ -49,7 +48,7 @@ class ElasticJob(RunningJob):
         self._watchdog = watchdog
         self._hosts = list(job.hosts)  # by the launcher's rank numbers
         self._total = now.progress.total
-        job.memory_copy = MemoryCopy(job.learner, ranks, now)
+        self._copy = job.memory_copy = MemoryCopy(job.learner, ranks, now)
         successor.share_lock(job.communicator)
 
     def outlives(self, error: Exception) -> bool:
@@ -101,15 +100,11 @@ class ElasticJob(RunningJob):
     def _how_to_go_on(self, former_rank: int) -> GoOn | None:
         """Returns how the surviving ranks continue; None if all roll back to a sync point. A
         collective."""
-        learner = self.job.learner
-        copy = self.job.memory_copy
-        assert copy is not None
-        return learner.how_to_go_on(former_rank, copy.now.progress.step)
+        return self.job.learner.how_to_go_on(former_rank, self._copy.now.progress.step)
 
     def _restore(self, ranks: Elastic, how: GoOn | None) -> RolledBack:
         """Restores everything that depends on the set of ranks. A collective."""
         job = self.job
-        assert job.memory_copy is not None
         if self._watchdog is not None:
             self._watchdog.attach(ranks)
         job.warnings.renumber(ranks.rank, ranks.size)
@@ -117,9 +112,9 @@ class ElasticJob(RunningJob):
         job.learner.stopwatch.read()
         job.checkpoints.give_up()
         restored = (
-            RolledBack(job.memory_copy.go_on(), False)
+            RolledBack(self._copy.go_on(), False)
             if how
-            else job.memory_copy.restore(self._read_checkpoint)
+            else self._copy.restore(self._read_checkpoint)
         )
         on_rank_0_only(ranks, lambda: self._successor.take_over(job, restored.now))
         self._successor.share_lock(ranks)
@@ -187,13 +182,13 @@ class Successor:
     def __init__(
         self,
         config: Config,
-        start: Start,
+        run: Path,
         lock: RunLock,
         open_sinks: Callable[[], list[Sink]],
         make_saver: Callable[[TrainState], Saver],
     ) -> None:
         self._config = config
-        self._run = start.run
+        self._run = run
         self._lock = lock
         self._open_sinks = open_sinks
         self._make_saver = make_saver

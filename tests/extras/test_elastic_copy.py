@@ -1,5 +1,5 @@
 """Which rank keeps whose parts, and to which sync point the living ranks go back; the numbers on
-real ranks: test_lost_ranks.py."""
+real ranks: test_elastic_jobs.py."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rank_threads import ThreadRank, in_threads
 
 from hvdtrain.comm.communicator import Buffer, Handle
 from hvdtrain.core.arrays import Piece, whole
-from hvdtrain.training import memory_copy
-from hvdtrain.training.memory_copy import (
+from hvdtrain.extras.elastic import memory_copy
+from hvdtrain.extras.elastic.memory_copy import (
     Array,
     HeldState,
     Kept,

@@ -1,0 +1,1 @@
+"""guard.lost: jobs and loops that survive the loss of ranks."""
