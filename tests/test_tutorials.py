@@ -78,7 +78,14 @@ def test_the_tutorial_runs_and_prints_the_output_that_it_shows(tmp_path: Path) -
 
 @needs_mpirun
 @pytest.mark.slow
-@pytest.mark.parametrize("page", OWN, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=needs_extra("maps") if page.stem == "segmentation" else ())
+        for page in OWN
+    ],
+    ids=lambda page: page.stem,
+)
 def test_a_page_on_ones_own_code_runs_and_prints_the_output_that_it_shows(
     page: Path, tmp_path: Path
 ) -> None:

@@ -8,7 +8,9 @@ import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from hvdtrain.errors import UserError
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -66,7 +68,8 @@ class Extra(NamedTuple):
     model_files, whose export() writes a model's computation for `export --to`.
     column_encoder: the module that encodes columns of text, dates and missing cells for
     data/input_encoding.py. implements: a key of hvdtrain -> the module of the extra that does what
-    the key selects; without the extra, the key's other values are errors.
+    the key selects; without the extra, the key's other values are errors. maps: the package
+    whose modules moved_masks, pictures and mask_files serve tasks with masks or maps.
     """
 
     status: Literal["stable", "experimental"]
@@ -82,6 +85,7 @@ class Extra(NamedTuple):
     map_files: Mapping[str, str] = MappingProxyType({})
     column_encoder: str = ""
     implements: Mapping[str, str] = MappingProxyType({})
+    maps: str = ""
     model_files: Mapping[str, str] = MappingProxyType({})
     image_files: tuple[str, ...] = ()
     token_images: tuple[str, ...] = ()
@@ -200,6 +204,21 @@ def implementation(key: str) -> str | None:
 def stages() -> str | None:
     """Returns the module of an extra that copies files for data.stage; None if there is none."""
     return implementation("data.stage")
+
+
+def maps() -> str | None:
+    """Returns the package of an extra for masks and maps; None if there is none."""
+    return next((extra.maps for extra in extras().values() if extra.maps), None)
+
+
+def maps_module(name: str, where: str) -> Any:
+    """Returns a module of the extra for masks and maps. Raises UserError without that extra; where:
+    what needs it."""
+    package = maps()
+    if package is None:
+        what = "this copy of hvdtrain has no extra for masks and maps"
+        raise UserError(what, where, "leave it out; `hvdtrain extras` lists the installed extras")
+    return importlib.import_module(f"{package}.{name}")
 
 
 def map_files() -> dict[str, str]:

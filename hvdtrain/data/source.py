@@ -232,6 +232,11 @@ class Source(ABC):
         return self
 
     @property
+    def moved_masks(self) -> tuple[str, ...]:
+        """The mask fields whose pixels move with x, or are pasted by CutMix."""
+        return ()
+
+    @property
     def order(self) -> Order | None:
         """The order in which a job trains on the samples, if the data decide it; None: data.shuffle
         does."""

@@ -167,7 +167,6 @@ OF_HVDTRAIN: tuple[JobFeature, ...] = (
     tasks.CLASS_METRICS,
     tasks.GAPS,
     tasks.MULTILABEL,
-    tasks.SEGMENTATION,
     tasks.USER_TASK,
     tasks.LOG_TARGETS,
     tasks.STOP_TARGET,

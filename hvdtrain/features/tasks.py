@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hvdtrain.config.exclusion import Exclusion, Values, When, above, among, options, other_than
+from hvdtrain.config.exclusion import Exclusion, Values, above, among, options, other_than
 from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.section import class_of_object, is_object
@@ -228,7 +228,7 @@ STOP_TARGET = JobFeature(
 )
 
 
-def _answers(name: str, *others: Exclusion) -> JobFeature:
+def answers(name: str, *others: Exclusion) -> JobFeature:
     """Returns the feature of a task with several answers per sample; others: more exclusions."""
     return JobFeature(
         key="task.name",
@@ -249,7 +249,7 @@ def _answers(name: str, *others: Exclusion) -> JobFeature:
     )
 
 
-def _mixes(key: str, fix: str) -> Exclusion:
+def mixes(key: str, fix: str) -> Exclusion:
     return Exclusion(
         key,
         above(0),
@@ -259,39 +259,10 @@ def _mixes(key: str, fix: str) -> Exclusion:
     )
 
 
-def _has_only_classes(config: Config) -> bool:
-    is_segmentation = config.task.name == "segmentation"
-    return is_segmentation and config.task.options.get("ignore_label") is None
-
-
-def _black_pixels(key: str, without_them: str, when: When) -> Exclusion:
-    return Exclusion(
-        key,
-        above(0),
-        what="{set} fills in black pixels from outside the image, which have no class in {chosen}",
-        fix=f"task.ignore_label=255 ignores them; or {without_them}",
-        when=when,
-        why="black pixels from outside have no class; task.ignore_label ignores them",
-    )
-
-
-MULTILABEL = _answers(
+MULTILABEL = answers(
     "multilabel",
-    _mixes("augment.mixup", "augment.mixup=0"),
-    _mixes("augment.cutmix", "augment.cutmix=0"),
-)
-SEGMENTATION = _answers(
-    "segmentation",
-    _mixes(
-        "augment.mixup",
-        "augment.mixup=0; or augment.cutmix, which pastes boxes of images with their masks",
-    ),
-    _black_pixels(
-        "augment.crop",
-        "augment.pad=reflect",
-        lambda config: _has_only_classes(config) and config.augment.pad == "zeros",
-    ),
-    _black_pixels("augment.rand_augment", "augment.rand_augment=0", _has_only_classes),
+    mixes("augment.mixup", "augment.mixup=0"),
+    mixes("augment.cutmix", "augment.cutmix=0"),
 )
 # task.name=package.module:build: a task of the user, or one of hvdtrain's with metrics of the user
 # or of torchmetrics.

@@ -9,6 +9,7 @@ from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import BATCH_KEYS
+from hvdtrain.core.extras import maps_module
 from hvdtrain.data.array_files import ReadingRanks, array_files_in
 from hvdtrain.data.configured.columns import check_columns, with_columns
 from hvdtrain.data.configured.opened import open_split, plugin_of, root_of, with_keys
@@ -66,10 +67,9 @@ def open_datasets(config: Config, communicator: Communicator | None = None) -> D
     train, val = (
         as_declared(_with_free_names(config, source, task), task.fields) for source in (train, val)
     )
-    if config.augment.is_enabled:
-        from hvdtrain.data.images.moved_masks import with_moved_masks
-
-        train = with_moved_masks(train, task.masks, config.augment)
+    if config.augment.is_enabled and task.masks:
+        moved = maps_module("moved_masks", config.where("task.name"))
+        train = moved.with_moved_masks(train, task.masks, config.augment)
     return Datasets(train, val, task, draws)
 
 

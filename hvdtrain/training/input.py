@@ -186,7 +186,6 @@ def read_batch(
     if augmentation.is_enabled:
         from hvdtrain.data.images import augment
         from hvdtrain.data.images.mixing import partners_of
-        from hvdtrain.data.images.moved_masks import moved_masks
 
         height, width, channels = source.fields["x"].shape  # check_augmentation() guarantees it
         shape = height, width, channels
@@ -208,7 +207,7 @@ def read_batch(
                 batch |= _partners(
                     batch,
                     source.read_in_epochs(partners, epochs, config.seed),
-                    moved_masks(source),
+                    source.moved_masks,
                 )
     if hyper.sample_noise:
         batch["w"] = sample_weights(config.seed, hyper.step, samples, hyper.sample_noise)

@@ -17,11 +17,9 @@ import numpy as np
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import expand
 from hvdtrain.config.schema import Config
-from hvdtrain.data.array_files import array_files_in
-from hvdtrain.data.configured.opened import array_of_x
+from hvdtrain.core.extras import maps, maps_module
 from hvdtrain.data.sampler import evaluation_batches
 from hvdtrain.data.source import Source
-from hvdtrain.data.subset import Subset
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import Log
 from hvdtrain.events.terminal import warn
@@ -113,7 +111,8 @@ class SampleSeries:
         """Writes the default samples if log.samples is not set, as draw() does."""
         if (
             self.config.log.samples is None
-            and (self.task.mask_label is not None or self.task.map_names)
+            and self._kind != "step"
+            and maps() is not None
             and not self.config.parallel.has_stages
         ):
             self._draw(SHOWN_MASKS, now)
@@ -122,18 +121,15 @@ class SampleSeries:
         if self.run is None:
             return
         began_s = time.perf_counter()
-        label = self.task.mask_label
-        stem = "masks" if label is not None else "maps" if self.task.map_names else "step"
+        stem = self._kind
         if stem != "step":
             samples = min(samples, len(self.val))
         content: bytes | None
         with self.learner.averaged():
-            if label is not None:
-                content = self._masks(label, samples, now)
-            elif stem == "maps":
-                content = self._maps(samples, now)
-            else:
+            if stem == "step":
                 content = self._sequences(samples, now)
+            else:
+                content = png(self._predicted(samples, now))
         if content is not None and self.communicator.rank == 0:
             suffix = "png" if content.startswith(_PNG) else "txt"
             self._write(f"{stem}-{now.progress.step:08d}.{suffix}", content)
@@ -143,6 +139,23 @@ class SampleSeries:
                 count=samples,
                 draw_s=round(time.perf_counter() - began_s, 3),
             )
+
+    @property
+    def _kind(self) -> str:
+        """What is shown: "masks", "maps" or, of a step, generated sequences."""
+        if self.task.mask_label is not None:
+            return "masks"
+        return "maps" if self.task.map_names else "step"
+
+    def _predicted(self, samples: int, now: TrainState) -> np.ndarray:
+        """Returns a picture of samples spread over the validation set, with their predictions."""
+        pictures = maps_module("pictures", self.config.where("log.samples"))
+        self.heartbeat.beat(f"{self._kind} for the report", now.progress.epoch, now.progress.step)
+        numbers = np.unique(np.linspace(0, len(self.val) - 1, samples).astype(np.int64))
+        picture: np.ndarray = pictures.picture(
+            self.config, self.task, self.val, self.learner, numbers, self.heartbeat
+        )
+        return picture
 
     def _sequences(self, samples: int, now: TrainState) -> bytes | None:
         """Returns the file's content, a picture or a text; None if the job stops meanwhile."""
@@ -178,58 +191,6 @@ class SampleSeries:
         side = math.isqrt(positions - 1)
         images = pictures.decode(drawn[:, 1:]).reshape(len(drawn), side, side, -1)
         return png(grid(images, COLUMNS))
-
-    def _masks(self, label: str, samples: int, now: TrainState) -> bytes:
-        """Returns a picture of samples spread over the validation set.
-
-        label: the field of masks.
-        """
-        from hvdtrain.training.evaluate import predict
-        from hvdtrain.training.shown_masks import Masks, picture
-
-        field = self.task.fields[label]
-        self.heartbeat.beat("masks for the report", now.progress.epoch, now.progress.step)
-        numbers = np.unique(np.linspace(0, len(self.val) - 1, samples).astype(np.int64))
-        said = [np.empty((0, *field.shape), np.int64)]
-        for _, predictions in predict(
-            self.config, self.learner, Subset(self.val, numbers), self.learner.data, self.heartbeat
-        ):
-            said.append(predictions.outputs.argmax(1))
-        whole = self.learner.data.allgather(np.concatenate(said), "samples.masks")
-        shown = self.val.read(numbers)
-        return png(
-            picture(Masks(numbers, shown[self.task.main_input], shown[label], whole, field.ignored))
-        )
-
-    def _maps(self, samples: int, now: TrainState) -> bytes:
-        """Returns a picture of samples spread over the validation set."""
-        from hvdtrain.training.evaluate import predict
-        from hvdtrain.training.shown_maps import (
-            MOST_CHANNELS,
-            MapSamples,
-            begins_in_the_south,
-            part_of_maps,
-            picture_of_maps,
-        )
-
-        task = self.task
-        self.heartbeat.beat("maps for the report", now.progress.epoch, now.progress.step)
-        numbers = np.unique(np.linspace(0, len(self.val) - 1, samples).astype(np.int64))
-        shown = self.val.read(numbers)
-        true = part_of_maps(task.as_maps(shown["y"]))
-        said = [true[:0]]
-        for _, predictions in predict(
-            self.config, self.learner, Subset(self.val, numbers), self.learner.data, self.heartbeat
-        ):
-            said.append(part_of_maps(task.as_maps(predictions.outputs)))
-        whole = self.learner.data.allgather(np.concatenate(said), "samples.maps")
-        names = task.map_names[:MOST_CHANNELS]
-        files = array_files_in(self.val)
-        grid = None if files is None else files.known_grid(array_of_x(self.config))
-        if begins_in_the_south(grid):
-            true = true[:, :, ::-1]  # north on top
-            whole = whole[:, :, ::-1]
-        return png(picture_of_maps(MapSamples(numbers, true, whole, names)))
 
     def _keep_up(self, now: TrainState) -> Callable[[], None]:
         """Returns a function for each position, also called on ranks without sequences: it signals

@@ -44,7 +44,6 @@ def test_known_names() -> None:
         "cifar10",
         "cifar100",
         "folder",
-        "image_masks",
         *image_files(),
     }
     stored = {*data_files().values(), *tables().values(), *archives().values()}

@@ -3,7 +3,6 @@ its transforms; erasing; CutMix."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from hvdtrain.data.images import augment, mixing
 from hvdtrain.data.images.augment import AugmentationParameters
 from hvdtrain.data.images.erasing import random_pixels
 from hvdtrain.data.images.mixing import cutmix_boxes, paste, remaining_shares
-from hvdtrain.data.images.moved_masks import move
 from hvdtrain.data.images.operations import GEOMETRIC, HostArrays, Operation, apply_operations
 from hvdtrain.data.images.random_operations import color_jitter, rand_augment
 from hvdtrain.data.images.resized_crop import draw_keys
@@ -385,24 +383,3 @@ def test_with_mixup_each_sample_has_one_of_both() -> None:
     np.testing.assert_array_equal(
         torch_augment.augment_batch(batch | tensors)["x"].permute(0, 2, 3, 1).numpy(), found
     )
-
-
-def test_masks_move_as_images_under_operations() -> None:
-    """Of images that are their masks, under operations that move pixels."""
-    rng = np.random.default_rng(1)
-    n = 60
-    masks = rng.integers(1, 9, (n, 10, 14)).astype(np.uint8)
-    operations = rng.choice([*GEOMETRIC, Operation.IDENTITY], (n, 2))
-    low, high = np.array([RANGES[operation][:2] for operation in Operation]).T
-    arguments = rng.uniform(low[operations], high[operations])
-    parameters = AugmentationParameters(
-        flipped=rng.random(n) < 0.5, operation=operations, argument=arguments
-    )
-    moved = move(masks, parameters, 9)
-    found = augment.apply(masks[..., None], parameters)[..., 0]
-    assert (np.where(found == 0, 9, found) == moved).all() and (moved != masks).mean() > 0.3
-    colours = np.full_like(operations, Operation.EQUALIZE)
-    assert (
-        move(masks, AugmentationParameters(operation=colours, argument=arguments), 9) == masks
-    ).all()
-    assert math.prod(moved.shape) == masks.size

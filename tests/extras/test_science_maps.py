@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ranks import needs_extra
 
 import hvdtrain
 from hvdtrain.__main__ import main
@@ -164,6 +165,7 @@ def test_maps_without_a_known_grid_have_plain_axes() -> None:
     assert np.array_equal(found, hvdtrain.predict(run, data["x"]))
 
 
+@needs_extra("maps")
 def test_masks_of_fields_are_classes_with_coordinates() -> None:
     weather("all.nc")
     masks = (FIELDS[:, 1] > 0).astype("u1")

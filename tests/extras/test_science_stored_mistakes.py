@@ -12,6 +12,7 @@ import numpy as np
 import pandas
 import pytest
 import stored_data
+from ranks import needs_extra
 
 import hvdtrain
 from hvdtrain.__main__ import main
@@ -67,6 +68,7 @@ def test_outputs_that_are_no_numbers_are_not_among_the_first() -> None:
     assert not found["among_top"].any()
 
 
+@needs_extra("maps")
 def test_segmentation_of_arrays_with_a_mean_of_ones_own(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     data = {

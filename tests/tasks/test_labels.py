@@ -25,7 +25,7 @@ from hvdtrain.data.declared import as_declared
 from hvdtrain.data.source import ArraySource, Source
 from hvdtrain.data.user_data.as_source import as_source
 from hvdtrain.errors import UserError
-from hvdtrain.tasks import classification, segmentation
+from hvdtrain.tasks import classification
 from hvdtrain.tasks.classification import Classification, PartlyLabelled
 from hvdtrain.tasks.label_counts import notes_on_gaps
 from hvdtrain.training.build import build_learner, build_task, planned_task, restore_task
@@ -546,14 +546,3 @@ def test_gaps_in_labels_are_reported(
     labels = np.array(y)
     source = as_source({"x": np.zeros((len(labels), 2)), "y": labels}, "data", "train_data")
     assert notes_on_gaps(source, name, classes, ignored) == lines
-
-
-def test_a_mask_of_255_is_a_line_of_the_header() -> None:
-    x = np.random.default_rng(0).integers(0, 256, (8, 4, 4, 1), dtype=np.uint8)
-    data = {"x": x, "y": np.where(x[..., 0] > 100, 1, 0).astype(np.uint8)}
-    data["y"][:, 0] = 255
-    source = as_source(data, "data", "train_data")
-    task = segmentation.build("segmentation", source, source, "data")
-    assert task.classes == 256
-    lines = notes(configure(None, ["task.name=segmentation"]), Datasets(source, source, task))
-    assert any("task.ignore_label=255 if 255 stands for no class" in line for line in lines)

@@ -12,6 +12,7 @@ import own_data
 import pytest
 import torch
 from rank_threads import in_threads
+from ranks import needs_extra
 
 import hvdtrain
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
@@ -137,7 +138,10 @@ def job(name: str) -> tuple[Source, Task, Any]:
     return as_declared(source, task.fields), task, config
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=needs_extra("maps") if name == "pixels" else ()) for name in JOBS],
+)
 def test_metrics_are_the_librarys_own_on_any_number_of_ranks(name: str) -> None:
     source, task, config = job(name)
     alone: Any = build_learner(config, task, SingleProcessCommunicator())

@@ -13,6 +13,7 @@ import own_data
 import pytest
 import torch
 from own_data import PADDING, VOCABULARY
+from ranks import needs_extra
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.on_all_ranks import allreduce_sums
@@ -383,11 +384,12 @@ def numbers(**arrays: np.ndarray) -> NamedArrays:
             numbers(x=np.zeros(4), y=np.zeros(4)),
             "augment.cutmix mixes the labels of classes",
         ),
-        (
+        pytest.param(
             "task.name=segmentation augment.mixup=0.2",
             numbers(**own_data.shapes("train")),
             r"augment.mixup mixes the labels of classes(.|\n)*fix: augment.mixup=0; or "
             r"augment.cutmix, which pastes boxes of images with",
+            marks=needs_extra("maps"),
         ),
         (
             "task.name=language task.ignore=0 log.noise_scale=true",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from pool import on_ranks
 from random_jobs import train
-from ranks import FULL, needs_mpirun
+from ranks import FULL, needs_extra, needs_mpirun
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.training.checkpoint import files
@@ -77,7 +77,13 @@ def numbers(run: Path) -> dict[tuple[str, int], dict[str, float | None]]:
 
 @pytest.mark.slow
 @needs_mpirun
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(job, marks=needs_extra("maps") if job.startswith("pixels") else ())
+        for job in JOBS
+    ],
+)
 def test_a_job_that_goes_on_with_more_ranks_ends_as_one_that_did_not_stop(
     job: str, tmp_path: Path
 ) -> None:

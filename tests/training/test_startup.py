@@ -271,7 +271,6 @@ def test_nothing_is_imported_that_the_job_does_not_use(tmp_path: Path) -> None:
         "hvdtrain.training.given",
         "hvdtrain.training.pretrained",
         "hvdtrain.training.telemetry.profiler",
-        "hvdtrain.training.shown_masks",
         *(
             f"hvdtrain.frameworks.torch.parallel.{way}"
             for way in ("zero_3", "local_sgd", "zero_1_and_2")
@@ -284,6 +283,7 @@ def test_nothing_is_imported_that_the_job_does_not_use(tmp_path: Path) -> None:
                 "survival",
                 "load",
                 "columns.encoded_table",
+                "shown_masks",
                 "stored.source",
             )
         ),

@@ -24,13 +24,12 @@ from hvdtrain.cli.evaluate.arguments import (
 )
 from hvdtrain.cli.evaluate.command import load_model, run_folder
 from hvdtrain.cli.evaluate.data_file import open_stored, read_data_file, stored_name
-from hvdtrain.cli.evaluate.masks import check_folder_of_masks, write_masks
 from hvdtrain.cli.evaluate.of_data import WITHOUT_TARGETS, AskedData, predict_data
 from hvdtrain.cli.evaluate.target import refuse_inputs
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.section import Given
-from hvdtrain.core.extras import image_files, map_files
+from hvdtrain.core.extras import image_files, map_files, maps_module
 from hvdtrain.core.folder import Folder
 from hvdtrain.data.images.decode import SUFFIXES
 from hvdtrain.data.images.image_source import (
@@ -97,7 +96,7 @@ def predict(arguments: Sequence[str]) -> int:
         inputs = {f"--{name}": parsed.options[name] for name in given}
         refuse_inputs(to, parsed.run, parsed.overrides, inputs)
     if given == ["images"] and not Path(to).suffix and to != "-":
-        check_folder_of_masks(to, parsed.options["force"])
+        maps_module("mask_files", "--to").check_folder_of_masks(to, parsed.options["force"])
     else:
         _check_target(to, parsed.options["force"], of_maps=given == ["data"] and _is_map_file(to))
     work, objects = (_predict, {}) if given == ["images"] else (_predict_data, _objects(parsed))
@@ -225,6 +224,7 @@ def _predict(rank: ConnectedRank, parsed: Arguments) -> int:
         }
         check_same_facts(communicator, facts(config, data, communicator.name))
     if is_of_masks:
+        write_masks = maps_module("mask_files", "--to").write_masks
         count = write_masks(rank, model, source, files.paths, to, parsed.options["force"])
         if not communicator.rank:
             notes = [*model.notes, *left_out_note(left_out, folder)]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdtrain.data.grid import Grid
-from hvdtrain.training.shown_masks import GAP, LINE, NO_CLASS, PAPER, TILE, sized, with_text
+from hvdtrain.extras.maps.shown_masks import GAP, LINE, NO_CLASS, PAPER, TILE, sized, with_text
 
 MOST_CHANNELS = 3
 _MARGIN = 8  # pixels

@@ -177,7 +177,8 @@ class Segmentation(Task):
         return found == (samples, self.classes, *self.pixels)
 
     def torch(self, model: ModelConfig, place: DeviceAndDtype) -> TaskPart:
-        from hvdtrain.tasks.torch import TorchInputs, TorchSegmentation
+        from hvdtrain.extras.maps.torch_part import TorchSegmentation
+        from hvdtrain.tasks.torch import TorchInputs
 
         inputs = TorchInputs(self.transform, place, is_users_model(model))
         return TorchSegmentation(

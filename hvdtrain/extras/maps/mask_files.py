@@ -17,9 +17,9 @@ from hvdtrain.data.field import Field
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError, short
+from hvdtrain.extras.maps.shown_masks import palette
 from hvdtrain.training.evaluate import predict as predict_samples
 from hvdtrain.training.run_rank import ConnectedRank
-from hvdtrain.training.shown_masks import palette
 from hvdtrain.training.trained_model import TrainedModel
 
 if TYPE_CHECKING:

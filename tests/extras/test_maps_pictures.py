@@ -1,5 +1,5 @@
-"""Masks for the report: pixels of the picture beside those of the data and of predict, on several
-ranks, in a job."""
+"""Masks and maps for the report: pixels of pictures beside those of the data and of predict, on
+several ranks, in a job."""
 
 from __future__ import annotations
 
@@ -19,12 +19,19 @@ from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.folder import Folder
+from hvdtrain.data.grid import Grid, GridVariable
 from hvdtrain.events.log import Log
+from hvdtrain.extras.maps.shown_maps import (
+    MapSamples,
+    begins_in_the_south,
+    part_of_maps,
+    picture_of_maps,
+)
+from hvdtrain.extras.maps.shown_masks import Masks, palette, picture
 from hvdtrain.training.build import build_learner
 from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.samples import SampleSeries
-from hvdtrain.training.shown_masks import Masks, palette, picture
 from hvdtrain.training.start import begin
 
 UNET = [
@@ -157,3 +164,34 @@ def test_a_job_ends_with_a_picture_and_has_more_of_them_where_it_is_asked(
         main([*WORDS, "epochs=2", "optim.ema=0.5", "optim.base_lr=0.3", "resume=auto", "run=usual"])
         == 0
     ), "it is over"
+
+
+def test_rows_that_begin_in_the_south_are_known_by_their_coordinates() -> None:
+    def grid(first: float, last: float, units: str = "degrees_north", turned: bool = False) -> Grid:
+        axes = ("time", "x", "y") if turned else ("time", "y", "x")
+        return Grid(
+            axes,
+            (5, 2, 2),
+            (
+                GridVariable("lat", ("y",), np.array([first, last]), {"units": units}),
+                GridVariable("lon", ("x",), np.array([0.0, 1.0]), {"units": "degrees_east"}),
+            ),
+        )
+
+    assert begins_in_the_south(grid(-80, 80)) and not begins_in_the_south(grid(80, -80))
+    assert not begins_in_the_south(grid(-80, 80, "m"))
+    assert not begins_in_the_south(grid(-80, 80, turned=True))
+    assert not begins_in_the_south(None)
+
+
+def test_a_picture_of_maps_has_their_colours() -> None:
+    true = np.array([[0.0, 10.0], [5.0, np.nan]])[None, None]
+    said = np.array([[0.0, 12.0], [1.0, 3.0]])[None, None]
+    page = picture_of_maps(MapSamples(np.array([7]), true, said, ("t",)))
+    tiles = [page[48:240, x : x + 192][48::96, 48::96] for x in (8, 206, 404)]
+    assert tiles[0].tolist() == [[[68, 1, 84], [253, 231, 37]], [[33, 145, 140], [205] * 3]]
+    assert tiles[1][0].tolist() == [[68, 1, 84], [253, 231, 37]]
+    assert tiles[2].tolist() == [[[247] * 3, [244, 165, 130]], [[33, 102, 172], [205] * 3]]
+    bars = page[250, [8, 397, 404, 499, 595]].tolist()
+    assert bars == [[68, 1, 84], [253, 231, 37], [33, 102, 172], bars[3], [178, 24, 43]]
+    assert part_of_maps(np.zeros((1, 5, 1000, 600))).shape == (1, 3, 334, 200)

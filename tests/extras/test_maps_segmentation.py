@@ -3,6 +3,7 @@ that move with images, whole jobs."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +27,21 @@ from hvdtrain.core.metrics import add_sums, zero_sums
 from hvdtrain.core.progress import Hyper
 from hvdtrain.data.declared import as_declared
 from hvdtrain.data.images import augment
-from hvdtrain.data.images.moved_masks import MovedMasks, move, with_moved_masks
+from hvdtrain.data.images.augment import AugmentationParameters
+from hvdtrain.data.images.operations import GEOMETRIC, Operation
 from hvdtrain.data.sampler import Positions
-from hvdtrain.data.source import Source
+from hvdtrain.data.source import NamedArrays, Source
 from hvdtrain.data.user_data.as_source import as_source
 from hvdtrain.errors import UserError
+from hvdtrain.extras.maps.moved_masks import MovedMasks, move, with_moved_masks
+from hvdtrain.extras.maps.tasks import segmentation
+from hvdtrain.extras.maps.tasks.segmentation import Segmentation
 from hvdtrain.frameworks.torch.models import unet
-from hvdtrain.tasks import segmentation
-from hvdtrain.tasks.segmentation import Segmentation
 from hvdtrain.tasks.task import DeviceAndDtype
-from hvdtrain.training.build import build_learner
+from hvdtrain.training.build import build_learner, restore_task
 from hvdtrain.training.checkpoint import files
-from hvdtrain.training.datasets import open_datasets
+from hvdtrain.training.data_notes import notes
+from hvdtrain.training.datasets import Datasets, open_datasets
 from hvdtrain.training.input import read_batch
 
 UNET = ["model.name=unet", "model.widths=[4,6]", "model.norm=group", "model.groups=2"]
@@ -459,7 +463,7 @@ def test_ones_own_net_of_jax_may_give_its_classes_last() -> None:
             words = [
                 "framework=jax",
                 "speed.precision=fp64",
-                "model.name=test_segmentation:jax_net",
+                "model.name=test_maps_segmentation:jax_net",
                 f"model.last={last}",
             ]
             one: Any = build_learner(
@@ -504,7 +508,7 @@ class Several(torch.nn.Module):
 def test_a_dict_of_outputs_needs_one_that_is_known() -> None:
     _, task = declared()
     config = configure(
-        None, [*WORDS[1:3], "model.name=test_segmentation:Several", "model.names=aux+logits"]
+        None, [*WORDS[1:3], "model.name=test_maps_segmentation:Several", "model.names=aux+logits"]
     )
     assert build_learner(config, task, SingleProcessCommunicator())
     with pytest.raises(
@@ -518,7 +522,7 @@ def test_a_dict_of_outputs_needs_one_that_is_known() -> None:
 
 
 def config_words(names: str) -> list[str]:
-    return ["model.name=test_segmentation:Several", f"model.names={names}"]
+    return ["model.name=test_maps_segmentation:Several", f"model.names={names}"]
 
 
 @pytest.mark.parametrize("norm", ["batch", "group", "none"])
@@ -626,6 +630,61 @@ def test_what_segmentation_cannot_do_is_refused(word: str) -> None:
         found = open_datasets(config)
         learner = build_learner(config, found.task, SingleProcessCommunicator())
         learner.cache_on_device(found.train)
+
+
+def test_floats_are_standardized_by_channel() -> None:
+    random = np.random.default_rng(3)
+    x = random.normal(5.0, 3.0, (12, 3, 4, 8)) * np.array([1.0, 10.0, 0.1])[:, None, None]
+    source = NamedArrays({"x": x, "y": (random.random((12, 4, 8)) > 0.5).astype(np.uint8)})
+    options: Any = {"classes": 2, "standardize": "channel"}
+    task = segmentation.build("segmentation", source, source, "task.name", **options)
+    mean, std = (of(x, axis=(0, 2, 3), keepdims=True) for of in (np.mean, np.std))
+    transform = task.transform
+    np.testing.assert_allclose(transform(x), (x - mean) / std, rtol=1e-5, atol=1e-5)
+    assert transform.summary.startswith("(x - mean) / std by channel")
+    config = configure(None, ["task.name=segmentation"])
+    assert restore_task(config, json.loads(json.dumps(task.facts()))).facts() == task.facts()
+
+
+def test_a_mask_of_255_is_a_line_of_the_header() -> None:
+    x = np.random.default_rng(0).integers(0, 256, (8, 4, 4, 1), dtype=np.uint8)
+    data = {"x": x, "y": np.where(x[..., 0] > 100, 1, 0).astype(np.uint8)}
+    data["y"][:, 0] = 255
+    source = as_source(data, "data", "train_data")
+    task = segmentation.build("segmentation", source, source, "data")
+    assert task.classes == 256
+    lines = notes(configure(None, ["task.name=segmentation"]), Datasets(source, source, task))
+    assert any("task.ignore_label=255 if 255 stands for no class" in line for line in lines)
+
+
+def test_masks_move_as_images_under_operations() -> None:
+    """Of images that are their masks, under operations that move pixels."""
+    rng = np.random.default_rng(1)
+    n = 60
+    masks = rng.integers(1, 9, (n, 10, 14)).astype(np.uint8)
+    ranges = {
+        Operation.SHEAR_X: 0.3,
+        Operation.SHEAR_Y: 0.3,
+        Operation.TRANSLATE_X: 14.0,
+        Operation.TRANSLATE_Y: 14.0,
+        Operation.ROTATE: 30.0,
+        Operation.IDENTITY: 0.0,
+    }
+    assert set(ranges) == {*GEOMETRIC, Operation.IDENTITY}
+    operations = rng.choice([*ranges], (n, 2))
+    most = np.array([ranges.get(operation, 0.0) for operation in Operation])
+    arguments = rng.uniform(-most[operations], most[operations])
+    parameters = AugmentationParameters(
+        flipped=rng.random(n) < 0.5, operation=operations, argument=arguments
+    )
+    moved = move(masks, parameters, 9)
+    found = augment.apply(masks[..., None], parameters)[..., 0]
+    assert (np.where(found == 0, 9, found) == moved).all() and (moved != masks).mean() > 0.3
+    colours = np.full_like(operations, Operation.EQUALIZE)
+    assert (
+        move(masks, AugmentationParameters(operation=colours, argument=arguments), 9) == masks
+    ).all()
+    assert moved.shape == masks.shape
 
 
 def test_facts_make_the_task_again() -> None:

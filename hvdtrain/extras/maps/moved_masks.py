@@ -36,6 +36,10 @@ class MovedMasks(AroundSource):
     masks: Mapping[str, int]
     augment: AugmentConfig
 
+    @property
+    def moved_masks(self) -> tuple[str, ...]:
+        return tuple(self.masks)
+
     def read(self, indices: np.ndarray) -> Batch:
         return self.source.read(indices)
 
@@ -69,11 +73,6 @@ def with_moved_masks(
             what, augment.where(key), f"task.ignore_label=255 ignores them; or {instead}"
         )
     return MovedMasks(source, {name: outside or 0 for name, outside in masks.items()}, augment)
-
-
-def moved_masks(source: Source) -> tuple[str, ...]:
-    """Returns the mask fields whose pixels move with x, or are pasted by CutMix."""
-    return tuple(source.masks) if isinstance(source, MovedMasks) else ()
 
 
 def move(masks: np.ndarray, parameters: AugmentationParameters, outside: int) -> np.ndarray:

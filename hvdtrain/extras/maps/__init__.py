@@ -1,0 +1,1 @@
+"""Classes of pixels: the task, its data, and pictures of masks and maps."""
