@@ -1,5 +1,5 @@
 """Lab 6: ranks started by hand on each node, by torchrun and by mpirun; what training costs in
-seconds, and in joules or processor-seconds.
+seconds, and in joules or processor-seconds; how far ranks scale that share a storage.
 
 python -m hvdtrain lab 6 [--quick]
 """
@@ -16,15 +16,18 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from runs import event, start, write_table
 
 import hvdtrain
 from hvdtrain.comm.rendezvous import address_towards
-from hvdtrain.core.figure import COLOURS, integer_ticks, new_figure
+from hvdtrain.core.figure import COLOURS, GREY, integer_ticks, new_figure
 from hvdtrain.extras.lab.command import Parser, run_lab
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 HERE = Path(__file__).resolve().parent
 # This machine's address, as other machines call it: two "nodes" on one machine use it, too. Without
@@ -49,6 +52,8 @@ COSTLY = (
     "optim.base_lr=0.1",
     "speed.device=cpu",
 )
+STORAGE_RATE = 118e6  # bytes/s: a file server behind gigabit Ethernet
+BATCH_BYTES = 32 * 110_000  # of a rank and step, as in scaling.py
 KINDS = {"cpu": "processors", "gpu": "GPUs"}
 Commands = list[list[str]]  # one for each node
 
@@ -341,12 +346,87 @@ def draw_cost(costs: Sequence[Cost], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+class Scaled(NamedTuple):
+    """Seconds of a step on so many ranks, each with a batch of its own (scaling.py)."""
+
+    ranks: int
+    unlimited: float
+    limited: float
+
+
+def storage_limit(out: Path, ranks: Sequence[int], steps: int) -> None:
+    found = [scaled(out, count, steps) for count in ranks]
+    for one in found:
+        free, shared = (efficiency(found, one.ranks, s) for s in (one.unlimited, one.limited))
+        print(
+            f"{one.ranks} rank{'s' * (one.ranks > 1)}: efficiency {free:.2f}, with storage of "
+            f"{STORAGE_RATE / 1e6:.0f} MB/s {shared:.2f}",
+            flush=True,
+        )
+    write_table(out / "storage.csv", Scaled._fields, found)
+    draw_storage(found, out / "storage.png")
+
+
+def scaled(out: Path, ranks: int, steps: int) -> Scaled:
+    found = out / f"storage-{ranks}.json"
+    words = [str(HERE / "scaling.py"), str(found.resolve()), str(steps), str(STORAGE_RATE)]
+    command = [sys.executable, "-m", "hvdtrain", "launch", "-np", str(ranks), "--oversubscribe"]
+    log = out / f"storage-{ranks}.log"
+    start([[*command, "--", *words]], log, f"scaling.py on {ranks} ranks", OMP_NUM_THREADS="1")
+    return Scaled(ranks, **json.loads(found.read_text()))
+
+
+def efficiency(found: Sequence[Scaled], ranks: int, step_s: float) -> float:
+    """Samples per second on these ranks over those of as many ranks that never wait: each has a
+    batch a step, so the time of a step alone counts."""
+    return next(one.unlimited for one in found if one.ranks == 1) / step_s
+
+
+def storage_model(ranks: float, step_s: float) -> float:
+    """Efficiency by the model: a step takes as long as computing on a rank, or as reading for all,
+    whichever is longer. step_s: of one rank that does not wait for data."""
+    return step_s / max(step_s, ranks * BATCH_BYTES / STORAGE_RATE)
+
+
+def draw_storage(found: Sequence[Scaled], path: Path) -> Figure:
+    figure, (axes,) = new_figure(width=6.4, height=3.6)
+    alone_s = next(one.unlimited for one in found if one.ranks == 1)
+    most = found[-1].ranks
+    grid = [1 + (most - 1) * step / 100 for step in range(101)]
+    axes.plot(
+        grid,
+        [storage_model(ranks, alone_s) for ranks in grid],
+        color=GREY,
+        lw=1.2,
+        label="model: min(1, storage's rate / rate that the ranks need)",
+    )
+    for index, (name, label) in enumerate(
+        (("unlimited", "no limit"), ("limited", f"storage of {STORAGE_RATE / 1e6:.0f} MB/s"))
+    ):
+        points = [efficiency(found, one.ranks, getattr(one, name)) for one in found]
+        axes.plot(
+            [one.ranks for one in found], points, "os"[index], color=COLOURS[index], label=label
+        )
+    axes.set_xticks([one.ranks for one in found])
+    axes.set_xlabel("ranks, each with a batch of its own")
+    axes.set_ylabel("scaling efficiency")
+    axes.set_ylim(0, 1.1)
+    figure.legend(loc="outside upper left", frameon=False, fontsize=8, ncols=1)
+    figure.savefig(path, dpi=110)
+    return figure
+
+
 def main(options: argparse.Namespace) -> None:
     began = time.perf_counter()
     start_ranks(options.out, 2 if options.quick else 8)
     widths = "model.widths=[96,192]" if options.quick else "model.widths=[256,512]"
     measure_cost(options.out, (1, 2) if options.quick else (1, 2, 4), widths)
-    figures = ", ".join(f"{options.out / name}.png" for name in ("ranks", "cost"))
+    if has_mpirun():
+        counts = (1, 2, 4, 8) if options.quick else (1, 2, 3, 4, 6, 8)
+        storage_limit(options.out, counts, 8 if options.quick else 20)
+    else:
+        print("mpirun is not here: no figure of the storage")
+    figures = ", ".join(f"{options.out / name}.png" for name in ("ranks", "cost", "storage"))
     print(f"figures: {figures}; {time.perf_counter() - began:.0f} s")
 
 
