@@ -119,9 +119,9 @@ def _environment(**defaults: str) -> Iterator[None]:
             del os.environ[name]
 
 
-def launch(job: Job, ranks: int, *options: str) -> Any:
-    """`hvdtrain launch -np RANKS OPTIONS -- JOB`; returns the table of hvdtrain.read(). Raises
-    UserError where the job fails."""
+def launch(job: Job, ranks: int, *options: str, **variables: str) -> Any:
+    """`hvdtrain launch -np RANKS OPTIONS -- JOB`, with these environment variables; returns the
+    table of hvdtrain.read(). Raises UserError where the job fails."""
     config = ["--config", job.config] if job.config else []
     words = [
         "launch",
@@ -137,6 +137,7 @@ def launch(job: Job, ranks: int, *options: str) -> Any:
         [[sys.executable, "-m", "hvdtrain", *words]],
         job.log,
         f"the job on {ranks} rank{'s' * (ranks > 1)}",
+        **variables,
     )
     return hvdtrain.read(job.run)
 

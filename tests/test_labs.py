@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from ranks import FULL, ROOT, needs_mpirun, python
 
@@ -91,16 +92,63 @@ def test_lab_3_says_where_steps_are_too_few_for_what_larc_and_lamb_are_for(tmp_p
     ) and one.endswith("what it is for")
     for found, title in ((nothing, text), (wins, "")):
         (axes,) = lab.draw_recipes(quick, found).axes
-        assert axes.get_title(loc="left") == title
+        lines = axes.get_title(loc="left").split("\n")
+        assert " ".join(lines) == title
+        assert max(map(len, lines)) <= 80  # not below the legend, which is to the right
+    rows = np.array([(16, 70, 0.1), (128, 24, 0.2)])
+    steps = lab.draw_regimes(quick, rows, (43.0, 45.0), (12.0, 82.0), [1024])
+    assert steps.get_suptitle() == "no point: batch 1,024 did not come to 90% in 60 epochs"
 
 
-def test_lab_5_draws_what_a_way_waits_behind_what_it_computes(tmp_path: Path) -> None:
+def test_lab_5_takes_the_fastest_window_and_draws_what_a_way_waits_behind_what_it_computes(
+    tmp_path: Path,
+) -> None:
+    import pandas
+
     lab = lab_module("5")
-    costs = [lab.Cost(f"way {ms}", 0.0, 30.0, None, None, 10.0 * ms, 5.0) for ms in (1, 2)]
+    steps = pandas.DataFrame(
+        [  # steps, window_s, communication, other, computing; others had the core in the second
+            (4, 0.02, 0.0, 0.0, 5.0),  # the first: allocates
+            (4, 0.40, 50.0, 2.0, 11.0),
+            (4, 0.08, 5.0, 1.0, 10.0),
+        ],
+        columns=[
+            "steps",
+            "window_s",
+            "phase_ms.communication",
+            "phase_ms.other",
+            "logged.computing_ms",
+        ],
+    )
+    assert lab.times_of(steps) == pytest.approx((10.0, 4.0, 6.0))
+    costs = [lab.Cost(f"way {ms}", 0.0, 30.0, None, None, 10.0 * ms, 2.0, 5.0) for ms in (1, 2)]
     times = lab.draw_costs(tmp_path / "costs.png", costs).axes[2]
-    computing, waiting = times.containers
+    computing, no_core, waiting = times.containers
     assert [(bar.get_x(), bar.get_width()) for bar in computing] == [(0, 10), (0, 20)]
-    assert [(bar.get_x(), bar.get_width()) for bar in waiting] == [(10, 5), (20, 5)]
+    assert [(bar.get_x(), bar.get_width()) for bar in no_core] == [(10, 2), (20, 2)]
+    assert [(bar.get_x(), bar.get_width()) for bar in waiting] == [(12, 5), (22, 5)]
+
+
+def test_the_processor_time_of_lab_5_leaves_out_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(LABS[4].parent))
+    monkeypatch.delitem(sys.modules, "processor_time", raising=False)
+    import processor_time
+
+    from hvdtrain.frameworks.stopwatch import HostStopwatch
+
+    clock = iter([0.0, 1.0, 1.25, 4.25, 4.75, 9.0])
+    monkeypatch.setattr(processor_time.time, "thread_time", lambda: next(clock))
+    stopwatch = processor_time.ComputingStopwatch(HostStopwatch())
+    for phase in ("data", "forward", "communication", "update", "", "data"):
+        stopwatch.enter(phase)
+    assert stopwatch.computed_s == 1.0 + 0.25 + 0.5
+    assert next(set(step) for step in stopwatch.read()) == {
+        "data",
+        "forward",
+        "communication",
+        "update",
+    }
+    monkeypatch.delitem(sys.modules, "processor_time")
 
 
 def notebook_of(number: str, folder: Path) -> Path:
@@ -285,6 +333,44 @@ def test_lab_6_has_joules_where_the_job_measured_them_and_a_reason_where_not(
         [one._replace(joules=80.0), one._replace(ranks=2, joules=70.0)], tmp_path / "cost.png"
     )
     assert (tmp_path / "cost.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_storage_of_lab_6_serves_its_readers_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(LABS[5].parent))
+    monkeypatch.delitem(sys.modules, "storage", raising=False)
+    import storage
+
+    data = tmp_path / "data"
+    limit = tmp_path / "limit"
+    data.write_bytes(bytes(range(200)))
+    limit.write_bytes(storage.NOTHING_TAKEN)
+    now = 5.0
+    waited: list[float] = []
+    monkeypatch.setattr(storage.time, "monotonic", lambda: now)
+    monkeypatch.setattr(storage.time, "sleep", waited.append)
+    first, second = (storage.Storage(data, limit, rate=100.0) for _ in range(2))
+    assert first.read(50, 0) == bytes(range(50)) and second.read(100, 3) == bytes(range(3, 103))
+    now = 6.0
+    assert first.read(50, 150) == bytes(range(50)) and waited == [0.5, 1.5, 1.0]
+    now = 9.0  # nobody has read for a second: that second is lost, as at a disk
+    first.read(50, 0)
+    assert waited[3:] == [0.5]
+    monkeypatch.delitem(sys.modules, "storage")
+
+
+def test_the_efficiency_of_lab_6_by_hand(tmp_path: Path) -> None:
+    lab = lab_module("6")
+    need_s = lab.BATCH_BYTES / lab.STORAGE_RATE  # of a batch, alone
+    assert need_s == pytest.approx(0.0298, abs=1e-4)
+    assert lab.storage_model(2, 0.1) == 1 and lab.storage_model(8, 0.1) == pytest.approx(
+        0.1 / (8 * need_s)
+    )
+    found = [lab.Scaled(1, 0.1, 0.1), lab.Scaled(8, 0.125, 0.25)]
+    (axes,) = lab.draw_storage(found, tmp_path / "storage.png").axes
+    drawn = [[float(y) for y in line.get_ydata()] for line in axes.lines[1:]]
+    assert drawn == [[1.0, 0.8], [1.0, 0.4]]
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16])

@@ -17,7 +17,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from runs import Job, launch, write_table
 
-from hvdtrain.core.figure import COLOURS, new_figure
+from hvdtrain.core.figure import COLOURS, drawn_values, integer_ticks, new_figure
 from hvdtrain.extras.lab.command import Parser, run_lab
 
 RANKS = (1, 2, 4)
@@ -118,7 +118,11 @@ def draw_losses(path: Path, shared: dict[int, Any], parts: dict[int, Any]) -> No
         axes.set_xlabel("epochs")
         axes.set_yscale("log")
         axes.minorticks_off()
-        axes.set_yticks([0.1, 0.2, 0.5, 1, 2], ["0.1", "0.2", "0.5", "1", "2"])
+        integer_ticks(axes.xaxis)
+        low, high = min(drawn_values(axes)), max(drawn_values(axes))
+        ticks = [tick for tick in (0.1, 0.2, 0.5, 1, 2) if 0.5 * low < tick < 2 * high]
+        axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.set_ylim(low / 1.2, high * 1.2)  # whole markers
         axes.legend(frameon=False, fontsize=8)
     panels[0].set_ylabel("validation loss")
     figure.savefig(path, dpi=110)
@@ -127,7 +131,7 @@ def draw_losses(path: Path, shared: dict[int, Any], parts: dict[int, Any]) -> No
 def draw_throughput(
     path: Path, small: dict[int, Any], large: dict[int, Any], warning: str = ""
 ) -> None:
-    figure, (axes,) = new_figure(width=5, height=3.4)
+    figure, (axes,) = new_figure(width=5, height=3.8)
     for colour, batch, found in zip(COLOURS, (SMALL, LARGE), (small, large), strict=False):
         rates = [images_per_s(epochs) for epochs in found.values()]
         axes.plot(list(found), rates, "o-", color=colour, label=f"{batch:,} images a step")
@@ -146,7 +150,7 @@ def draw_throughput(
     axes.set_xticks(list(small))
     axes.set_ylim(0)
     axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.legend(frameon=False, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)  # covers nothing
     figure.savefig(path, dpi=110)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -151,7 +152,8 @@ def draw_recipes(lab: Lab, found: dict[tuple[str, int], float]) -> Any:
     """Returns the figure, after writing it."""
     first = ("SGD, nothing changed", lab.base)
     figure, (axes,) = new_figure(width=7.6, height=4.4)
-    axes.set_title(too_few_steps(lab, found), loc="left", fontsize=8)
+    # as wide as the axes: the legend is to their right
+    axes.set_title(textwrap.fill(too_few_steps(lab, found), 80), loc="left", fontsize=8)
     axes.axhline(100 * found[first], color="#777777", ls=":", lw=1.5)
     axes.plot(lab.base, 100 * found[first], "k*", ms=13, label=f"SGD, batch {lab.base}")
     for index, name in enumerate(RECIPES):
@@ -231,11 +233,15 @@ def three_regimes(lab: Lab) -> None:
     """Steps to the target against the batch, with the noise scale that was measured on the way
     there."""
     reached = side_by_side(steps_to_target, [(lab, batch) for batch in lab.batches])
-    rows = [
-        (batch, steps, rate)
-        for batch, (steps, rate) in zip(lab.batches, reached, strict=True)
-        if steps < math.inf
-    ]
+    rows = []
+    missed = []
+    for batch, (steps, rate) in zip(lab.batches, reached, strict=True):
+        if steps < math.inf:
+            rows.append((batch, steps, rate))
+        else:
+            missed.append(batch)
+    if line := not_reached(lab, missed):
+        print(line, flush=True)
     for batch, steps, rate in rows:
         print(
             f"batch {batch:4}: {steps:5.0f} steps, {steps * batch:9,.0f} images to "
@@ -259,7 +265,17 @@ def three_regimes(lab: Lab) -> None:
         f"steps, critical batch {critical:,.0f}"
     )
     write_table(lab.out / "steps.csv", ("batch", "steps", "rate"), rows)
-    draw_regimes(lab, np.array(rows), (low, high), (least, critical))
+    draw_regimes(lab, np.array(rows), (low, high), (least, critical), missed)
+
+
+def not_reached(lab: Lab, missed: list[int]) -> str:
+    """Which batches are not in the figure; empty where all are."""
+    batches = ", ".join(f"{batch:,}" for batch in missed)
+    return (
+        f"no point: batch {batches} did not come to {lab.target:.0%} in {lab.most_epochs} epochs"
+        if missed
+        else ""
+    )
 
 
 def fit(rows: list[tuple[int, float, float]]) -> tuple[float, float]:
@@ -275,8 +291,13 @@ def fit(rows: list[tuple[int, float, float]]) -> tuple[float, float]:
 
 
 def draw_regimes(
-    lab: Lab, rows: np.ndarray, noise: tuple[float, float], fitted: tuple[float, float]
-) -> None:
+    lab: Lab,
+    rows: np.ndarray,
+    noise: tuple[float, float],
+    fitted: tuple[float, float],
+    missed: list[int],
+) -> Any:
+    """Returns the figure, after writing it."""
     batch, steps, _ = rows.T
     grid = np.geomspace(batch[0], batch[-1], 100)
     line = fitted[0] * (1 + fitted[1] / grid)
@@ -321,7 +342,9 @@ def draw_regimes(
     )
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    figure.suptitle(not_reached(lab, missed), fontsize=8)
     figure.savefig(lab.out / "steps.png", dpi=110)
+    return figure
 
 
 def main(options: argparse.Namespace) -> None:
