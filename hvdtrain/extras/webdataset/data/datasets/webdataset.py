@@ -25,6 +25,7 @@ from hvdtrain.data.labels import first_outside, smallest
 from hvdtrain.data.option_error import OptionError, expanded
 from hvdtrain.data.source import LabelledImages, Split
 from hvdtrain.errors import UserError, short
+from hvdtrain.extras.webdataset.download import downloaded, is_url
 from hvdtrain.extras.webdataset.tar_index import index_samples, name_at
 
 _SPLITS: dict[Split, tuple[str, ...]] = {"train": ("train",), "val": ("val", "validation", "test")}
@@ -55,6 +56,7 @@ def build(
     packed: bool = False,
     cache: Path | None = None,
     exif: Literal["ignore", "apply"] = "ignore",
+    val_archives: str | None = None,
 ) -> LabelledImages:
     """Samples KEY.jpg (jpeg, png, webp) with KEY.cls, in <root>/<split>/*.tar or
     <root>/<split>-*.tar, `split` as for image folders.
@@ -74,6 +76,11 @@ def build(
         ~/.cache/hvdtrain/webdataset)
     exif: apply: images are turned as the EXIF orientation in the file says; ignore: pixels are as
         they are stored
+    val_archives: archives of validation, if data.root is a URL of training archives: a URL, or a
+        name beside them, such as val-{000..003}.tar (none: data.val_share)
+
+    data.root may be a URL https://host/train-{000..009}.tar; the archives are copied to the cache
+    once on each machine. Other URLs, such as s3://, need fsspec.
 
     Raises UserError without a root, and if an archive is damaged.
     """
@@ -83,8 +90,13 @@ def build(
     check_image_options(size, channels)
     if classes is not None and classes < 1:
         raise OptionError(f"{classes} classes are impossible", "classes", "1 or more")
-    root = expanded(root, "root")
     cache = expanded(cache, "cache") if cache else cache_root() / "webdataset"
+    if is_url(root):
+        root = downloaded(root, val_archives, cache)
+    elif val_archives is not None:
+        what = "data.val_archives needs archives that are named by a URL"
+        raise OptionError(what, "val_archives", "data.root=DIR has them in DIR/val; leave it out")
+    root = expanded(root, "root")
     archives = _open_archives(root, split, cache)
     train = (
         archives
