@@ -18,6 +18,7 @@ from hvdtrain.extras.context_parallel.positions import PositionsOfRanks
 from hvdtrain.extras.context_parallel.ring import RingLayer, ring_attention
 from hvdtrain.extras.context_parallel.ulysses import Exchange, by_heads, by_positions
 
+ALONE = ContextLink(SingleProcessCommunicator())  # type: ignore[arg-type]
 HEADS = 4
 FEATURES = 6
 SAMPLES = 2
@@ -106,6 +107,24 @@ def test_attention_is_that_of_one_process(
         assert (one - other).abs().max() < 1e-13
 
 
+def test_values_may_have_other_features_and_queries_any_memory_order() -> None:
+    """torch's flash attention fails for the first, and reads wrong numbers of the second."""
+    queries, keys, *_ = tensors(7)
+    values, doutputs = torch.randn(2, SAMPLES, HEADS, 7, FEATURES + 3, dtype=torch.float64)
+    for whole in (
+        [queries, keys, values, doutputs],
+        [queries.transpose(2, 3).contiguous().transpose(2, 3), keys, keys + 1, queries],
+    ):
+        expected = in_one_process(whole, True, None)
+        positions = PositionsOfRanks(7, 1, zigzag=True)
+        layer = RingLayer(ALONE, "layer", positions, AttentionRule(True, FEATURES**-0.5))
+        inputs = [x.detach().requires_grad_() for x in whole[:3]]
+        outputs = ring_attention(*inputs, layer)
+        found = [outputs, *torch.autograd.grad(outputs, inputs, whole[3])]
+        for one, other in zip(found, expected, strict=True):
+            assert (one - other).abs().max() < 1e-13
+
+
 @pytest.mark.parametrize(
     ("by", "ranks"), [("ring", 2), ("ring", 4), ("ulysses", 2), ("ulysses", 4)]
 )
@@ -145,8 +164,7 @@ def test_dropout_drops_the_same_weights_in_both_passes() -> None:
     queries, keys, values, doutputs = tensors(6)
     positions = PositionsOfRanks(6, 1, zigzag=True)
     rule = AttentionRule(True, 0.5, dropout=0.4, seed=11)
-    link: Any = ContextLink(SingleProcessCommunicator())  # type: ignore[arg-type]
-    layer = RingLayer(link, "layer", positions, rule)
+    layer = RingLayer(ALONE, "layer", positions, rule)
 
     def loss(values: torch.Tensor, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
         return (ring_attention(queries, keys, values, layer) * doutputs).sum()

@@ -89,7 +89,8 @@ def attend(
 ) -> Attended:
     """Computes the attention of queries (n, heads, a, e) at the positions of_queries to keys (n,
     heads, b, e) and values (n, heads, b, v) at of_keys. Results are at least float32."""
-    if _is_plain(queries, of_queries, of_keys, rule):
+    if _is_plain(queries, values, of_queries, of_keys, rule):
+        queries, keys, values = map(_by_rows, (queries, keys, values))
         outputs, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             queries, keys, values, 0.0, _is_diagonal(of_queries, of_keys, rule), scale=rule.scale
         )
@@ -163,14 +164,14 @@ def gradients(
     doutputs: the gradient of its outputs. The weights of the block are exp(scores - log_sums)
     (Dao et al. 2022, arXiv:2205.14135, algorithm 4).
     """
-    if _is_plain(queries, of_queries, of_keys, rule):
+    if _is_plain(queries, values, of_queries, of_keys, rule):
         dtype = queries.dtype
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            doutputs.to(dtype),
-            queries,
-            keys,
-            values,
-            attended.outputs.to(dtype),
+            _by_rows(doutputs.to(dtype)),
+            _by_rows(queries),
+            _by_rows(keys),
+            _by_rows(values),
+            _by_rows(attended.outputs.to(dtype)),
             attended.log_sums,
             0.0,
             _is_diagonal(of_queries, of_keys, rule),
@@ -214,14 +215,26 @@ def _scores(
 
 
 def _is_plain(
-    queries: torch.Tensor, of_queries: range, of_keys: range, rule: AttentionRule
+    queries: torch.Tensor,
+    values: torch.Tensor,
+    of_queries: range,
+    of_keys: range,
+    rule: AttentionRule,
 ) -> bool:
     """Whether torch's flash attention for the CPU computes this block. It needs no mask: the block
-    lies on the diagonal, or before it."""
+    lies on the diagonal, or before it. Values have as many features as queries."""
     if queries.device.type != "cpu" or rule.segments is not None or rule.dropout:
+        return False
+    if queries.shape[-1] != values.shape[-1]:
         return False
     is_whole = not rule.causal or of_keys.stop <= of_queries.start + 1
     return is_whole or _is_diagonal(of_queries, of_keys, rule)
+
+
+def _by_rows(x: torch.Tensor) -> torch.Tensor:
+    """Returns x with the features of a position beside each other in memory. torch's flash
+    attention reads them so whatever the strides are, and returns wrong numbers otherwise."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _is_diagonal(of_queries: range, of_keys: range, rule: AttentionRule) -> bool:
