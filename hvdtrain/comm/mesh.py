@@ -77,15 +77,16 @@ class Mesh(NamedTuple):
 
     def summary(self) -> str:
         """Returns the mesh for people: "2 data x 2 tensor", "2 pipeline x 2 data"."""
-        return mesh_summary(self.pipe.size, self.data.size, self.tensor.size)
+        sizes = (self.pipe.size, self.data.size, self.tensor.size)
+        return mesh_summary(*sizes, context=self.same_samples.size)
 
 
-def mesh_summary(*sizes: int) -> str:
-    """Returns the axes for people, without those of length 1: "2 data x 2 tensor"."""
+def mesh_summary(pipeline: int, data: int, tensor: int, *, context: int = 1) -> str:
+    """Returns the axes for people, without those of length 1: "2 data x 2 tensor". context: of the
+    `data` ranks, how many divide the positions of the same samples."""
+    sizes = {"pipeline": pipeline, "data": data // context, "context": context, "tensor": tensor}
     return " x ".join(
-        f"{size} {name}"
-        for name, size in zip(AXES, sizes, strict=True)
-        if size > 1 or name == "data"
+        f"{size} {name}" for name, size in sizes.items() if size > 1 or name == "data"
     )
 
 
@@ -102,21 +103,32 @@ def make_mesh(world: Communicator, config: Config) -> Mesh:
     groups.
     """
     mesh = _mesh_of_samples(world, config)
-    ranks = config.parallel.ranks_of_sample
-    return shared_samples(mesh, ranks, lambda color: _group(world, color(world.rank)))
+    parallel = config.parallel
+    own = coordinates(world.rank, world.size // parallel.ranks, parallel.part_ranks)
+    return shared_samples(mesh, parallel, lambda color: _group(world, color(own)))
 
 
 def shared_samples(
-    mesh: Mesh, ranks: int, group: Callable[[Callable[[int], int]], Communicator]
+    mesh: Mesh,
+    parallel: ParallelConfig,
+    group: Callable[[Callable[[Coordinates], int]], Communicator],
 ) -> Mesh:
-    """Returns the mesh in which `ranks` neighbours read the same samples.
+    """Returns the mesh in which neighbours of `data` read the same samples, as many as divide the
+    positions of a sample.
 
-    group: returns this rank's communicator for a color computed from a rank.
+    group: returns this rank's communicator for a color computed from coordinates.
     """
+    ranks = parallel.ranks_of_sample
     if ranks == 1:
         return mesh
-    same = group(lambda rank: rank // ranks)
-    return mesh._replace(same_samples=same, other_samples=group(lambda rank: rank % ranks))
+    readers = mesh.data.size // ranks
+
+    def part(place: Coordinates) -> int:
+        return place.stage * parallel.part_ranks + place.tensor
+
+    same = group(lambda place: part(place) * readers + place.data // ranks)
+    other = group(lambda place: part(place) * ranks + place.data % ranks)
+    return mesh._replace(same_samples=same, other_samples=other)
 
 
 def _mesh_of_samples(world: Communicator, config: Config) -> Mesh:
@@ -152,14 +164,16 @@ def coordinates(rank: int, data: int, tensor: int) -> Coordinates:
 
 
 def place_of(rank: int, size: int, parallel: ParallelConfig) -> str:
-    """Returns "stage 1, data 0, tensor 0" for a rank of `size`, without axes of length 1; empty if
-    every rank has a whole model."""
-    if parallel.ranks == 1:
+    """Returns "stage 1, data 0, context 1, tensor 0" for a rank of `size`, without axes of length
+    1; empty if every rank computes whole samples with a whole model."""
+    positions = parallel.ranks_of_sample
+    if parallel.ranks * positions == 1:
         return ""
     stage, data, tensor = coordinates(rank, size // parallel.ranks, parallel.part_ranks)
     names = (
         [f"stage {stage}"] * parallel.has_stages
-        + [f"data {data}"]
+        + [f"data {data // positions}"]
+        + [f"context {data % positions}"] * (positions > 1)
         + [f"tensor {tensor}"] * (parallel.part_ranks > 1)
     )
     return ", ".join(names)

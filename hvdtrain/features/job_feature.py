@@ -93,6 +93,9 @@ class JobFeature:
     arrangement: str | Callable[[Config], str] = ""
     # "module:class" of framework=torch: how ranks of mesh.tensor divide layers
     layer_division: str | Callable[[Config], str] = ""
+    # "module:function" of framework=torch that divides samples in an arrangement whose ranks have
+    # parts of the layers (DividedModel), and returns a SampleDivision
+    sample_division: str = ""
     # "module:function" of framework=torch that creates its StepAddition, as assemble.py calls it
     step_addition: str = ""
     gauge: str = ""  # "module:function" that creates its measurement, as telemetry.py calls it

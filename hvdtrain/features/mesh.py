@@ -15,12 +15,15 @@ from hvdtrain.features.job_feature import JobFeature, PlannedJob
 
 def _divides_ranks(job: PlannedJob) -> Iterator[UserError]:
     parallel = job.config.parallel
-    if job.ranks % parallel.ranks:
+    positions = parallel.ranks_of_sample
+    ranks = parallel.ranks * positions
+    if job.ranks % ranks:
         key = f"parallel.{parallel.cut_by}"
-        what = f"{parallel.summary()} does not divide the {job.ranks} ranks of the job"
-        yield UserError(
-            what, job.where(key), f"a multiple of {parallel.ranks} ranks, or another {key}"
+        of_positions = f" x {positions} ranks of a sample" * (positions > 1)
+        what = (
+            f"{parallel.summary()}{of_positions} does not divide the {job.ranks} ranks of the job"
         )
+        yield UserError(what, job.where(key), f"a multiple of {ranks} ranks, or another {key}")
 
 
 def _whole(config: Config) -> str:
@@ -34,7 +37,8 @@ _NAMES = 10  # columns of the header
 def mesh_lines(parallel: ParallelConfig, hosts: Sequence[str]) -> list[str]:
     """Returns the mesh as lines of the header; hosts[rank] is the host of a rank.
 
-    One row for each place in `data`, whose ranks read the same samples, one column for each stage
+    One row for each place in `data`, whose ranks compute the same samples, and for each of the
+    ranks that divide the positions of these samples; one column for each stage
     and each part of the layers:
 
         mesh    2 data x 2 tensor
@@ -42,22 +46,25 @@ def mesh_lines(parallel: ParallelConfig, hosts: Sequence[str]) -> list[str]:
                 data 0    0 on n1     1 on n1
                 data 1    2 on n2     3 on n2
     """
-    readers = len(hosts) // parallel.ranks
+    data = len(hosts) // parallel.ranks
+    positions = parallel.ranks_of_sample
     columns = [
         _column(parallel, stage, part)
         for stage in range(parallel.pipe_ranks)
         for part in range(parallel.part_ranks)
     ]
-    rows = [["", *columns], *([f"data {i}"] for i in range(readers))]
+    rows = [["", *columns], *([_row(i, positions)] for i in range(data))]
     split = False
     for rank, host in enumerate(hosts):
-        place = coordinates(rank, readers, parallel.part_ranks)
+        place = coordinates(rank, data, parallel.part_ranks)
         rows[1 + place.data].append(f"{rank} on {host}")
         split |= host != hosts[rank - place.tensor]
     width = 2 + max(len(cell) for row in rows for cell in row[1:])
-    lines = [f"mesh    {mesh_summary(parallel.pipe_ranks, readers, parallel.part_ranks)}"]
+    sizes = (parallel.pipe_ranks, data, parallel.part_ranks)
+    names = max(_NAMES, *(len(row[0]) + 2 for row in rows))
+    lines = [f"mesh    {mesh_summary(*sizes, context=positions)}"]
     lines += [
-        "        " + (name.ljust(_NAMES) + "".join(cell.ljust(width) for cell in row)).rstrip()
+        "        " + (name.ljust(names) + "".join(cell.ljust(width) for cell in row)).rstrip()
         for name, *row in rows
     ]
     if split:
@@ -83,6 +90,14 @@ def mesh_fields(parallel: ParallelConfig, ranks: int) -> dict[str, Any]:
             list(coordinates(rank, readers, parallel.part_ranks)) for rank in range(ranks)
         ],
     }
+
+
+def _row(data: int, positions: int) -> str:
+    """Returns the name of a place in `data`; positions: the ranks that divide the positions of a
+    sample."""
+    if positions == 1:
+        return f"data {data}"
+    return f"data {data // positions}, context {data % positions}"
 
 
 def _column(parallel: ParallelConfig, stage: int, part: int) -> str:

@@ -13,10 +13,12 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.counted import Moved, counted
 from hvdtrain.extras.context_parallel import blocks
 from hvdtrain.extras.context_parallel.blocks import AttentionRule
+from hvdtrain.extras.context_parallel.division import DivisionByPositions
 from hvdtrain.extras.context_parallel.link import ContextLink
 from hvdtrain.extras.context_parallel.positions import PositionsOfRanks
 from hvdtrain.extras.context_parallel.ring import RingLayer, ring_attention
 from hvdtrain.extras.context_parallel.ulysses import Exchange, by_heads, by_positions
+from hvdtrain.frameworks.torch.call import positions_of
 
 ALONE = ContextLink(SingleProcessCommunicator())  # type: ignore[arg-type]
 HEADS = 4
@@ -123,6 +125,32 @@ def test_values_may_have_other_features_and_queries_any_memory_order() -> None:
         found = [outputs, *torch.autograd.grad(outputs, inputs, whole[3])]
         for one, other in zip(found, expected, strict=True):
             assert (one - other).abs().max() < 1e-13
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_positions_of_packed_rows_may_count_from_the_row(size: int) -> None:
+    """A module that is called with one row of indices gets the positions in the row; one that is
+    called with (n, positions) gets those in each sequence."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = torch.nn.Identity()
+            self.places = torch.nn.Embedding(6, 4)
+
+        def forward(self, tokens: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
+            at = torch.arange(tokens.shape[1]) if size == 0 else positions_of(segments)
+            return self.places(at) + tokens[..., None]
+
+        def context_plan(self) -> dict[str, str]:
+            return {"attention": "attention", "places": "positions"}
+
+    model = Model()
+    inputs = {"tokens": torch.arange(12).view(2, 6), "segments": torch.tensor([[1, 1, 2, 2, 2, 0]])}
+    inputs["segments"] = inputs["segments"].expand(2, 6)
+    expected = model(**inputs)
+    DivisionByPositions(model, ALONE, "ring", "parallel.context")
+    assert torch.equal(model(**inputs).local, expected)
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,28 @@ import packing_jobs
 import pool
 import pytest
 from pool import on_ranks
-from ranks import FULL, mpirun, needs_mpirun
+from ranks import FULL, mpirun, needs_extra, needs_mpirun, of_this_copy
 from same_curve import check_same
 
+from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 
 NAMES = list(context_parallel_on_ranks.JOBS)
+OF_GPT = NAMES[:-1]
 ULYSSES = "parallel.context_by=ulysses"
+MESHES = [
+    "parallel.context=2 parallel.tensor=2 parallel.sequence=true",
+    f"parallel.context=2 parallel.tensor=2 shard.stage=1 {ULYSSES}",
+    "parallel.context=2 parallel.pipeline=2",
+    "parallel.context=2 parallel.tensor=2",
+    f"parallel.context=2 parallel.pipeline=2 shard.stage=2 {ULYSSES}",
+    "parallel.context=2 parallel.pipeline=2 parallel.schedule=gpipe",
+]
 CASES = [
     (2, "parallel.context=2"),
     (4, "parallel.context=2 shard.stage=1"),
     (4, f"parallel.context=4 {ULYSSES}"),
+    *[(4, words) for words in of_this_copy(MESHES[: None if FULL else 3])],
     *[
         (2, "parallel.context=2 shard.stage=2"),
         (4, "parallel.context=4"),
@@ -30,6 +41,10 @@ CASES = [
     ]
     * FULL,
 ]
+
+
+# of them, those that a model runs whose keys have one head, and which only has a context_plan()
+OF_ALL = [words for _, words in CASES if words not in MESHES and ULYSSES not in words]
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +57,8 @@ def one_process() -> dict[str, dict[str, Any]]:
 def test_losses_are_those_of_one_process(
     one_process: dict[str, dict[str, Any]], size: int, options: str
 ) -> None:
-    # its keys have one head
-    names = NAMES[:-1] if ULYSSES in options else NAMES
+    # the keys of the last one have one head, and it has no other plan
+    names = NAMES if options in OF_ALL else OF_GPT
     found = context_parallel_on_ranks.curves_on_threads(size, names, options)
     for name in names:
         check_same(f"{name} / {options}", found[name], one_process[name])
@@ -55,6 +70,29 @@ def test_gradients_that_do_not_return_are_noticed(one_process: dict[str, dict[st
     )
     difference = np.array(found[NAMES[0]]["losses"]) - one_process[NAMES[0]]["losses"]
     assert np.abs(difference).max() > 1e-4
+
+
+@pytest.mark.parametrize("by", ["ring", "ulysses"])
+def test_ranks_with_other_layers_are_named(by: str) -> None:
+    expected = (
+        "ranks use different layers (rank 0: forward pass of blocks.1.attention; rank 1: end of "
+        "the forward pass)"
+    )
+    for error in context_parallel_on_ranks.layers_that_differ(by):
+        assert expected in error and "the same layers on every rank that has positions" in error
+
+
+def test_attention_under_autocast_has_one_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch casts queries, keys and values. The model is compared for more positions than
+    CHECKED, if there are many ranks."""
+    monkeypatch.setattr("hvdtrain.extras.context_parallel.arrangement.CHECKED", 2)
+    job = f"{context_parallel_on_ranks.DATA} {MODELS}:OfTwoTypes speed.precision=bf16"
+    monkeypatch.setitem(context_parallel_on_ranks.JOBS, "types", job)
+    one = context_parallel_on_ranks.curves(
+        SingleProcessCommunicator(), ["types"], "", of_threads=True
+    )
+    found = context_parallel_on_ranks.curves_on_threads(2, ["types"], "parallel.context=2")
+    np.testing.assert_allclose(found["types"]["losses"], one["types"]["losses"], rtol=0.01)
 
 
 MODELS = "model.name=context_parallel_on_ranks"
@@ -72,6 +110,12 @@ REFUSED = [
         f"{MODELS}:ByMatrices",
         "attention of ByMatrices, a Products, does not call "
         "torch.nn.functional.scaled_dot_product_attention()",
+    ),
+    (f"{MODELS}:Normed", "norm of Normed is a BatchNorm1d, whose statistics would only include"),
+    (
+        f"{MODELS}:OfFixedLength",
+        "OfFixedLength, divided by its context_plan(), fails for the positions of a rank: "
+        "RuntimeError: shape '[-1, 9]' is invalid",
     ),
     (f"{MODELS}:WithMask", "attention passes a mask to scaled_dot_product_attention(), which"),
     (
@@ -141,3 +185,42 @@ def test_packed_rows_and_resumed_jobs_have_the_weights_of_each_sequence_alone(
             np.testing.assert_allclose(
                 weights[key], array, rtol=0, atol=1e-12, err_msg=f"{name} {key}"
             )
+
+
+MESHES_OF_RESUMED = of_this_copy(
+    [
+        "parallel.context=2 parallel.tensor=2 stop.steps=2 shard.stage=3",
+        f"parallel.context=2 parallel.pipeline=2 parallel.tensor=1 shard.stage=1 stop.steps=4 "
+        f"log.samples=0 {ULYSSES}",
+        "parallel.context=4 parallel.pipeline=1 parallel.context_by=ring stop.steps=6 "
+        "log.samples=2",
+    ]
+)
+
+
+@needs_mpirun
+@pytest.mark.slow
+@pytest.mark.ranks4
+@needs_extra("sample")
+@pytest.mark.skipif(len(MESHES_OF_RESUMED) < 3, reason="this copy lacks tensor or pipeline")
+def test_a_job_that_continues_on_other_meshes_is_that_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its weights are, and so are the texts that it draws, and those of `sample`."""
+    program = pool.alone(
+        "context_parallel_on_ranks:resumed_on_ranks", str(tmp_path), "meshes", *MESHES_OF_RESUMED
+    )
+    done = mpirun(4, program)
+    assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.chdir(tmp_path)
+    expected = context_parallel_on_ranks.trained("one")
+    found = np.load("meshes.npz")
+    for key, array in expected.items():
+        np.testing.assert_allclose(found[key], array, rtol=0, atol=1e-12, err_msg=key)
+    drawn = [Path(run, "samples", "step-00000006.txt").read_text() for run in ("meshes", "one")]
+    assert drawn[0] == drawn[1]
+    capsys.readouterr()
+    for run in ("meshes", "one"):
+        assert main(["sample", run, "--count", "2", "--length", "9"]) == 0
+        drawn.append(capsys.readouterr().out)
+    assert drawn[2] == drawn[3] and len(drawn[2]) > 18

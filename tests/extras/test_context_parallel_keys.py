@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from ranks import needs_extra
 from refusals import refusal_of_job
 
+from hvdtrain.comm.mesh import place_of
 from hvdtrain.config.read import configure, to_yaml
 from hvdtrain.config.sections.parallel import ParallelConfig
 from hvdtrain.extras.context_parallel.features import CONTEXT
+from hvdtrain.features.mesh import mesh_lines
 
 LANGUAGE = "parallel.context=2 task.name=language"
 # (the configuration, the engine, ranks, what the message says, the key that it names, how to fix
@@ -55,3 +58,28 @@ def test_the_lines_of_the_header() -> None:
         "mesh    2 data x 2 context, which divide the positions of each sample (ring)"
     ]
     assert "are on several hosts" in CONTEXT.ranks_lines(config, ["n1", "n2"])[1]
+    assert [place_of(rank, 4, config.parallel) for rank in (1, 2)] == [
+        "data 0, context 1",
+        "data 1, context 0",
+    ]
+
+
+@needs_extra("tensor")
+def test_the_mesh_with_parts_of_layers() -> None:
+    config = configure(None, ["parallel.context=2", "parallel.tensor=2"])
+    hosts = ["n1", "n1", "n2", "n2"]
+    assert mesh_lines(config.parallel, hosts) == [
+        "mesh    1 data x 2 context x 2 tensor",
+        "                           tensor 0  tensor 1",
+        "        data 0, context 0  0 on n1   1 on n1",
+        "        data 0, context 1  2 on n2   3 on n2",
+    ]
+    context, apart = CONTEXT.ranks_lines(config, hosts)
+    assert context == "context 2 ranks divide the positions of each sample (ring)"
+    assert "are on several hosts" in apart
+    assert len(CONTEXT.ranks_lines(config, ["n1", "n2", "n1", "n2"])) == 1
+    assert place_of(3, 4, config.parallel) == "data 0, context 1, tensor 1"
+    found = refusal_of_job("parallel.context=2 parallel.tensor=2 task.name=language", "mpi", 2)
+    assert found[0] == (
+        "parallel.tensor=2 x 2 ranks of a sample does not divide the 2 ranks of the job"
+    )

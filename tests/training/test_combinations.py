@@ -33,7 +33,10 @@ from ranks import FULL, needs_horovod, needs_mpirun
 from hvdtrain.core.extras import extras
 
 PAGE = Path(__file__).parents[2] / "docs/combinations.md"
-OF_EXTRAS = {"dense", "diloco", "gossip", "pipeline", "powersgd", "servers", "tensor"}
+OF_EXTRAS = {
+    *("context_parallel", "dense", "diloco", "gossip", "pipeline", "powersgd", "servers"),
+    "tensor",
+}
 PAIRS = {pair.name: pair for pair in all_pairs()}
 
 

@@ -22,6 +22,7 @@ from hvdtrain.extras.context_parallel.positions import PositionsOfRanks
 from hvdtrain.extras.context_parallel.ring import RingLayer, ring_attention
 from hvdtrain.extras.context_parallel.ulysses import Exchange, by_heads, by_positions
 from hvdtrain.frameworks.torch.call import positions_of
+from hvdtrain.frameworks.torch.forward import InParts
 
 By = Literal["ring", "ulysses"]
 Forward = Callable[..., Any]
@@ -69,20 +70,43 @@ class DivisionByPositions:
             with self._whole():
                 return forward(*args, **kwargs)
         length = tensors[0].shape[1]
+        self._begin(length, kwargs.get(SEGMENTS))
+
+        def own(x: Any) -> Any:
+            has_positions = x is not None and x.ndim > 1 and x.shape[1] == length
+            return self._own(x) if has_positions else x
+
+        outputs = forward(*map(own, args), **{name: own(x) for name, x in kwargs.items()})
+        self._link.end("end of the forward pass")
+        return self.outputs_of_part(outputs)
+
+    def _begin(self, length: int, segments: torch.Tensor | None) -> None:
+        """Divides samples with this number of positions from now on."""
         if length < (2 if self._by == "ring" else 1) * self._link.size:
             raise self._too_short(length)
         positions = PositionsOfRanks(length, self._link.size, zigzag=self._by == "ring")
-        self._sample = Sample(positions, kwargs.get(SEGMENTS))
-        rows = positions.of(self._link.rank, tensors[0].device)
+        self._sample = Sample(positions, segments)
 
-        def own(x: Any) -> Any:
-            return x[:, rows] if x is not None and x.ndim > 1 and x.shape[1] == length else x
+    def _own(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps x (n, positions, ...) to (n, own positions, ...)."""
+        assert self._sample is not None, self._name
+        return x[:, self._sample.positions.of(self._link.rank, x.device)]
 
-        outputs = forward(*map(own, args), **{name: own(x) for name, x in kwargs.items()})
-        is_one = isinstance(outputs, torch.Tensor) and outputs.ndim > 1
-        if not is_one or outputs.shape[1] != len(rows):
-            shape = tuple(outputs.shape) if is_one else type(outputs).__name__
-            what = f"{self._name} returns {shape} for {len(rows)} positions of each sample"
+    def own_part(self, x: torch.Tensor) -> torch.Tensor:
+        """Implements SampleDivision."""
+        self._begin(x.shape[1], None)
+        return self._own(x)
+
+    def outputs_of_part(self, outputs: Any) -> OutputsOfPositions:
+        """Implements SampleDivision."""
+        assert self._sample is not None, self._name
+        positions = self._sample.positions
+        count = positions.count(self._link.rank)
+        local = outputs.local if isinstance(outputs, InParts) else outputs
+        is_one = isinstance(local, torch.Tensor) and local.ndim > 1
+        if not is_one or local.shape[1] != count:
+            shape = tuple(local.shape) if is_one else type(outputs).__name__
+            what = f"{self._name} returns {shape} for {count} positions of each sample"
             raise UserError(what, self._where, "a model that returns (n, positions, ...)")
         return OutputsOfPositions(outputs, self._link, positions)
 
@@ -106,10 +130,11 @@ class DivisionByPositions:
         if self._sample is None:
             return forward(*args, **kwargs)
         self.inside = name
-        with _ReplacedAttention(functools.partial(self._attend, name, self._sample)):
-            outputs = forward(*args, **kwargs)
-        self.inside = ""
-        return outputs
+        try:
+            with _ReplacedAttention(functools.partial(self._attend, name, self._sample)):
+                return forward(*args, **kwargs)
+        finally:
+            self.inside = ""
 
     def _own_positions(self, name: str, forward: Forward, indices: torch.Tensor) -> Any:
         """Calls a module with the positions of this rank instead of indices from 0 on."""
@@ -123,8 +148,10 @@ class DivisionByPositions:
                 f"indices of {len(rows)} positions"
             )
             raise UserError(what, f"{self._where}, context_plan()", "torch.arange(x.shape[1])")
-        own = rows if segments is None else positions_of(segments)[:, rows]
-        return forward(own if own.ndim == indices.ndim else own.expand(indices.shape))
+        own = rows
+        if segments is not None and indices.ndim > 1:  # they count in each sequence of a row
+            own = positions_of(segments)[:, rows]
+        return forward(own.expand(indices.shape))
 
     def _attend(
         self,
@@ -142,6 +169,10 @@ class DivisionByPositions:
         """Has the signature of functional.scaled_dot_product_attention()."""
         self.attended.add(name)
         packed = sample.segments is not None
+        device = query.device.type
+        if torch.is_autocast_enabled(device):  # as torch does before it computes this function
+            dtype = torch.get_autocast_dtype(device)
+            query, key, value = (x.to(dtype) for x in (query, key, value))
         self._check_attention(name, sample, query, key, value, attn_mask if not packed else None)
         rule = AttentionRule(
             is_causal or packed,

@@ -16,13 +16,18 @@ _ARRANGEMENTS = "hvdtrain.extras.context_parallel.arrangement"
 
 
 def _arrangement(config: Config) -> str:
-    kind = "ShardedRows" if config.shard.stage == 3 else "WholeModel"
+    if config.parallel.has_stages:
+        return ""  # PipelineStages, which divides samples by sample_division
+    if config.shard.stage == 3:
+        kind = "ShardedRows"
+    else:
+        kind = "DividedModel" if config.parallel.cuts else "WholeModel"
     return f"{_ARRANGEMENTS}:{kind}OfPositions"
 
 
 def _divides_ranks(job: PlannedJob) -> Iterator[UserError]:
     context = ContextKeys.of(job.config).context
-    if job.ranks % context:
+    if job.config.parallel.ranks == 1 and job.ranks % context:  # otherwise features/mesh.py
         yield UserError(
             f"parallel.context={context} does not divide the {job.ranks} ranks of the job",
             job.where("parallel.context"),
@@ -32,12 +37,18 @@ def _divides_ranks(job: PlannedJob) -> Iterator[UserError]:
 
 def _lines(config: Config, hosts: Sequence[str]) -> Sequence[str]:
     keys = ContextKeys.of(config)
-    readers = len(hosts) // keys.context
-    lines = [
-        f"mesh    {readers} data x {keys.context} context, which divide the positions of each "
-        f"sample ({keys.context_by})"
-    ]
-    groups = (hosts[first : first + keys.context] for first in range(0, len(hosts), keys.context))
+    positions = f"the positions of each sample ({keys.context_by})"
+    if config.parallel.ranks > 1:  # features/mesh.py shows the mesh
+        lines = [f"context {keys.context} ranks divide {positions}"]
+    else:
+        readers = len(hosts) // keys.context
+        lines = [f"mesh    {readers} data x {keys.context} context, which divide {positions}"]
+    apart = config.parallel.part_ranks  # between ranks with the same parts of layers
+    groups = (
+        hosts[first + part : first + apart * keys.context : apart]
+        for first in range(0, len(hosts), apart * keys.context)
+        for part in range(apart)
+    )
     if any(len(set(group)) > 1 for group in groups):
         lines.append(
             "        ranks with positions of the same samples are on several hosts, whose link "
@@ -50,6 +61,7 @@ CONTEXT = JobFeature(
     key="parallel.context",
     on=lambda config: ContextKeys.of(config).context > 1,
     arrangement=_arrangement,
+    sample_division=f"{_ARRANGEMENTS}:divide_positions",
     examples=(
         "parallel.context=2 task.name=language",
         "parallel.context=2 parallel.context_by=ulysses task.name=language",
@@ -76,8 +88,6 @@ CONTEXT = JobFeature(
                 why="not built yet",
             )
             for key, values in {
-                "parallel.tensor": above(1),
-                "parallel.pipeline": above(1),
                 "parallel.dense": other_than("none", "a"),
             }.items()
         ),

@@ -47,6 +47,11 @@ class ContextLink(NamedTuple):
         self.order.ask(f"{doing} of {layer}")
         self.order.at = f"{doing} of {layer}"
 
+    def end(self, doing: str) -> None:
+        """Checks that no rank computes more layers in this pass than others."""
+        if self.order is not None:
+            self.order.end(doing, backward_follows=torch.is_grad_enabled())
+
     def start_send(
         self, tensors: Sequence[torch.Tensor], to: int, name: str, tag: int = ACTIVATIONS
     ) -> Handle:

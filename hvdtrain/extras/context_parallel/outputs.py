@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -10,17 +10,31 @@ from torch.nn import functional
 
 from hvdtrain.extras.context_parallel.link import ContextLink
 from hvdtrain.extras.context_parallel.positions import PositionsOfRanks
+from hvdtrain.frameworks.torch.forward import InParts
+from hvdtrain.tasks.torch import CutLogits
+
+
+class SplitOutputs(InParts, CutLogits, Protocol):
+    """Outputs of a model whose last layer is divided, too: a rank has a part of the vocabulary."""
+
+    def to(self, dtype: torch.dtype) -> SplitOutputs: ...
 
 
 class OutputsOfPositions(NamedTuple):
     """The outputs at this rank's positions. A NamedTuple: torch finds the tensor in it."""
 
-    local: torch.Tensor  # (n, own positions, ...)
+    outputs: torch.Tensor | SplitOutputs  # (n, own positions, ...)
     link: ContextLink
     positions: PositionsOfRanks
 
+    @property
+    def local(self) -> torch.Tensor:
+        if isinstance(self.outputs, torch.Tensor):
+            return self.outputs
+        return self.outputs.local
+
     def to(self, dtype: torch.dtype) -> OutputsOfPositions:
-        return self._replace(local=self.local.to(dtype))
+        return self._replace(outputs=self.outputs.to(dtype))
 
     def cross_entropy(self, targets: torch.Tensor, smoothing: float, ignore: int) -> torch.Tensor:
         """Computes functional.cross_entropy() with reduction="none" at all positions, in the shape
@@ -31,13 +45,16 @@ class OutputsOfPositions(NamedTuple):
         numbers.
         """
         own = targets[:, self._rows(targets)]
-        loss = functional.cross_entropy(
-            self.local.flatten(0, 1),
-            own.flatten(),
-            reduction="none",
-            label_smoothing=smoothing,
-            ignore_index=ignore,
-        )
+        if isinstance(self.outputs, torch.Tensor):
+            loss = functional.cross_entropy(
+                self.outputs.flatten(0, 1),
+                own.flatten(),
+                reduction="none",
+                label_smoothing=smoothing,
+                ignore_index=ignore,
+            )
+        else:
+            loss = self.outputs.cross_entropy(own, smoothing, ignore)
         gathered: torch.Tensor = _GatheredPositions.apply(
             loss.view(own.shape), self.link, self.positions, "context.loss"
         )
@@ -45,8 +62,9 @@ class OutputsOfPositions(NamedTuple):
 
     def whole(self) -> torch.Tensor:
         """Returns the outputs at all positions. A collective."""
+        own = self.outputs if isinstance(self.outputs, torch.Tensor) else self.outputs.whole()
         gathered: torch.Tensor = _GatheredPositions.apply(
-            self.local, self.link, self.positions, "context.outputs"
+            own, self.link, self.positions, "context.outputs"
         )
         return gathered
 

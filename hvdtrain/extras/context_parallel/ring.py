@@ -159,7 +159,7 @@ def _backward(
                 total[:, :, columns] += _of_heads(each, total)
         if source != link.rank:
             to = (link.rank + 1) % link.size
-            sent.append(link.start_send(sums, to, f"{layer.layer}.gradients", GRADIENTS))
+            sent.append(link.start_send(sums, to, f"context.{layer.layer}.gradients", GRADIENTS))
     if link.size > 1:
         for total, each in zip(own, _receive_sums([x.shape for x in own], dq, layer), strict=True):
             total.add_(each)
@@ -174,7 +174,7 @@ def _receive_sums(
     """Receives sums of gradients of keys and values from the rank before."""
     link = layer.link
     source = (link.rank - 1) % link.size
-    return link.start_recv(shapes, like, source, f"{layer.layer}.gradients", GRADIENTS)()
+    return link.start_recv(shapes, like, source, f"context.{layer.layer}.gradients", GRADIENTS)()
 
 
 def _around(
@@ -183,7 +183,7 @@ def _around(
     """Yields each rank with its keys and values, this rank's first. While the caller computes with
     them, they are sent to the next rank, and others are received from the rank before."""
     link = layer.link
-    name = f"{layer.layer}.{direction}"
+    name = f"context.{layer.layer}.{direction}"
     now = [keys, values]
     for step in range(link.size):
         source = (link.rank - step) % link.size

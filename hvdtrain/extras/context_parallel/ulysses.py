@@ -107,7 +107,7 @@ def _all_to_all(
     """Sends to(rank) to each rank; returns what each rank has sent to this one, in rank order."""
     link = exchange.link
     link.begin(exchange.layer, direction)
-    name = f"{exchange.layer}.{direction}"
+    name = f"context.{exchange.layer}.{direction}"
     own = to(link.rank)
     waits = {}
     sent = []

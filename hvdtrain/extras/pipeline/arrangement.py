@@ -63,7 +63,7 @@ class PipelineStages(DividedModel):
         if making.user_model is not None:
             x = only_one(making.user_model.example(None, config))
         else:
-            x = only_one(making.example(samples_of_pass(config, making.mesh.data.size)))
+            x = only_one(making.example(samples_of_pass(config, making.mesh.evaluators.size)))
         autocast = making.precision.autocast
         world = making.mesh.world
         return first_units(
@@ -78,13 +78,12 @@ class PipelineStages(DividedModel):
 
     def _in_stages(self, first: list[int]) -> Pipelined:
         making = self.making
+        x = only_one(making.example())
+        if self.samples is not None:  # stages after the first one get no inputs of the model
+            x = self.samples.own_part(x)
         if making.planned is not None:
             pipe: Any = making.mesh.pipe
-            pipe.messages.update(
-                planned_forms(
-                    self.model, first, only_one(making.example()), making.precision.autocast
-                )
-            )
+            pipe.messages.update(planned_forms(self.model, first, x, making.precision.autocast))
         return Pipelined(
             self.model,
             first,
@@ -93,6 +92,7 @@ class PipelineStages(DividedModel):
             making.precision.autocast,
             making.device,
             self.orders,
+            self.samples,
         )
 
     def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:

@@ -26,6 +26,7 @@ from hvdtrain.extras.pipeline.stages import (
 )
 from hvdtrain.extras.pipeline.times import MarkedRun
 from hvdtrain.frameworks.learner import CurrentPass, TimedPass, Waited
+from hvdtrain.frameworks.torch.arrangement import SampleDivision
 from hvdtrain.frameworks.torch.strategy import NamedParameters, Shard
 from hvdtrain.frameworks.torch.units import Unit
 
@@ -50,10 +51,11 @@ class Pipelined:
         autocast: Autocast,
         device: torch.device,
         orders: Sequence[SameOrder] = (),
+        samples: SampleDivision | None = None,
     ) -> None:
         """first: the first unit of each stage. orders: checks that ranks compute the layers of a
-        stage in the same order. Raises UserError if a parameter is in no unit, or if the engine has
-        no messages."""
+        stage in the same order. samples: how ranks with the same stage divide samples. Raises
+        UserError if a parameter is in no unit, or if the engine has no messages."""
         where = config.where("parallel.pipeline")
         keys = PipelineKeys.of(config)
         stages = stages_of(model, first, where)
@@ -62,6 +64,12 @@ class Pipelined:
             for n, stage in enumerate(stages)
             if n % pipe.size == pipe.rank
         }
+        if samples is not None:
+            last = len(stages) - 1
+            own = {
+                n: _OfParts(stage, samples, is_first=n == 0, is_last=n == last)
+                for n, stage in own.items()
+            }
         self._pipeline = Pipeline(own, pipe, keys.schedule, device, where)
         self._pipe = pipe
         self._orders = orders
@@ -189,6 +197,23 @@ class _InPrecision(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         with self._autocast(x.device):
             return self._stage(x)
+
+
+class _OfParts(nn.Module):
+    """A stage that computes a rank's part of each sample."""
+
+    def __init__(
+        self, stage: nn.Module, samples: SampleDivision, *, is_first: bool, is_last: bool
+    ) -> None:
+        super().__init__()
+        self._stage = stage
+        self._samples = samples
+        self._is_first = is_first
+        self._is_last = is_last
+
+    def forward(self, x: torch.Tensor) -> Any:
+        outputs = self._stage(self._samples.own_part(x) if self._is_first else x)
+        return self._samples.outputs_of_part(outputs) if self._is_last else outputs
 
 
 def _stages(units: Sequence[Unit], first: Sequence[int]) -> str:

@@ -4,7 +4,7 @@ passes of a step."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -89,6 +89,18 @@ class Making(NamedTuple):
     def like(self) -> torch.Tensor:
         """Has the device of the inputs and the number type of the weights."""
         return torch.empty(0, dtype=self.precision.weights, device=self.device)
+
+
+class SampleDivision(Protocol):
+    """A model whose modules compute a rank's part of each sample. The model itself does so when it
+    is called. A pipeline calls its units instead, with these functions."""
+
+    def own_part(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's part of the model's inputs (n, ...), for the first stage. Later
+        stages get parts of samples with the shape of the last call."""
+
+    def outputs_of_part(self, outputs: Any) -> Any:
+        """Returns the outputs of the last stage as the model would return them."""
 
 
 class Arrangement:

@@ -3,10 +3,12 @@ name."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hvdtrain.config.plugins import named
 from hvdtrain.config.schema import Config
 from hvdtrain.features.every_feature import FEATURES
-from hvdtrain.frameworks.torch.arrangement import Arrangement
+from hvdtrain.frameworks.torch.arrangement import Arrangement, SampleDivision
 from hvdtrain.frameworks.torch.layer_division import LayerDivision
 
 WHOLE = "hvdtrain.frameworks.torch.parallel.whole_model:WholeModel"
@@ -32,3 +34,10 @@ def layer_division_of(config: Config) -> type[LayerDivision] | None:
     name = next(filter(None, asked), "")
     division: type[LayerDivision] | None = named(name) if name else None
     return division
+
+
+def sample_division_of(config: Config) -> Callable[[Arrangement], SampleDivision]:
+    """Returns the function that divides samples over the ranks of mesh.same_samples."""
+    name = next(f.sample_division for f in FEATURES if f.sample_division and f.on(config))
+    divide: Callable[[Arrangement], SampleDivision] = named(name)
+    return divide

@@ -165,7 +165,9 @@ def suffix_of_maker(device: torch.device) -> str:
 def dropout_stream(mesh: Mesh, readers: Communicator, config: Config) -> int:
     """Returns the number of a dropout stream, by samples, stage and positions: ranks of a tensor
     group that have all positions use the same."""
-    part = mesh.tensor.rank if config.parallel.divides_positions else mesh.same_samples.rank
+    part = mesh.same_samples.rank
+    if config.parallel.divides_positions:
+        part = part * mesh.tensor.size + mesh.tensor.rank
     return readers.rank + readers.size * (mesh.pipe.rank + mesh.pipe.size * part)
 
 

@@ -101,12 +101,9 @@ def planned_mesh(
         return counted(found, moved, members)
 
     world = group(lambda _: 0)
-    if config.parallel.ranks > 1:
-        return mesh_of_layers(world, config, group)
-    shared = config.parallel.ranks_of_sample
-    return shared_samples(
-        one_group(world), shared, lambda color: group(lambda own: color(own.data))
-    )
+    of_layers = config.parallel.ranks > 1
+    mesh = mesh_of_layers(world, config, group) if of_layers else one_group(world)
+    return shared_samples(mesh, config.parallel, group)
 
 
 class _Gathered:

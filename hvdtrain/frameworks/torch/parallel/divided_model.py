@@ -9,7 +9,8 @@ import torch
 
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Cut
-from hvdtrain.frameworks.torch.arrangements import layer_division_of
+from hvdtrain.frameworks.torch.arrangement import SampleDivision
+from hvdtrain.frameworks.torch.arrangements import layer_division_of, sample_division_of
 from hvdtrain.frameworks.torch.call import call, only_one
 from hvdtrain.frameworks.torch.layer import Layer, LayerCut
 from hvdtrain.frameworks.torch.layer_division import LayerDivision
@@ -28,6 +29,7 @@ class DividedModel(WholeModel):
     """The arrangement of ranks that share one model, with parts of its layers each."""
 
     divides = True
+    samples: SampleDivision | None = None  # where ranks also divide each sample
 
     def make(self) -> torch.nn.Module:
         """Creates the model, a large one block by block, so that no rank holds all its weights."""
@@ -70,6 +72,10 @@ class DividedModel(WholeModel):
             take_from_rank_0(self.model, self.making.mesh)
         if division is not None:
             self._cut_layers(division)
+        if self.making.mesh.same_samples.size > 1:
+            if self._blocks is not None:
+                self._blocks.begin(agreed=True)
+            self.samples = sample_division_of(self.making.config)(self)
         if self._blocks is not None:
             self._blocks.end()
             here = self._parameters_here()
