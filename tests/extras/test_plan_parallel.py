@@ -121,6 +121,16 @@ def test_which_meshes_there_are() -> None:
         "parallel.pipeline=4",
     ]
     assert [mesh.words for mesh in meshes(1, has_dense_part=False)] == [""]
+    every = {mesh.words: mesh for mesh in meshes(4, has_dense_part=False, has_positions=True)}
+    of_positions = [found for found in every if "parallel.context" in found]
+    assert of_positions == [
+        *("parallel.context=2", *(f"parallel.context=2 shard.stage={n}" for n in (1, 2, 3))),
+        *("parallel.context=4", *(f"parallel.context=4 shard.stage={n}" for n in (1, 2, 3))),
+        "parallel.context=2 parallel.tensor=2",
+        *(f"parallel.context=2 parallel.tensor=2 shard.stage={n}" for n in (1, 2, 3)),
+    ]
+    assert every["parallel.context=2"].name == "2 data x 2 context"
+    assert every["parallel.context=2 parallel.tensor=2"].data == 1
 
 
 def test_links_and_measurements(tmp_path: Path) -> None:

@@ -52,13 +52,14 @@ def test_a_step_on_two_ranks_takes_what_was_predicted() -> None:
     cases = ["0 none 1", "2 all 2", "3 all 2", *["1 none 2"] * FULL]
     gpt = "gpt model.layers=2 model.width=32 model.heads=2 optim.name=adamw optim.clip_norm=1"
     cases += [f"2:{gpt} parallel.tensor=2 parallel.sequence=true", f"2:{HYBRID} parallel.dense=c"]
-    cases.append(f"2:{gpt} comm.local_steps=4 comm.local_from=0.5")
+    cases += [f"2:{gpt} comm.local_steps=4 comm.local_from=0.5", f"2:{gpt} parallel.context=2"]
     stages = [f"4:{gpt} parallel.pipeline=2 shard.stage=1"]
     if FULL:
         cases += ["2:wide_resnet shard.stage=0", "2:wide_resnet shard.stage=3 model.recompute=all"]
         cases += [
             f"2:{gpt} parallel.tensor=2",
             f"2:{gpt} parallel.tensor=2 shard.stage=3 model.tied=true",
+            f"2:{gpt} parallel.context=2 parallel.context_by=ulysses shard.stage=2",
         ]
         cases.append("2:wide_resnet comm.local_steps=4 comm.local_from=1")
         stages.append(f"4:{gpt} parallel.pipeline=2 parallel.schedule=zero_bubble")

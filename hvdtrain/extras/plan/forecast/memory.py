@@ -219,12 +219,9 @@ def on_ranks(found: Footprint, stage: int, ranks: int, wanted: int, weights: int
 
 def _memory_forecast(one: Forecast, task: Task) -> MemoryForecast:
     engines = possible_engines(one.config.comm.engine, one.ranks)
-    sends = (
-        [engine for engine in engines if "p2p" in features_of(engine)]
-        if one.config.parallel.has_stages
-        else []
-    )
-    features: frozenset[Feature] = features_of((sends or engines)[0])
+    needed = one.config.parallel.needed_of_engine
+    able = [engine for engine in engines if needed <= features_of(engine)]
+    features: frozenset[Feature] = features_of((able or engines)[0])
     return forecast_memory(
         one.config, task, one.recipe, one.ranks, features, one.dataset, one.config.batch.evaluate, 0
     )

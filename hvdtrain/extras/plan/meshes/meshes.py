@@ -36,11 +36,17 @@ class MeshShape(NamedTuple):
     pipeline: int
     stage: int  # shard.stage
     dense: str  # parallel.dense
+    context: int = 1
 
     @property
     def name(self) -> str:
         """The mesh for people: "2 data x 2 tensor, shard.stage=1"."""
-        sizes = {"pipeline": self.pipeline, "data": self.data, "tensor": self.tensor}
+        sizes = {
+            "pipeline": self.pipeline,
+            "data": self.data,
+            "context": self.context,
+            "tensor": self.tensor,
+        }
         found = " x ".join(f"{size} {name}" for name, size in sizes.items() if size > 1) or "1 data"
         return (
             found
@@ -60,7 +66,11 @@ class MeshShape(NamedTuple):
     @property
     def words(self) -> str:
         """The mesh as configuration settings; empty if everything is replicated."""
-        sizes = {"parallel.pipeline": self.pipeline, "parallel.tensor": self.tensor}
+        sizes = {
+            "parallel.pipeline": self.pipeline,
+            "parallel.context": self.context,
+            "parallel.tensor": self.tensor,
+        }
         words = [f"{key}={size}" for key, size in sizes.items() if size > 1]
         words += [f"shard.stage={self.stage}"] * (self.stage > 0) + [
             f"parallel.dense={self.dense}"
@@ -100,8 +110,12 @@ class MeshPlan(NamedTuple):
     assumed: list[str]  # assumptions about the machine and the meshes
 
 
-def meshes(ranks: int, has_dense_part: bool) -> Iterator[MeshShape]:
-    """Returns all possible meshes; those without tensor and pipeline parallelism first."""
+def meshes(ranks: int, has_dense_part: bool, *, has_positions: bool = False) -> Iterator[MeshShape]:
+    """Returns the possible meshes; those without tensor and pipeline parallelism first.
+
+    has_positions: whether ranks may divide the positions of samples; not with stages, as these
+    would be three times as many meshes.
+    """
     # this copy may lack the extra
     for pipeline in _divisors(ranks) if "parallel.pipeline" in known_keys() else [1]:
         divisors = _divisors(ranks // pipeline)
@@ -114,6 +128,12 @@ def meshes(ranks: int, has_dense_part: bool) -> Iterator[MeshShape]:
             else:
                 stages = range(4)
             yield from (MeshShape(data, tensor, pipeline, stage, "none") for stage in stages)
+            if has_positions and pipeline == 1:
+                yield from (
+                    MeshShape(data // context, tensor, 1, stage, "none", context)
+                    for context in _divisors(data)[1:]
+                    for stage in stages
+                )
             if data == ranks > 1 and has_dense_part:
                 yield from (MeshShape(data, 1, 1, 0, scheme) for scheme in _SCHEMES)
 
@@ -127,7 +147,7 @@ def without_mesh(config: Config, ranks: int) -> Config:
 
 def with_mesh(config: Config, mesh: MeshShape, original: Config) -> Config:
     """Returns the job on a mesh. original: provides schedule, micro-batches and stages of a
-    pipeline, and parallel.sequence."""
+    pipeline, parallel.sequence, and parallel.context_by."""
     of_pipeline: dict[str, Any] = {}
     if mesh.pipeline > 1:
         of_pipeline = {name: value_of(original, f"parallel.{name}") for name in _OF_A_PIPELINE} | {
@@ -137,8 +157,13 @@ def with_mesh(config: Config, mesh: MeshShape, original: Config) -> Config:
     of_tensor = {}
     if mesh.tensor > 1:
         of_tensor = {"tensor": mesh.tensor, "sequence": original.parallel.divides_positions}
+    of_context = {}
+    if mesh.context > 1:
+        by = value_of(original, "parallel.context_by")
+        of_context = {"context": mesh.context, "context_by": by}
     parallel = config.parallel.replace(
         **of_tensor,
+        **of_context,
         **of_pipeline,
         **({} if mesh.dense == "none" else {"dense": mesh.dense}),
     )
@@ -191,7 +216,9 @@ def plan_meshes(
     features = _features(config, several_nodes=machine.per_node < ranks)
     rows = list[MeshCandidate]()
     excluded = list[Excluded]()
-    for mesh in meshes(ranks, has_dense_part):
+    # this copy may lack the extra
+    has_positions = "parallel.context" in known_keys() and config.task.name == "language"
+    for mesh in meshes(ranks, has_dense_part, has_positions=has_positions):
         says(mesh.name)
         try:
             found = _row(with_mesh(plain, mesh, config), mesh, data, machine, features, ranks)
@@ -293,7 +320,7 @@ def _divisors(number: int) -> list[int]:
 
 
 _BETWEEN_STAGES = re.compile(r"pipeline\.(\d+)(\.gradient)?")
-_IN_PASSES = ("tensor.", "dense.", "planned.")  # "planned.": of FSDP2
+_IN_PASSES = ("tensor.", "dense.", "context.", "planned.")  # "planned.": of FSDP2
 _OF_GRADIENTS = re.compile(r"gradient(\.\d+)?")
 
 
