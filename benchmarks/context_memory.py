@@ -1,14 +1,18 @@
-"""The longest sequence that a rank can train within a memory limit, with parallel.context and in
-one process; and the bytes that it sends in a step.
+"""The longest sequence that a rank can train within a memory limit, with parallel.context, with
+parallel.tensor and in one process; and the bytes that it sends in a step.
 
 python benchmarks/context_memory.py [--limit MIB] [--most POSITIONS] [--measure] [--json FILE]
 
 The model is a gpt of 8 layers, 4 heads and width 64 in float32, on random tokens below 256, with
 one sample in each step and SGD. The counter of `plan --memory` counts the tensors of a rank that
 are alive at the same time, in a step and in an evaluation. The longest sequence is searched by
-bisection, in steps of 256 positions. --measure also starts that job under mpirun, and adds the
-largest `rank_memory_mb` of its event "end", which includes the check of the model before the first
-step and memory that is freed but not returned.
+bisection, in steps of 256 positions.
+
+`messages_bytes` are those that rank 0 sends in a step for the attention of other ranks, and
+`formula_bytes` those of the formulas of docs/parallel.md; the script fails if they differ.
+`rest_bytes` are sent for gradients, and with parallel.tensor for activations. --measure also
+starts that job under mpirun, and adds the largest `rank_memory_mb` of its event "end". It includes
+the check of the model before the first step, and memory that is freed but not returned.
 """
 
 from __future__ import annotations
@@ -36,16 +40,24 @@ from hvdtrain.training.datasets import open_datasets
 VOCABULARY = 256
 STEP = 256  # positions
 MIB = 2**20
+LAYERS = 8
+WIDTH = 64
 WAYS: dict[str, tuple[int, list[str]]] = {  # ranks, words
     "one process": (1, []),
     "ring on 2 ranks": (2, ["parallel.context=2"]),
     "ulysses on 2 ranks": (2, ["parallel.context=2", "parallel.context_by=ulysses"]),
     "ring on 4 ranks": (4, ["parallel.context=4"]),
     "ulysses on 4 ranks": (4, ["parallel.context=4", "parallel.context_by=ulysses"]),
+    "tensor on 4 ranks": (4, ["parallel.tensor=4", "parallel.sequence=true"]),
+    "ring on 2 x tensor on 2 ranks": (
+        4,
+        ["parallel.context=2", "parallel.tensor=2", "parallel.sequence=true"],
+    ),
 }
 WORDS = [
     *("task.name=language", "data.name=context_memory:windows", "model.name=gpt"),
-    *("model.layers=8", "model.heads=4", "model.width=64", "optim.name=sgd", "batch.size=1"),
+    *(f"model.layers={LAYERS}", "model.heads=4", f"model.width={WIDTH}", "optim.name=sgd"),
+    "batch.size=1",
     *("batch.evaluate=1", "stop.steps=2", "log.samples=0", "log.display=lines"),
     "guard.equal_steps=null",
 ]
@@ -84,6 +96,18 @@ def longest(way: str, limit_mib: float, most: int) -> int:
     return fits * STEP
 
 
+def formula_bytes(way: str, length: int) -> int:
+    """Returns the bytes of a rank's messages in a step, by docs/parallel.md: in each block 6 A
+    (N - 1) / N numbers with ring, 8 A (N - 1) / N^2 with ulysses. With parallel.tensor, A is
+    divided by its ranks."""
+    words = dict(word.split("=") for word in WAYS[way][1])
+    ranks = int(words.get("parallel.context", 1))
+    numbers = length * WIDTH // int(words.get("parallel.tensor", 1))
+    if "parallel.context_by" in words:
+        return 4 * LAYERS * 8 * numbers * (ranks - 1) // ranks**2
+    return 4 * LAYERS * 6 * numbers * (ranks - 1) // ranks
+
+
 def measured_mib(way: str, length: int) -> float:
     """Returns the largest memory of a rank of a job."""
     ranks, words = WAYS[way]
@@ -115,13 +139,18 @@ def main() -> None:
         positions = longest(way, arguments.limit, arguments.most)
         work = counted(way, positions)
         messages = [moved.sent_bytes for moved in work.moved if moved.kind == "message"]
+        expected = formula_bytes(way, positions)
+        if sum(messages) != expected:
+            raise SystemExit(f"{way}: {sum(messages)} bytes, {expected} by the formula")
         row = {
             "way": way,
             "ranks": WAYS[way][0],
             "limit_mib": arguments.limit,
             "positions": positions,
             "counted_mib": round(work.footprint.total / MIB, 1),
-            "message_bytes": sum(messages),
+            "messages_bytes": sum(messages),
+            "formula_bytes": expected,
+            "rest_bytes": work.sent_bytes - sum(messages),
         }
         if arguments.measure:
             row["rank_memory_mb"] = measured_mib(way, positions)
