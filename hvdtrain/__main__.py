@@ -25,7 +25,6 @@ COMMANDS = {  # each is the function of its name in that module; hvdtrain/extras
     "export": "hvdtrain.cli.evaluate.export",
     "evaluate": "hvdtrain.cli.evaluate.command",
     "predict": "hvdtrain.cli.evaluate.predict",
-    "schema": "hvdtrain.cli.schema",
 }
 _OF_EXTRAS = ("check", "launch", "report")  # commands that messages of hvdtrain and its pages name
 # commands that --num-nodes and so on start on ranks; extras have more

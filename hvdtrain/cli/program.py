@@ -16,7 +16,6 @@ NOT_ON_RANKS = (  # the other commands, in addition to the commands of extras
     "export",
     "evaluate",
     "predict",
-    "schema",
     "list",
     "extras",
 )

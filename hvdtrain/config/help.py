@@ -25,8 +25,7 @@ hvdtrain trains deep networks on many workers.
   --max-time 3.5h    stop with a checkpoint before that time is over, exit code 75: the same command continues the job
   --print-config     the resolved configuration, ready for --config; --version: the version
   list               the valid names for data.name, task.name, model.name, optim.name, comm.engine, framework and log.trackers
-  extras             more commands: hvdtrain extras lists those for features that few users need
-  schema             a JSON Schema of configuration files, with which editors complete and check them
+  extras             more commands: hvdtrain extras lists those for features that few users need{more}
 
 {keys}
 
@@ -150,7 +149,10 @@ def _page() -> str:
     keys = [line for each in lists for line in textwrap.wrap(each, 118, subsequent_indent="  ")]
     own = [(place, f"{usage:57}{says}") for place, (usage, says) in _COMMANDS.items()]
     commands = [f"  {line}" for _, line in sorted([*own, *extras.listed()])]
-    return USAGE.format(codes=codes, keys="\n".join(keys), commands="\n".join(commands))
+    more = "".join(
+        f"\n  {name:19}{each.line}" for name, each in extras.commands().items() if each.line
+    )
+    return USAGE.format(codes=codes, keys="\n".join(keys), commands="\n".join(commands), more=more)
 
 
 def _everyday_keys() -> str:

@@ -22,7 +22,8 @@ class Command(NamedTuple):
     starts jobs, so a signal that asks for a checkpoint does not kill it. on_ranks: --num-nodes and
     so on start it on ranks. launched: so does `launch -- COMMAND`. listed_at: its place among the
     lines of `hvdtrain --help`, whose own lines have 100, 200, ...; 0 if it is not listed there.
-    shows_run: its argument is a run, and the lines at the end of a job suggest it.
+    shows_run: its argument is a run, and the lines at the end of a job suggest it. line: what
+    `hvdtrain --help` says below `list` and `extras`, instead.
     """
 
     module: str
@@ -32,6 +33,7 @@ class Command(NamedTuple):
     launched: bool = False
     listed_at: int = 0
     shows_run: bool = False
+    line: str = ""
 
 
 class Mode(NamedTuple):

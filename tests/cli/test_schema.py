@@ -13,12 +13,12 @@ import pytest
 import yaml
 
 from hvdtrain.__main__ import main
-from hvdtrain.cli.schema import json_schema, schema
 from hvdtrain.config import plugins
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import known_keys
 from hvdtrain.config.yaml_reader import Loader
 from hvdtrain.errors import UserError
+from hvdtrain.extras.schema.command import json_schema, schema
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RIGHT = [

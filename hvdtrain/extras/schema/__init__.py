@@ -1,0 +1,1 @@
+"""The command schema: the JSON Schema of configuration files."""
