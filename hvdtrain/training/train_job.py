@@ -42,7 +42,6 @@ from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.progress.triggers import stop_reason
 from hvdtrain.training.provenance.environment import environment_fields, write_environment
 from hvdtrain.training.replicas.probe import Probe
-from hvdtrain.training.replicas.same_job import check_same_facts, facts
 from hvdtrain.training.run_folder import write_config
 from hvdtrain.training.run_lock import RunLock
 from hvdtrain.training.start import Start, start_or_resume
@@ -84,6 +83,8 @@ def train_job(
     heartbeat.beat("comparing the ranks", 0, 0)
     survival = survival_of(config, communicator)
     if communicator.size > 1:
+        from hvdtrain.training.replicas.same_job import check_same_facts, facts
+
         check_same_facts(
             communicator, facts(config, data_facts(config, datasets), communicator.name)
         )
