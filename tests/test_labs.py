@@ -7,13 +7,14 @@ import importlib.util
 import json
 import math
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from ranks import FULL, ROOT, needs_mpirun, python
+from ranks import FULL, ROOT, Job, needs_mpirun, python
 
 import hvdtrain
 from hvdtrain.__main__ import main
@@ -396,3 +397,68 @@ def test_the_schedules_of_lab_7_give_each_rank_the_sum(size: int) -> None:
     assert lab.predicted("ring", size, 0, costs) == pytest.approx(2e-5 * (size - 1))
     with pytest.raises(ValueError, match="6 ranks are not a power of two"):
         lab.SCHEDULES["tree"](6)
+
+
+COMMAND = re.compile(r"^(?:mpirun -np (\d) )?python -m hvdtrain (.+?)(?: +#.*)?$", re.MULTILINE)
+JOB_WORD = re.compile(r"[a-z_]+(\.\w+)*=")
+
+
+def solutions_of(path: Path) -> tuple[list[tuple[str, list[str]]], list[str]]:
+    """The commands of a lab's solutions, as (ranks or nothing, words), and the Python."""
+    page = (path.parent / "solutions.md").read_text()
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    commands = [
+        (ranks, shlex.split(words))
+        for kind, text in blocks
+        for ranks, words in COMMAND.findall(text)
+        if kind == "bash"
+    ]
+    return commands, [text for kind, text in blocks if kind == "python"]
+
+
+@pytest.mark.parametrize("path", LABS, ids=lambda path: path.parent.name)
+def test_each_exercise_has_a_solution_whose_jobs_have_right_keys(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    page = (path.parent / "README.md").read_text()
+    exercises = page.partition("## Exercises\n")[2].partition("\n## ")[0]
+    numbers = re.findall(r"^(\d)\. ", exercises, re.MULTILINE)
+    solved = re.findall(r"^## (\d)\. ", (path.parent / "solutions.md").read_text(), re.MULTILINE)
+    assert 2 <= len(numbers) <= 4 and numbers == solved
+    commands, code = solutions_of(path)
+    assert commands or code
+    for _, words in commands:
+        config = ["--config", words[words.index("--config") + 1]] if "--config" in words else []
+        # --grid KEY=A,B: the first value
+        grid = [words[at + 1].split(",")[0] for at, word in enumerate(words) if word == "--grid"]
+        job = [word for word in words if JOB_WORD.match(word) and "," not in word.partition("[")[0]]
+        assert main([*config, *job, *grid, "--print-config"]) == DONE, words
+    for text in code:
+        compile(text, path.parent.name, "exec")
+
+
+SOLUTIONS = [
+    pytest.param(path, ranks, words, id=f"{path.parent.name[0]}-{number}")
+    for path in LABS
+    for number, (ranks, words) in enumerate(
+        [*solutions_of(path)[0], *(("", text) for text in solutions_of(path)[1])]
+    )
+]
+
+
+@pytest.mark.slow
+@needs_mpirun
+@pytest.mark.parametrize(("path", "ranks", "words"), SOLUTIONS)
+def test_a_solution_runs(path: Path, ranks: str, words: list[str] | str, tmp_path: Path) -> None:
+    """Jobs make 2 steps. words: of a command, or Python."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    if isinstance(words, str):
+        argv = ["-c", words]
+    else:
+        on_ranks = ["launch", "-np", ranks, "--oversubscribe", "--"] if ranks else []
+        few = [] if words[0] == "plan" else ["stop.steps=2"]
+        argv = ["-m", "hvdtrain", *on_ranks, *words, *few]
+    with Job(0, argv, env={"PYTHONPATH": str(path.parent)}, cwd=tmp_path) as job:
+        done = job.wait()
+    assert done.returncode == 0, done
