@@ -156,7 +156,7 @@ def times_of(steps: Any) -> tuple[float, float, float]:
 def main(options: argparse.Namespace) -> None:
     began = time.perf_counter()
     cores = available_cores()
-    load = f", load before {os.getloadavg()[0]:.1f} on {cores} core{'s' * (cores > 1)}"
+    load = f"\nload before {os.getloadavg()[0]:.1f} on {cores} core{'s' * (cores > 1)}"
     ranks = 2 if options.quick else 4
     shared: Words = ("model.width=64", "stop.steps=8", "log.every_steps=2")
     if not options.quick:
