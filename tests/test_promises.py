@@ -54,7 +54,7 @@ def test_commands_are_quoted_for_zsh() -> None:
     start."""
     lines = [
         line
-        for page in [*PAGES, *sorted((ROOT / "configs").glob("*.yaml"))]
+        for page in [*PAGES, *sorted((ROOT / "configs").rglob("*.yaml"))]
         for line in page.read_text().splitlines()
     ]
     commands = [

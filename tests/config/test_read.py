@@ -423,15 +423,16 @@ def test_sections_are_those_of_config() -> None:
 
 @pytest.mark.parametrize(
     "path",
-    sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")),
+    sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml")),
     ids=lambda path: path.name,
 )
 def test_every_shipped_configuration_reads_and_begins_with_its_command(path: Path) -> None:
     from hvdtrain.config.plugins import check_names
 
+    root = Path(__file__).parents[2]
     check_names(configure(str(path), []))
     header = [line for line in path.read_text().splitlines() if line.startswith("#")]
-    assert any(f"hvdtrain --config configs/{path.name}" in line for line in header)
+    assert any(f"hvdtrain --config {path.relative_to(root)}" in line for line in header)
 
 
 def test_code_that_only_a_run_folder_names_is_not_imported(tmp_path: Path) -> None:

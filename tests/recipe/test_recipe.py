@@ -687,12 +687,14 @@ CONTEXTS = {
 
 @pytest.mark.parametrize(
     "path",
-    sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")),
+    sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml")),
     ids=lambda path: path.stem,
 )
 def test_each_configuration_can_be_tried_in_one_epoch(path: Path) -> None:
     """As it is, or with the argument that the message says."""
-    dataset, context = CONTEXTS.get(path.stem, (60_000, None))
+    dataset, context = CONTEXTS.get(
+        path.stem, (50_000, 1024) if "image_gpt" in path.stem else (60_000, None)
+    )
     try:
         from_config.recipe_from_config(configure(f"{path}", ["epochs=1"]), dataset, 0.9, context)
     except UserError as error:
