@@ -264,11 +264,11 @@ NO_KEYS = {
         ("hysteresis", "min_loss_scale", "consecutive_hysteresis"),
         "none: with speed.precision=fp16 each overflow halves the scale, down to 1",
     ),
-    "number_checkpoints": "none: model.recompute=blocks keeps the input of each of the model's "
-    "blocks",
+    "number_checkpoints": "none: model.recompute=all keeps the input of each of the model's "
+    "blocks, model.recompute=2 that of every second one",
     **dict.fromkeys(
         ("cpu_checkpointing", "partition_activations", "contiguous_memory_optimization"),
-        "none: activations that are kept stay on the device, whole; model.recompute=blocks keeps "
+        "none: activations that are kept stay on the device, whole; model.recompute=all keeps "
         "fewest, parallel.sequence=true divides them among ranks of parallel.tensor",
     ),
     "synchronize_checkpoint_boundary": "none: it only adds waits for the device",
@@ -287,6 +287,8 @@ NO_KEYS = {
     "contiguous_gradients": "always: gradients are copied into buckets of comm.bucket_mb as the "
     "backward pass computes them",
     "reduce_scatter": "always in shard.stage=2 and 3, if the engine has it",
+    "drop_last": "always: each step has batch.size samples; one that starts in an epoch may end in "
+    "the next, and stop.steps=N ends a job in between",
     "round_robin_gradients": "none: each rank keeps the part of a bucket with its own number",
     "patience": "stop.patience=N stops after N evaluations without a better one; "
     "stop.target_for=N after N in a row at stop.target; recipe.patience=N belongs to "

@@ -170,6 +170,12 @@ def test_what_no_key_sets_is_answered_with_what_does(word: str) -> None:
     assert fix_of(f"{word}=3") == fix_of(f"--{word}", "3") == NO_KEYS[word]
 
 
+@pytest.mark.parametrize("word", NO_KEYS)
+def test_what_an_answer_says_to_set_is_accepted(word: str) -> None:
+    for assignment in re.findall(r"\b[a-z]+\.[a-z_]+=[a-z0-9]+\b", NO_KEYS[word]):
+        assert is_right(assignment), assignment
+
+
 @pytest.mark.parametrize(
     ("key", "word"), [(key, word) for key, words in VALUES.items() for word in words]
 )
