@@ -37,6 +37,8 @@ from hvdtrain.__main__ import main
 from hvdtrain.comm.engines import features_of
 from hvdtrain.config.read import configure
 from hvdtrain.core.extras import column_encoder, commands, document_files, extras, implementation, tables
+from hvdtrain.core.extras import library_metrics, maps, maps_module
+from hvdtrain.tasks.user_functions import read_metrics
 from hvdtrain.data.files.staging import stage_data
 from hvdtrain.data.input_encoding import encoding_of_run
 from hvdtrain.errors import UserError
@@ -106,6 +108,21 @@ for feature in (each for each in FEATURES if each.is_extra):
     assert [error.where for error in missing] == [f"{feature.key}, command line"] * (
         not feature.is_installed
     ), missing
+if maps() is None:
+    try:
+        maps_module("pictures", "log.samples")
+    except UserError as error:
+        assert "no extra for masks and maps" in error.what and error.where == "log.samples", error
+    else:
+        raise AssertionError("maps are drawn without an extra")
+if library_metrics() is None:
+    metric = type("Metric", (), {"__module__": "torchmetrics.metric"})()
+    try:
+        read_metrics({"f1": (metric, "max")})
+    except UserError as error:
+        assert "metric f1 belongs to torchmetrics, which needs an extra" in error.what, error
+    else:
+        raise AssertionError("a metric of torchmetrics is computed without an extra")
 print("imported", imported)
 """  # noqa: E501
 OF_COPY = """
@@ -307,6 +324,7 @@ def row_of(name: str) -> list[str]:
     gives += [f"`export --to FILE{end}`" for end in extra.model_files]
     gives += [f"`{key}`" for key in keys_of(name)]
     gives += [f"`{key}`" for key in extra.implements]
+    gives += ["objects in `metrics`"] * bool(extra.library_metrics)
     for folder in ALIASES:
         plugins = sorted(path.stem for path in (FOLDER / name / folder).glob("*.py"))
         gives += [f"`{plugin}` in `{folder}`" for plugin in plugins if plugin != "__init__"]

@@ -70,8 +70,9 @@ class Extra(NamedTuple):
     model_files, whose export() writes a model's computation for `export --to`.
     column_encoder: the module that encodes columns of text, dates and missing cells for
     data/input_encoding.py. implements: a key of hvdtrain -> the module of the extra that does what
-    the key selects; without the extra, the key's other values are errors. maps: the package
-    whose modules moved_masks, pictures and mask_files serve tasks with masks or maps.
+    the key selects; without the extra, the key's other values are errors. maps: the package whose
+    modules moved_masks, pictures and mask_files serve tasks with masks or maps. library_metrics:
+    the module whose metric_of() converts a metric of torchmetrics.
     """
 
     status: Literal["stable", "experimental"]
@@ -88,6 +89,7 @@ class Extra(NamedTuple):
     column_encoder: str = ""
     implements: Mapping[str, str] = MappingProxyType({})
     maps: str = ""
+    library_metrics: str = ""
     model_files: Mapping[str, str] = MappingProxyType({})
     image_files: tuple[str, ...] = ()
     token_images: tuple[str, ...] = ()
@@ -211,6 +213,12 @@ def stages() -> str | None:
 def maps() -> str | None:
     """Returns the package of an extra for masks and maps; None if there is none."""
     return next((extra.maps for extra in extras().values() if extra.maps), None)
+
+
+def library_metrics() -> str | None:
+    """Returns the module of an extra for metrics of torchmetrics; None if there is none."""
+    found = (extra.library_metrics for extra in extras().values() if extra.library_metrics)
+    return next(found, None)
 
 
 def maps_module(name: str, where: str) -> Any:

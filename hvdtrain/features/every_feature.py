@@ -166,7 +166,6 @@ OF_HVDTRAIN: tuple[JobFeature, ...] = (
     tasks.IGNORED_LABEL,
     tasks.CLASS_METRICS,
     tasks.GAPS,
-    tasks.MULTILABEL,
     tasks.USER_TASK,
     tasks.LOG_TARGETS,
     tasks.STOP_TARGET,

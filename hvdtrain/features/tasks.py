@@ -259,11 +259,6 @@ def mixes(key: str, fix: str) -> Exclusion:
     )
 
 
-MULTILABEL = answers(
-    "multilabel",
-    mixes("augment.mixup", "augment.mixup=0"),
-    mixes("augment.cutmix", "augment.cutmix=0"),
-)
 # task.name=package.module:build: a task of the user, or one of hvdtrain's with metrics of the user
 # or of torchmetrics.
 USER_TASK = JobFeature(

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from hvdtrain.data.packed import ANSWERS, SEGMENTS, TOKENS
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.label_counts import LossForm, Operations, edges_of_bins, right_terms, terms
+from hvdtrain.tasks.label_counts import LossForm, Operations, right_terms
 from hvdtrain.tasks.points import Points
 from hvdtrain.tasks.task import DeviceAndDtype, Each, TaskPart, outputs_of
 from hvdtrain.tasks.transform import Transform
@@ -240,29 +240,6 @@ class TorchRegression:
         if maps is None or is_of_y or found.ndim != 4:
             return found
         return maps.in_layout_of_y(found, "first")
-
-
-class TorchMultilabel:
-    """Logits (n, labels), y uint8 (n, labels). Images are uint8 (n, C, H, W)."""
-
-    def __init__(self, inputs: TorchInputs, bins: int, place: DeviceAndDtype) -> None:
-        self._inputs = inputs
-        lower, upper = (
-            torch.tensor(edges, dtype=torch.float64, device=place.device)
-            for edges in edges_of_bins(bins)
-        )
-        self._edges = lower, upper
-
-    def inputs(self, batch: Tensors) -> torch.Tensor:
-        return self._inputs(batch["x"])
-
-    def each(self, outputs: torch.Tensor, batch: Tensors, training: bool) -> Each:
-        outputs = main_output(outputs)
-        loss = functional.binary_cross_entropy_with_logits(
-            outputs, batch["y"].to(outputs.dtype), reduction="none"
-        ).mean(1)
-        logits = outputs.detach()
-        return Each(loss, terms(logits, logits.sigmoid(), batch["y"] > 0, self._edges))
 
 
 class CutLogits(Protocol):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from hvdtrain.core.extras import library_metrics
 from hvdtrain.core.metrics import Better, Concatenated
 from hvdtrain.core.own_line import own_line
+from hvdtrain.data.field import Padding
 from hvdtrain.errors import BUG, UserError, exit_code_of, first_line
 
 WHERE = "hvdtrain.train(), metrics"
@@ -62,6 +65,14 @@ class GatheredMetric:
 
     length: ClassVar[int] = -1  # it has no vector of sums
     percent: ClassVar[bool] = False
+
+
+class LibraryFunction:
+    """The function of a library's metric, which may not support padded targets."""
+
+    def refuse_padding(self, padding: Padding) -> None:
+        """Raises UserError if the metric would compare outputs with padding."""
+        raise NotImplementedError
 
 
 UserMetrics = Mapping[str, OwnMetric | GatheredMetric]
@@ -134,13 +145,15 @@ def _is_library_metric(thing: Any) -> bool:
 def _of_library(
     name: str, metric: Any, better: Better, inputs: Any = None
 ) -> OwnMetric | GatheredMetric:
-    from hvdtrain.tasks.library_metrics import PartsOfMetric, SumsOfMetric, has_sums_alone
-
-    if not has_sums_alone(metric):
-        parts = PartsOfMetric(name, metric, inputs, WHERE)
-        return GatheredMetric(parts, better, parts.compute)
-    sums = SumsOfMetric(name, metric, inputs, WHERE)
-    return OwnMetric(sums, better, sums.length, sums.compute)
+    module = library_metrics()
+    if module is None:
+        what = f"metric {name} belongs to torchmetrics, which needs an extra of hvdtrain"
+        fix = "hvdtrain.OwnMetric; `hvdtrain extras` lists the installed extras"
+        raise UserError(what, WHERE, fix)
+    found: OwnMetric | GatheredMetric = importlib.import_module(module).metric_of(
+        name, metric, better, inputs, WHERE
+    )
+    return found
 
 
 def summed(metrics: UserMetrics) -> dict[str, OwnMetric]:

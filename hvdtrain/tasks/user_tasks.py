@@ -17,12 +17,12 @@ from hvdtrain.data.field import Field, field_of_facts
 from hvdtrain.data.source import Source, arrays_in_memory
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.tasks.around import AroundTask
-from hvdtrain.tasks.library_metrics import PartsOfMetric, SumsOfMetric
 from hvdtrain.tasks.task import DeviceAndDtype, Task, TaskPart, find_field, is_users_model
 from hvdtrain.tasks.transform import ColumnStats, Transform, input_stats, transform_of_facts
 from hvdtrain.tasks.user_functions import (
     WHERE,
     GatheredMetric,
+    LibraryFunction,
     OwnMetric,
     UserLoss,
     UserMetrics,
@@ -343,7 +343,7 @@ def measured(task: Task, metrics: UserMetrics, objective: str | None, examples: 
 def _refuse_padded_targets(task: Task, metrics: UserMetrics) -> None:
     padding = y.padding if (y := task.fields.get("y")) is not None else None
     for metric in metrics.values():
-        if padding is not None and isinstance(metric.function, (SumsOfMetric, PartsOfMetric)):
+        if padding is not None and isinstance(metric.function, LibraryFunction):
             metric.function.refuse_padding(padding)
 
 

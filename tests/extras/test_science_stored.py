@@ -204,7 +204,11 @@ def test_stored_pixels_are_images_as_arrays_in_memory_are(
 @pytest.mark.in_turn
 @pytest.mark.parametrize(
     "task",
-    ["regression", "multilabel", pytest.param("segmentation", marks=needs_extra("maps"))],
+    [
+        "regression",
+        pytest.param("multilabel", marks=needs_extra("multilabel")),
+        pytest.param("segmentation", marks=needs_extra("maps")),
+    ],
 )
 def test_pixels_with_their_channels_first_are_images_of_every_task(
     task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -39,6 +39,7 @@ JOBS = {
     "classes": f"{CLASSES} task.class_weights=balanced model.name=linear optim.base_lr=0.1 "
     "batch.micro=4",
 }
+NEEDED = {"maps": "pixels", "multilabel": "labels"}
 if FULL:
     JOBS |= {
         "labels, JAX": f"{LABELS} framework=jax model.name=mlp model.widths=[5] optim.base_lr=0.5",
@@ -80,7 +81,9 @@ def numbers(run: Path) -> dict[tuple[str, int], dict[str, float | None]]:
 @pytest.mark.parametrize(
     "job",
     [
-        pytest.param(job, marks=needs_extra("maps") if job.startswith("pixels") else ())
+        pytest.param(
+            job, marks=[needs_extra(name) for name in NEEDED if job.startswith(NEEDED[name])]
+        )
         for job in JOBS
     ],
 )

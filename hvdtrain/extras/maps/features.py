@@ -5,7 +5,7 @@ from __future__ import annotations
 from hvdtrain.config.exclusion import Exclusion, When, above
 from hvdtrain.config.schema import Config
 from hvdtrain.features.of_extras import Added, AddedRows
-from hvdtrain.features.tasks import MULTILABEL, answers, mixes
+from hvdtrain.features.tasks import GAPS, answers, mixes
 
 
 def _has_only_classes(config: Config) -> bool:
@@ -38,5 +38,5 @@ SEGMENTATION = answers(
     _black_pixels("augment.rand_augment", "augment.rand_augment=0", _has_only_classes),
 )
 
-FEATURES = (Added((SEGMENTATION,), behind=MULTILABEL),)
+FEATURES = (Added((SEGMENTATION,), behind=GAPS),)
 ROWS: tuple[AddedRows, ...] = ()

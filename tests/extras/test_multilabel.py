@@ -23,8 +23,8 @@ from hvdtrain.data.declared import as_declared
 from hvdtrain.data.source import Source
 from hvdtrain.data.user_data.as_source import as_source
 from hvdtrain.errors import UserError
-from hvdtrain.tasks import multilabel
-from hvdtrain.tasks.multilabel import Multilabel
+from hvdtrain.extras.multilabel.tasks import multilabel
+from hvdtrain.extras.multilabel.tasks.multilabel import Multilabel
 from hvdtrain.training.build import build_learner
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.conflicts import refuse_conflicts

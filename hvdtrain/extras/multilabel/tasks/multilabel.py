@@ -120,7 +120,8 @@ class Multilabel(Task):
         return found == (samples, self.labels)
 
     def torch(self, model: ModelConfig, place: DeviceAndDtype) -> TaskPart:
-        from hvdtrain.tasks.torch import TorchInputs, TorchMultilabel
+        from hvdtrain.extras.multilabel.torch_part import TorchMultilabel
+        from hvdtrain.tasks.torch import TorchInputs
 
         return TorchMultilabel(
             TorchInputs(self.transform, place, is_users_model(model)), self.bins, place

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.core.metrics import Concatenated
+from hvdtrain.core.metrics import Better, Concatenated
 from hvdtrain.core.own_line import own_line
 from hvdtrain.data.field import Padding
 from hvdtrain.errors import BUG, UserError, exit_code_of, first_line
+from hvdtrain.tasks.user_functions import GatheredMetric, LibraryFunction, OwnMetric
 
 Inputs = Callable[[Any, Mapping[str, Any]], tuple[Any, Any]]  # (outputs, batch) -> (preds, target)
 _KNOWN = ("sum", "mean", "max", "min", "cat", "stack")  # of _reduction()
@@ -27,6 +28,18 @@ _UPDATE = f"{_FIX}, with a metric whose update() takes these two; or hvdtrain.Ow
 def has_sums_alone(metric: Any) -> bool:
     """Whether every state is a sum over samples."""
     return all(_reduction(reduction) == "sum" for reduction in metric._reductions.values())
+
+
+def metric_of(
+    name: str, metric: Any, better: Better, inputs: Inputs | None, where: str
+) -> OwnMetric | GatheredMetric:
+    """Returns a metric of torchmetrics as one of hvdtrain. Raises UserError if that is not
+    possible."""
+    if not has_sums_alone(metric):
+        parts = PartsOfMetric(name, metric, inputs, where)
+        return GatheredMetric(parts, better, parts.compute)
+    sums = SumsOfMetric(name, metric, inputs, where)
+    return OwnMetric(sums, better, sums.length, sums.compute)
 
 
 def _reduction(function: Any) -> str:
@@ -163,7 +176,7 @@ class _Library:
         return float(found) if found.numel() else math.nan
 
 
-class SumsOfMetric:
+class SumsOfMetric(LibraryFunction):
     """A metric as a function (outputs, batch) -> (n, length), whose sum over all samples is the
     change of its states; compute() takes that sum.
 
@@ -176,7 +189,9 @@ class SumsOfMetric:
         self._defaults = {
             state: value.double().clone() for state, value in self._library.defaults.items()
         }
-        self.refuse_padding = self._library.refuse_padding
+
+    def refuse_padding(self, padding: Padding) -> None:
+        self._library.refuse_padding(padding)
 
     @property
     def length(self) -> int:
@@ -208,7 +223,7 @@ class SumsOfMetric:
         return self._library.value_of(states)
 
 
-class PartsOfMetric:
+class PartsOfMetric(LibraryFunction):
     """A metric as a function (outputs, batch) -> Concatenated, the states after only this batch;
     compute() takes the parts of all batches.
 
@@ -223,7 +238,6 @@ class PartsOfMetric:
         self._reductions = {
             state: _reduction(function) for state, function in metric._reductions.items()
         }
-        self.refuse_padding = self._library.refuse_padding
         self._last: tuple[weakref.ref[Concatenated], float] | None = (
             None  # no cache: compute() is called several times for one evaluation
         )
@@ -237,6 +251,9 @@ class PartsOfMetric:
             raise UserError(
                 what, where, "dist_reduce_fx=sum, max, min or cat; or hvdtrain.OwnMetric"
             )
+
+    def refuse_padding(self, padding: Padding) -> None:
+        self._library.refuse_padding(padding)
 
     def __call__(self, outputs: Any, batch: Mapping[str, Any]) -> Concatenated:
         states, _ = self._library.states_after(outputs, batch)

@@ -377,7 +377,7 @@ def test_a_metric_that_fails_is_told_by_its_name() -> None:
         (lambda outputs, batch: (outputs, 1, 2), "returns 3 things, not two tensors"),
         (
             lambda outputs, batch: (outputs, batch["z"]),
-            r"the function of its inputs fails: KeyError: 'z'\n.*test_library_metrics.py:\d+",
+            r"the function of its inputs fails: KeyError: 'z'\n.*test_torchmetrics.py:\d+",
         ),
     ):
         with pytest.raises(UserError, match=message):

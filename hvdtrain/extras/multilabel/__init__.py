@@ -1,0 +1,1 @@
+"""Several labels of a sample: the task and its part in torch."""

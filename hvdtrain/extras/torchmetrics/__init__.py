@@ -1,0 +1,1 @@
+"""Metrics of torchmetrics, computed over all ranks."""
