@@ -205,6 +205,16 @@ def implementation(key: str) -> str | None:
     return next(found, None)
 
 
+def implementing_module(key: str) -> Any:
+    """Returns the module of an extra that implements a key. Raises UserError without that extra,
+    which features reject before the first step."""
+    module = implementation(key)
+    if module is None:
+        what = f"this copy of hvdtrain has no extra that does {key}"
+        raise UserError(what, key, "leave it out; `hvdtrain extras` lists the installed extras")
+    return importlib.import_module(module)
+
+
 def stages() -> str | None:
     """Returns the module of an extra that copies files for data.stage; None if there is none."""
     return implementation("data.stage")

@@ -317,6 +317,7 @@ RAND_AUGMENT = JobFeature(
     on=lambda config: config.augment.rand_augment > 0,
     examples=("augment.rand_augment=2",),
     off="augment.rand_augment=0",
+    is_extra=True,
     without=options("augment.rand_augment", {"augment.magnitude": 7}, fix="augment.rand_augment=2"),
 )
 COLOR_JITTER = JobFeature(
@@ -324,6 +325,7 @@ COLOR_JITTER = JobFeature(
     on=lambda config: bool(config.augment.color_jitter),
     examples=("augment.color_jitter=[0.4,0.4,0.4,0.1]",),
     off="augment.color_jitter=[]",
+    is_extra=True,
     rules=(
         Exclusion(
             "augment.color_jitter",
@@ -342,6 +344,7 @@ VIEWS = JobFeature(
     on=lambda config: config.evaluate.views > 1,
     examples=("evaluate.views=2",),
     off="evaluate.views=1",
+    is_extra=True,
     words_of_counts=lambda config: f", {config.evaluate.views} views of each in an evaluation",
     excludes=(
         Exclusion(

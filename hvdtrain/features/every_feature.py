@@ -34,15 +34,23 @@ def _plain(
     without: tuple[Exclusion, ...] = (),
     other_keys: tuple[str, ...] = (),
     gauge: str = "",
+    is_extra: bool = False,
 ) -> JobFeature:
-    """Returns a feature that is on if its key differs from the usual value; without, other_keys and
-    gauge as in JobFeature."""
+    """Returns a feature that is on if its key differs from the usual value; without, other_keys,
+    gauge and is_extra as in JobFeature."""
 
     def on(config: Config) -> bool:
         return bool(value_of(config, key) != usual)
 
     return JobFeature(
-        key=key, on=on, examples=examples, without=without, other_keys=other_keys, gauge=gauge
+        key=key,
+        on=on,
+        examples=examples,
+        without=without,
+        other_keys=other_keys,
+        gauge=gauge,
+        is_extra=is_extra,
+        off=f"{key}={usual:g}" if is_extra else "",
     )
 
 
@@ -86,7 +94,7 @@ PLAIN = (  # these exclude nothing themselves: other features list what they exc
     _plain("augment.flip", False, "augment.flip=true", "augment.flip=alternating"),
     _plain("augment.resized_crop", 0.0, "augment.resized_crop=0.5"),
     _plain("augment.cutout", 0, "augment.cutout=2"),
-    _plain("augment.erase", 0.0, "augment.erase=0.5"),
+    _plain("augment.erase", 0.0, "augment.erase=0.5", is_extra=True),
     _plain("model.freeze", [], 'model.freeze=["*bias"]'),
     _plain("evaluate.every_steps", None, "evaluate.every_steps=2"),
     _plain("evaluate.samples", None, "evaluate.samples=5"),

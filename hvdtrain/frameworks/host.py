@@ -16,7 +16,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays, ArrayStream, Batch, Piece, as_stream, whole
 from hvdtrain.core.metrics import Sums, add_sums, zero_sums
 from hvdtrain.core.progress import Hyper
-from hvdtrain.data.images.views import make_views
+from hvdtrain.data.images.averaging import averaging_of
 from hvdtrain.data.source import Source
 from hvdtrain.frameworks.learner import Learner, Predictions, check_fit, global_weight, plain_names
 from hvdtrain.frameworks.stopwatch import HostStopwatch, Stopwatch
@@ -109,7 +109,7 @@ class HostLearner(Learner):
         self.skips_nonfinite = config.guard.nonfinite == "skip"
         self.dtype = dtype
         self.part: NumpyPart = part_of(task, "numpy", config, DeviceAndDtype(dtype))
-        self.views = make_views(config, task.fields)
+        self.averaging = averaging_of(config, task.fields)
         self.stopwatch: Stopwatch = HostStopwatch()
         self.waits_only_in_communication = True
         self.is_sharded = False
@@ -231,7 +231,7 @@ class HostLearner(Learner):
             added.append(self.model.added_loss())
             return outputs
 
-        outputs = self.views.mean(batch.batch, outputs_of, np)
+        outputs = self.averaging.mean(batch.batch, outputs_of, np)
         return Predictions(
             outputs, self._sums(outputs, batch, sum(added) / len(added), training=False)
         )

@@ -14,7 +14,7 @@ from hvdtrain.comm.launcher_variables import Placement, take_part_of_gpu
 from hvdtrain.comm.rendezvous import allow_open_files
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
-from hvdtrain.data.images.views import make_views
+from hvdtrain.data.images.averaging import averaging_of
 from hvdtrain.data.source import LabelledImages, Source
 from hvdtrain.errors import UserError, short
 from hvdtrain.frameworks.by_name import momentum
@@ -283,7 +283,7 @@ def check_task(config: Config, task: Task) -> None:
                 else ""
             )
             raise UserError(what, config.where(f"augment.{key}"), fix)
-    make_views(config, task.fields)
+    averaging_of(config, task.fields)
     if config.log.noise_scale and task.sample_weight is None:
         what = (
             f"log.noise_scale compares means over samples, but with task.name={task.name} their "

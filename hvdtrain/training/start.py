@@ -181,15 +181,13 @@ def begin(config: Config, datasets: Datasets) -> TrainState:
     samples = len(datasets.train)
     metric = objective(datasets.task)
     progress = Progress(samples, total_samples(config, samples))
-    evaluates = config.evaluate.samples or len(datasets.val)
-    return TrainState(
+    state = TrainState(
         progress,
-        evaluates=evaluates,
-        views=config.evaluate.views,
         sums=zero_sums(datasets.task.sums),
         objective=metric.name,
         better=metric.better,
     )
+    return state.evaluated_by(config.evaluate, len(datasets.val))
 
 
 def begin_with_samples(config: Config, datasets: Datasets, learner: Learner) -> None:

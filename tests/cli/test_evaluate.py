@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from ranks import FULL, mpirun, needs_mpirun, python
+from ranks import FULL, mpirun, needs_extra, needs_mpirun, python
 from safetensors import safe_open
 from safetensors.numpy import load_file
 from sklearn.metrics import average_precision_score, roc_auc_score
@@ -147,6 +147,7 @@ def test_the_result_is_that_of_the_last_epoch_with_counts_by_hand(
     assert (run / "config.yaml").read_bytes() == config
 
 
+@needs_extra("augmentations")
 def test_views_are_those_of_the_run_or_of_the_command(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,9 +81,9 @@ def test_the_numbers_of_a_part_lie_one_array_behind_the_other() -> None:
     ]
     # 12 bytes, 4 of alignment, 8
     part = RankRuns([list(piece.runs()) for piece in pieces], np.empty(24, np.uint8))
-    for view, piece in zip(part.views(arrays), pieces, strict=True):
+    for view, piece in zip(part.arrays_of(arrays), pieces, strict=True):
         view[:] = piece.read()
-    assert [view.tolist() for view in part.views(arrays)] == [[0, 1, 2], [7]]
+    assert [view.tolist() for view in part.arrays_of(arrays)] == [[0, 1, 2], [7]]
     assert part.memory[:12].view("<f4").tolist() == [0, 1, 2] and part.memory[16:].view(
         "<f8"
     ).tolist() == [7]
@@ -145,7 +145,7 @@ def test_a_rank_asks_its_source_alone_where_its_parts_lie(
         )
         taken = communicator.taken - numbers
         found = {
-            rank: [view.tolist() for view in part.views(copies.arrays)]
+            rank: [view.tolist() for view in part.arrays_of(copies.arrays)]
             for rank, part in copies.parts.items()
         }
         assert copies.empty == {1}

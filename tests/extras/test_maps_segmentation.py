@@ -28,11 +28,11 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.data.declared import as_declared
 from hvdtrain.data.images import augment
 from hvdtrain.data.images.augment import AugmentationParameters
-from hvdtrain.data.images.operations import GEOMETRIC, Operation
 from hvdtrain.data.sampler import Positions
 from hvdtrain.data.source import NamedArrays, Source
 from hvdtrain.data.user_data.as_source import as_source
 from hvdtrain.errors import UserError
+from hvdtrain.extras.augmentations.operations import GEOMETRIC, Operation
 from hvdtrain.extras.maps.moved_masks import MovedMasks, move, with_moved_masks
 from hvdtrain.extras.maps.tasks import segmentation
 from hvdtrain.extras.maps.tasks.segmentation import Segmentation

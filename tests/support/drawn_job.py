@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from ranks import implemented
 from torch import nn
 
 from hvdtrain.config.schema import known_keys
@@ -275,7 +276,7 @@ class _Options:
             words += (
                 self.sometimes(0.1, "augment.cutout=2")
                 + self.sometimes(0.1, "augment.mixup=0.3")
-                + self.sometimes(0.15, "evaluate.views=2")
+                + [*map(implemented, self.sometimes(0.15, "evaluate.views=2"))]
             )
         if self.model.startswith("gpt"):
             words += self.sometimes(0.2, "model.recompute=all") + self.sometimes(
@@ -307,7 +308,7 @@ class _Options:
                 "augment.rand_augment=2",
                 "augment.color_jitter=[0.4,0.4]",
             ):
-                found += [word] if dice.random() < 0.1 else []
+                found += [implemented(word)] if dice.random() < 0.1 else []
             if "sample_weights" not in " ".join(found) and dice.random() < 0.1:
                 found.append("augment.cutmix=1.0")
             if "augment.crop" not in words and dice.random() < 0.1:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from ranks import implemented
 
 from hvdtrain.comm.communicator import Buffer, Communicator, CompletedHandle, Handle, Op
 from hvdtrain.config.read import configure
@@ -37,8 +38,8 @@ GROWN = (  # a recipe with nearly everything
     'optim.groups=[{"names":"*.bias","rate":3,"momentum":0.7},{"names":"fc.*","rate":1.5,"decay":2}]'
 )
 SYNC = "model.name=convnet model.widths=[3,4] norm.kind=sync optim.base_lr=0.3 max_steps=20"
-SEEN = "augment.flip=alternating augment.crop=1 augment.pad=reflect evaluate.views=6"
-MIXED = (
+SEEN = implemented("augment.flip=alternating augment.crop=1 augment.pad=reflect evaluate.views=6")
+MIXED = implemented(
     "model.name=linear optim.base_lr=0.05 augment.flip=true augment.rand_augment=1 "
     "augment.color_jitter=[0.4,0.4] augment.erase=0.5 "
     "augment.cutmix=1.0"
@@ -56,8 +57,9 @@ JOBS = {
     "torch least squares": "model.name=linear model.loss=squared_error optim.base_lr=0.002",
     "torch mlp": "model.name=mlp model.widths=[24,16] optim.base_lr=0.05",
     "torch with an unused layer": "model.name=faulty:Faulty optim.base_lr=0.05",
-    "torch wide_resnet": "model.widths=[2,2,2,2] optim.base_lr=0.02 max_steps=20 evaluate.views=2 "
-    "optim.ema=0.9",
+    "torch wide_resnet": implemented(
+        "model.widths=[2,2,2,2] optim.base_lr=0.02 max_steps=20 evaluate.views=2 optim.ema=0.9"
+    ),
     "jax softmax": f"framework=jax model.name=linear optim.base_lr=0.05 {SEEN}",
     "jax convnet, micro-batches": "framework=jax model.name=convnet model.widths=[4,6] "
     "model.norm=false optim.base_lr=0.2 batch.micro=5",

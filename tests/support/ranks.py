@@ -22,7 +22,7 @@ from record import note
 
 from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config.schema import OPEN_SECTIONS, known_keys
-from hvdtrain.core.extras import extras
+from hvdtrain.core.extras import extras, implementation
 from hvdtrain.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,6 +62,14 @@ def of_this_copy(rows: Iterable[str]) -> list[str]:
 def _is_of_this_copy(word: str) -> bool:
     key = word.partition("=")[0]
     return "." not in key or key in known_keys() or key.partition(".")[0] in OPEN_SECTIONS
+
+
+def implemented(words: str) -> str:
+    """The words without those of augmentations and views that need an extra which this copy of
+    hvdtrain lacks."""
+    keys = ("augment.rand_augment", "augment.color_jitter", "augment.erase", "evaluate.views")
+    gone = [key for key in keys if implementation(key) is None]
+    return " ".join(word for word in words.split() if word.partition("=")[0] not in gone)
 
 
 def needs_extra(name: str) -> pytest.MarkDecorator:

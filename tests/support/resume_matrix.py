@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from ranks import implemented
 from torch import nn
 
 from hvdtrain.comm.communicator import Communicator
@@ -72,9 +73,11 @@ KINDS = {  # kinds of state that a job may have in the torch framework; float32 
     "recipe.gradient_noise=0.01 optim.clip_norm=1",
     "buckets, micro-batches": f"{MLP} comm.reduce=bucket comm.bucket_mb=0.001 batch.micro=5",
     "stopped in evaluation": f"{RESNET} batch.evaluate=5",
-    "augmentation": f"{RESNET} augment.crop=2 augment.pad=reflect augment.flip=alternating "
-    "augment.cutout=3 evaluate.views=6 "
-    "augment.cutmix=1.0 augment.mixup=0.3 augment.erase=0.5 augment.color_jitter=[0.4]",
+    "augmentation": implemented(
+        f"{RESNET} augment.crop=2 augment.pad=reflect augment.flip=alternating "
+        "augment.cutout=3 evaluate.views=6 "
+        "augment.cutmix=1.0 augment.mixup=0.3 augment.erase=0.5 augment.color_jitter=[0.4]"
+    ),
     "fp16": f"{MLP} speed.precision=fp16",
     "local steps": f"{MLP} comm.local_steps=3",
     "ZeRO stage 1": f"{MLP} optim.name=lamb optim.base_lr=0.003 optim.ema=0.8 shard.stage=1 "

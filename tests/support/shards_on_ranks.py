@@ -14,6 +14,7 @@ import invariance
 import numpy as np
 import torch
 import torch.distributed as dist
+from ranks import implemented
 
 from hvdtrain.comm.communicator import Buffer, Communicator, CompletedHandle, Handle
 from hvdtrain.config.read import configure
@@ -45,7 +46,7 @@ GPT = (
 )
 # on 2 ranks every seventh step straddles epochs so that rank 1 has no sample, and rank 0 none in
 # the last batch of an evaluation
-EMPTY_SHARES = (
+EMPTY_SHARES = implemented(
     "data.name=synthetic data.samples=7 data.val_samples=5 data.shape=[4,4,1] "
     "data.sampling=partition batch.size=2 batch.evaluate=1 "
     "model.name=mlp model.widths=[9,7] optim.name=sgd optim.base_lr=0.1 epochs=9 max_steps=12 "

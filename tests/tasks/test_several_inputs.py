@@ -318,7 +318,11 @@ def test_a_field_that_nothing_uses_is_told_of(
             marks=needs_extra("dense"),
         ),
         ("augment.flip=true", r"augmentation needs images; .*\n.*\n.*or call the field image x"),
-        ("evaluate.views=2", "the data have no field x but image, table, y"),
+        pytest.param(
+            "evaluate.views=2",
+            "the data have no field x but image, table, y",
+            marks=needs_extra("augmentations"),
+        ),
         ("data.mean=[0.5] data.std=[0.2]", "the data have image, table, y, and no x"),
         (
             "task.name=language data.inputs=[image]",

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import needs_extra
+from ranks import implemented, needs_extra
 from waiting import wait_until
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
@@ -123,7 +123,7 @@ def take_steps(prefetcher: Prefetcher, steps: int) -> list[dict[str, int]]:
     return found
 
 
-AUGMENTED = (
+AUGMENTED = implemented(
     "augment.crop=1 augment.flip=true augment.cutout=2 augment.mixup=0.3 augment.cutmix=1.0 "
     "augment.erase=0.5 augment.color_jitter=[0.4] "
     "batch.micro=3 recipe.sample_noise=0.5 optim.base_batch=4"

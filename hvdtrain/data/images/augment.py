@@ -13,16 +13,14 @@ import numpy as np
 
 from hvdtrain.config.sections.augment import AugmentConfig
 from hvdtrain.core.arrays import Batch
-from hvdtrain.data.images.erasing import erase_boxes, has_box, random_pixels
-from hvdtrain.data.images.mixing import blend_weights, draw_mixtures, mix, paste
-from hvdtrain.data.images.operations import HostArrays, apply_operations
-from hvdtrain.data.images.random_operations import color_jitter, rand_augment
+from hvdtrain.core.extras import implementing_module
+from hvdtrain.data.images.mixing import blend_weights, draw_mixtures, mix
 from hvdtrain.data.images.resized_crop import crop_boxes, draw_keys, integers, resized_crop, uniform
 from hvdtrain.errors import UserError
 
 # Each parameter has its own counters, so that switching one augmentation on does not change the
 # parameters of another. Other files use more counters: 5 to 7 and 40 to 44: mixing.py; from 16 on:
-# resized_crop.py; from 64 on: random_operations.py; from 104 on: erasing.py.
+# resized_crop.py; from 64 on: the random_operations.py of an extra; from 104 on: its erasing.py.
 _SHIFT = range(0, 2)
 _FLIP = range(2, 3)
 _CUTOUT = range(3, 5)
@@ -66,12 +64,22 @@ class AugmentationParameters(NamedTuple):
         None
     )
 
+    @property
+    def has_changes(self) -> bool:
+        """Whether there are operations or boxes of random pixels, which an extra applies."""
+        return self.operation is not None or self.erase_box is not None
+
+
+CHANGES = "augment.rand_augment"  # one of the keys that the same module implements
+_NO_CHANGES = (None, None, None, None)  # operation, argument, erase_box, erase_key
+
 
 def check_augmentation(augment: AugmentConfig, shape: tuple[int, int, int]) -> None:
     """Raises UserError if an image of `shape`, (H, W, C), might become all black, or if it has no
     colours to change."""
     height, width, channels = shape
-    _check_channels(augment, channels)
+    if changing := changing_key(augment):
+        implementing_module(changing).check_channels(augment, channels)
     images = f"images of {height} x {width} pixels"
     if augment.crop >= min(height, width):
         what = f"augment.crop={augment.crop} may leave nothing of {images}"
@@ -81,31 +89,15 @@ def check_augmentation(augment: AugmentConfig, shape: tuple[int, int, int]) -> N
         raise UserError(what, augment.where("cutout"), f"less than {max(height, width)}")
 
 
-def _check_channels(augment: AugmentConfig, channels: int) -> None:
-    if augment.rand_augment:
-        changes = "rand_augment"
-    elif any(augment.color_jitter[1:]):
-        changes = "color_jitter"
-    else:
-        changes = ""
-    if changes and channels not in (1, 3):
-        what = (
-            f"augment.{changes} converts images to grey, which needs 1 or 3 channels; these have "
-            f"{channels}"
-        )
-        fix = (
-            f"leave augment.{changes} out; brightness, augment.erase and augment.cutmix support "
-            "any number of channels"
-        )
-        raise UserError(what, augment.where(changes), fix)
-    if channels == 1 and any(augment.color_jitter[2:]):
-        what = "augment.color_jitter sets saturation or hue, which images of 1 channel do not have"
-        shown = ",".join(f"{width:g}" for width in augment.color_jitter[:2])
-        raise UserError(
-            what,
-            augment.where("color_jitter"),
-            f"augment.color_jitter=[{shown}]: brightness and contrast",
-        )
+def changing_key(augment: AugmentConfig) -> str:
+    """Returns the first key that is on and changes colours, erases boxes or applies RandAugment,
+    which an extra does; empty if there is none."""
+    keys = {
+        "rand_augment": augment.rand_augment,
+        "color_jitter": any(augment.color_jitter),
+        "erase": augment.erase,
+    }
+    return next((f"augment.{name}" for name, is_on in keys.items() if is_on), "")
 
 
 def draw(
@@ -119,7 +111,7 @@ def draw(
     (H, W, C)."""
     height, width, _ = shape
     keys = draw_keys(seed, epochs, samples)
-    crop_box = shift = reflected_shift = flipped = cutout_box = erase_box = erase_key = None
+    crop_box = shift = reflected_shift = flipped = cutout_box = None
     if augment.resized_crop:
         crop_box = crop_boxes(keys, augment.resized_crop, height, width)
     elif augment.crop:
@@ -132,29 +124,14 @@ def draw(
         )
     elif augment.flip:
         flipped = uniform(keys, _FLIP)[:, 0] < 0.5
-    if augment.erase:
-        erase_box = erase_boxes(keys, augment.erase, height, width)
-        erase_key = keys
     if augment.cutout:
         cutout_box = _cutout_boxes(uniform(keys, _CUTOUT), augment.cutout, height, width)
     places = crop_box, shift, reflected_shift, flipped
-    colours = *_operations(augment, keys, height, width), erase_box, erase_key, cutout_box
-    return AugmentationParameters(*places, *colours, *draw_mixtures(augment, keys, height, width))
-
-
-def _operations(
-    augment: AugmentConfig, keys: np.ndarray, height: int, width: int
-) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Draws AugmentationParameters.operation and argument."""
-    drawn = []
-    if augment.rand_augment:
-        drawn.append(rand_augment(keys, augment.rand_augment, augment.magnitude, height, width))
-    if any(augment.color_jitter):
-        drawn.append(color_jitter(keys, augment.color_jitter))
-    if not drawn:
-        return None, None
-    operations, arguments = zip(*drawn, strict=True)
-    return np.concatenate(operations, 1), np.concatenate(arguments, 1)
+    changes = _NO_CHANGES
+    if changing := changing_key(augment):
+        changes = implementing_module(changing).draw(augment, keys, height, width)
+    mixtures = draw_mixtures(augment, keys, height, width)
+    return AugmentationParameters(*places, *changes, cutout_box, *mixtures)
 
 
 def augment_batch(batch: Batch) -> Batch:
@@ -202,10 +179,8 @@ def apply(x: np.ndarray, parameters: AugmentationParameters) -> np.ndarray:
             else _shift(x, parameters.reflected_shift, reflects=True)
         )
         x = x if parameters.flipped is None else _flip(x, parameters.flipped)
-    if parameters.operation is not None and parameters.argument is not None:
-        x = apply_operations(x, parameters.operation, parameters.argument, HostArrays())
-    if parameters.erase_box is not None and parameters.erase_key is not None:
-        x = _erase(x, parameters.erase_box, parameters.erase_key)
+    if parameters.has_changes:
+        x = implementing_module(CHANGES).apply(x, parameters)
     return x if parameters.cutout_box is None else _cutout(x, parameters.cutout_box)
 
 
@@ -227,13 +202,6 @@ def _flip(x: np.ndarray, flipped: np.ndarray) -> np.ndarray:
     # (n, H, W): whole pixels move twice as fast as bytes
     pixels = result.reshape(n, height, width * channels).view(f"V{channels}")
     pixels[flipped] = pixels[flipped][:, :, ::-1]
-    return result
-
-
-def _erase(x: np.ndarray, boxes: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    rows = has_box(boxes)
-    result = x.copy()
-    result[rows] = paste(x[rows], random_pixels(keys[rows], *x.shape[1:]), boxes[rows])
     return result
 
 

@@ -218,7 +218,7 @@ class RankRuns(NamedTuple):
     runs: list[Runs]  # runs of each array
     memory: np.ndarray  # bytes
 
-    def views(self, arrays: Sequence[Array]) -> Iterator[np.ndarray]:
+    def arrays_of(self, arrays: Sequence[Array]) -> Iterator[np.ndarray]:
         """Returns views of the arrays."""
         begin = 0
         for array, runs in zip(arrays, self.runs, strict=True):
@@ -276,7 +276,7 @@ class Neighbours:
             memory = Copies(number, self._size, self.arrays, parts, self._empty)
         own = memory.parts[self._rank]
         kept = memory.parts[self._source]
-        for view, piece in zip(own.views(self.arrays), pieces, strict=True):
+        for view, piece in zip(own.arrays_of(self.arrays), pieces, strict=True):
             np.copyto(view, piece.read())
         if kept is not own:
             self._swap(own.memory, kept.memory, "copy.parts")
@@ -330,7 +330,7 @@ def wholes(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields whole arrays, one by one, from this rank's parts and the other ranks'. A
     collective."""
-    views = [list(part.views(arrays)) for part in parts]
+    of_parts = [list(part.arrays_of(arrays)) for part in parts]
     at_once = max(1, RUNS_AT_ONCE // communicator.size)
     of_ranks: list[list[Runs]] = []
     for i, array in enumerate(arrays):
@@ -341,7 +341,7 @@ def wholes(
                     for j in range(i, min(i + at_once, len(arrays)))
                 ]
             )
-        own = np.concatenate([np.empty(0, array.dtype), *[of_part[i] for of_part in views]])
+        own = np.concatenate([np.empty(0, array.dtype), *[of_part[i] for of_part in of_parts]])
         runs = [of_rank[i % at_once] for of_rank in of_ranks]
         yield array.name, gather_one(communicator, array.name, array.shape, own, runs)
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hvdtrain.config.sections.augment import AugmentConfig
+from hvdtrain.core.extras import implementing_module
 from hvdtrain.data.around_source import AroundSource
-from hvdtrain.data.images.augment import AugmentationParameters, draw
-from hvdtrain.data.images.operations import HostArrays, is_geometric, moved_pixels
+from hvdtrain.data.images.augment import CHANGES, AugmentationParameters, draw
 from hvdtrain.data.images.resized_crop import WEIGHT_ONE, interpolate_box
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
@@ -82,11 +82,10 @@ def move(masks: np.ndarray, parameters: AugmentationParameters, outside: int) ->
     moved = _taken(masks, rows[:, :, None], columns[:, None], outside)
     if parameters.operation is None or parameters.argument is None:
         return moved
-    height, width = masks.shape[1:]
+    moved_places = implementing_module(CHANGES).moved_places
     for operation, argument in zip(parameters.operation.T, parameters.argument.T, strict=True):
-        of_places = np.flatnonzero(is_geometric(operation))
-        found = moved_pixels(operation[of_places], argument[of_places], height, width, HostArrays())
-        moved[of_places] = _taken(moved[of_places], *found, outside)
+        of_places, rows, columns = moved_places(operation, argument, *masks.shape[1:])
+        moved[of_places] = _taken(moved[of_places], rows, columns, outside)
     return moved
 
 

@@ -29,7 +29,7 @@ from hvdtrain.core.arrays import (
 from hvdtrain.core.metrics import Sums, host_value, zero_sums
 from hvdtrain.core.progress import Hyper, fold
 from hvdtrain.data.images import augment
-from hvdtrain.data.images.views import make_views
+from hvdtrain.data.images.averaging import averaging_of
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.by_name import build_rule, is_made_with_the_model
@@ -106,7 +106,7 @@ class JaxLearner(Learner):
         }
         with target.enable_x64():
             part = part_of(task, "jax", config, DeviceAndDtype(target.dtype, parts=task_parts))
-            views = make_views(config, task.fields)
+            averaging = averaging_of(config, task.fields)
         self._counts_exactly = counts_exactly(part)
         # of Task.gathered; each() is compiled and cannot return them
         self._parts_of = getattr(part, "parts_of", None) if task.gathered else None
@@ -114,7 +114,7 @@ class JaxLearner(Learner):
         self._strategy: JaxStrategy
         if config.shard.stage == 3:
             passes = BlockPasses(
-                Formulas(with_marked_blocks(self.model), part, views),
+                Formulas(with_marked_blocks(self.model), part, averaging),
                 *(
                     optimizer.shapes,
                     self.buffers,
@@ -133,7 +133,7 @@ class JaxLearner(Learner):
         else:
             strategy = JaxZeroStrategy if config.shard.stage else Replicated
             self._strategy = strategy(config, model, optimizer, communicator, target, self._phases)
-            self._passes = WholePasses(Formulas(self.model, part, views), target.everywhere)
+            self._passes = WholePasses(Formulas(self.model, part, averaging), target.everywhere)
         self.is_sharded = self._strategy.is_sharded
         self._optimizer = optimizer
         self._zero = target.to_device(np.zeros((), target.dtype))

@@ -14,7 +14,7 @@ import numpy as np
 from hvdtrain.config.schema import Config
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Hyper
-from hvdtrain.data.images.views import Views
+from hvdtrain.data.images.averaging import Averaging
 from hvdtrain.frameworks.jax.layers import Params
 from hvdtrain.frameworks.jax.model import ForwardPass, JaxModel, key_of
 from hvdtrain.frameworks.jax.parts import in_one_row
@@ -51,10 +51,10 @@ class Gradient(NamedTuple):
 class Formulas:
     """Loss and gradient. Batches that reach them have rows."""
 
-    def __init__(self, model: JaxModel, part: TaskPart, views: Views) -> None:
+    def __init__(self, model: JaxModel, part: TaskPart, averaging: Averaging) -> None:
         self.model = model
         self.part = part
-        self.views = views
+        self.averaging = averaging
 
     def sums(self, weights: Weights, buffers: Params, batch: PaddedBatch) -> Sums:
         """Returns the sums in evaluation."""
@@ -67,7 +67,7 @@ class Formulas:
         def of_view(arrays: Mapping[str, jax.Array]) -> jax.Array:
             return self.model.outputs(weights, buffers, self.part.inputs(arrays))[0]
 
-        outputs: jax.Array = self.views.mean(batch.arrays, of_view, jnp)
+        outputs: jax.Array = self.averaging.mean(batch.arrays, of_view, jnp)
         return outputs
 
     def gradient(

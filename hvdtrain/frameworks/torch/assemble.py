@@ -8,7 +8,7 @@ from hvdtrain.comm.mesh import Mesh
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.ties import Ties
-from hvdtrain.data.images.views import make_views
+from hvdtrain.data.images.averaging import averaging_of
 from hvdtrain.features.every_feature import FEATURES
 from hvdtrain.frameworks.by_name import (
     build_rule,
@@ -69,7 +69,7 @@ def assemble(arrangement: Arrangement) -> TorchLearner:
         precision,
         task,
         part,
-        make_views(config, task.fields),
+        averaging_of(config, task.fields),
         when_empty,
     )
     scale = loss_scale(precision, device)

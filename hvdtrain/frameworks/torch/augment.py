@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
 from hvdtrain.core.arrays import Batch
+from hvdtrain.core.extras import implementing_module
 from hvdtrain.data.images import augment, mixing
 from hvdtrain.data.images.augment import AugmentationParameters
-from hvdtrain.data.images.erasing import has_box, random_pixels
 from hvdtrain.data.images.mixing import MIXUP_WEIGHT_STEPS, paste
-from hvdtrain.data.images.operations import apply_operations
 from hvdtrain.data.images.resized_crop import WEIGHT_ONE, interpolate_box
 
 
@@ -47,38 +44,9 @@ def apply_by_gathers(pixels: torch.Tensor, parameters: AugmentationParameters) -
         )
     elif parameters.shift is not None or parameters.flipped is not None:
         pixels = _shift_and_flip(pixels, parameters.shift, parameters.flipped)
-    if parameters.operation is not None and parameters.argument is not None:
-        pixels = apply_operations(
-            pixels, parameters.operation, parameters.argument, DeviceArrays(pixels)
-        )
-    if parameters.erase_box is not None and parameters.erase_key is not None:
-        pixels = _erase(pixels, parameters.erase_box, parameters.erase_key)
+    if parameters.has_changes:
+        pixels = implementing_module(augment.CHANGES).apply_on_device(pixels, parameters)
     return pixels if parameters.cutout_box is None else _cutout(pixels, parameters.cutout_box)
-
-
-class DeviceArrays:
-    """Tensors on the device of another one."""
-
-    xp: Any = torch
-    block = 2**28  # for a GPU, where small pieces are slow; 2 GB of indices
-
-    def __init__(self, like: torch.Tensor) -> None:
-        self._like = like
-
-    def put(self, array: np.ndarray) -> torch.Tensor:
-        return _to_device(np.ascontiguousarray(array), self._like)
-
-    def cast(self, x: torch.Tensor, dtype: str) -> torch.Tensor:
-        return x.to(getattr(torch, dtype))
-
-    def take(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        return x.index_select(0, index.reshape(-1)).reshape(*index.shape, *x.shape[1:])
-
-    def counts(self, index: torch.Tensor, length: int) -> torch.Tensor:
-        ones = torch.ones((), dtype=torch.int64, device=index.device).expand(index.numel())
-        return torch.zeros(length, dtype=torch.int64, device=index.device).scatter_add_(
-            0, index.reshape(-1).long(), ones
-        )
 
 
 def mix(
@@ -98,7 +66,7 @@ def mix(
 
 def paste_on_device(x: torch.Tensor, partner: torch.Tensor, boxes: np.ndarray) -> torch.Tensor:
     """Implements paste() of mixing.py for (n, C, H, W), on any device."""
-    return torch.where(_in_boxes(boxes, x, *x.shape[2:])[:, None], partner, x)
+    return torch.where(in_boxes(boxes, x, *x.shape[2:])[:, None], partner, x)
 
 
 def mixup(
@@ -143,7 +111,7 @@ def _shift_and_flip(
     if border and reflects:
         for axis, size in ((1, height), (2, width)):
             padded = padded.index_select(
-                axis, _to_device(np.pad(np.arange(size), border, mode="reflect"), pixels)
+                axis, to_device(np.pad(np.arange(size), border, mode="reflect"), pixels)
             )
     elif border:
         padded = pixels.new_zeros(n, tall, wide, channels)
@@ -157,14 +125,14 @@ def _shift_and_flip(
     start = tall * wide * np.arange(n)  # offset of each image's window
     if shift is not None:
         start = start + (border + shift[:, 0]) * wide + border + shift[:, 1]
-    index = _to_device(windows.astype(index_type), pixels)
+    index = to_device(windows.astype(index_type), pixels)
     # (n, H W)
     index = (
         index[:1]
         if flipped is None
-        else index.index_select(0, _to_device(flipped.astype(np.int64), pixels))
+        else index.index_select(0, to_device(flipped.astype(np.int64), pixels))
     )
-    index = index + _to_device(start.astype(index_type), pixels)[:, None]
+    index = index + to_device(start.astype(index_type), pixels)[:, None]
     return (
         padded.view(n * tall * wide, channels)
         .index_select(0, index.view(-1))
@@ -172,26 +140,10 @@ def _shift_and_flip(
     )
 
 
-def _erase(pixels: torch.Tensor, boxes: np.ndarray, keys: np.ndarray) -> torch.Tensor:
-    """Erases boxes. The random pixels come from the host, as many bytes as the erased images
-    have."""
-    _, height, width, channels = pixels.shape
-    rows = has_box(boxes)
-    index = _to_device(rows, pixels)
-    inside = _in_boxes(boxes[rows], pixels, height, width)[..., None]
-    pixels = pixels.clone()
-    pixels[index] = torch.where(
-        inside,
-        _to_device(random_pixels(keys[rows], height, width, channels), pixels),
-        pixels[index],
-    )
-    return pixels
-
-
-def _in_boxes(boxes: np.ndarray, like: torch.Tensor, height: int, width: int) -> torch.Tensor:
+def in_boxes(boxes: np.ndarray, like: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Returns bool (n, H, W): which pixels lie in the boxes."""
     # (n, 1) each
-    top, bottom, left, right = _to_device(boxes.astype(np.int32), like)[:, :, None].unbind(1)
+    top, bottom, left, right = to_device(boxes.astype(np.int32), like)[:, :, None].unbind(1)
     rows, columns = (
         torch.arange(size, device=like.device, dtype=torch.int32) for size in (height, width)
     )
@@ -203,7 +155,7 @@ def _in_boxes(boxes: np.ndarray, like: torch.Tensor, height: int, width: int) ->
 def _cutout(pixels: torch.Tensor, box: np.ndarray) -> torch.Tensor:
     _, height, width, channels = pixels.shape
     # (n, 1) each
-    top, bottom, left, right = _to_device(box.astype(np.int32), pixels)[:, :, None].unbind(1)
+    top, bottom, left, right = to_device(box.astype(np.int32), pixels)[:, :, None].unbind(1)
     rows = torch.arange(height, device=pixels.device, dtype=torch.int32)
     columns = torch.arange(width, device=pixels.device, dtype=torch.int32).repeat_interleave(
         channels, output_size=width * channels
@@ -220,7 +172,7 @@ def _resized_crop(
 ) -> torch.Tensor:
     n, height, width, channels = pixels.shape
     (upper, lower, down), (before, after, right) = (
-        [_to_device(array, pixels) for array in axis]
+        [to_device(array, pixels) for array in axis]
         for axis in interpolate_box(box, flipped, height, width)
     )
     rows = pixels.view(n * height, width * channels)
@@ -248,7 +200,8 @@ def _arange(n: int, like: torch.Tensor) -> torch.Tensor:
     return torch.arange(n, device=like.device)
 
 
-def _to_device(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+def to_device(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    """Copies a host array to the device of `like`; the host does not wait."""
     tensor = torch.from_numpy(array)
     return (
         tensor

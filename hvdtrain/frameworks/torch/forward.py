@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hvdtrain.core.metrics import Sums, zero_sums
-from hvdtrain.data.images.views import Views
+from hvdtrain.data.images.averaging import Averaging
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.buffers import copied_buffers
 from hvdtrain.frameworks.torch.call import Called, any_of, call, each_of
@@ -166,13 +166,13 @@ class Forward:
         precision: Precision,
         task: Task,
         part: TaskPart,
-        views: Views,
+        averaging: Averaging,
         when_empty: WhenEmpty,
     ) -> None:
         self._training = training
         self._evaluation = evaluation
         self._when_empty = when_empty
-        self._views = views
+        self._averaging = averaging
         self.inputs = inputs
         self.precision = precision
         self.task = task
@@ -241,7 +241,7 @@ class Forward:
             return outputs
 
         # images are (n, C, H, W) here
-        outputs = self._views.mean(arrays, evaluated, torch, axes=(2, 3))
+        outputs = self._averaging.mean(arrays, evaluated, torch, axes=(2, 3))
         if not batch.samples:
             return Evaluated(outputs, zero_sums(self.task.sums))
         return Evaluated(

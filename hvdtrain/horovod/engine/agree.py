@@ -223,18 +223,18 @@ class NegotiationBlock:
         """Whether the blocks, which are equal, contain all requested tensors."""
         return bool(self.rows[0, 3])
 
-    def views_of(self, requests: Sequence[Request]) -> list[TensorViews]:
+    def places_of(self, requests: Sequence[Request]) -> list[TensorViews]:
         """Returns places of every tensor of requests that are sent inline, in order."""
-        views = []
+        places = []
         start = 0
         for request in requests:
             for tensor in request.inputs:
                 key = start, tensor.numel(), tensor.dtype
                 if key not in self._places:
                     self._places[key] = self._place(*key)
-                views.append(self._places[key])
+                places.append(self._places[key])
                 start += _rounded(tensor)
-        return views
+        return places
 
     def _place(self, start: int, numbers: int, dtype: torch.dtype) -> TensorViews:
         end = start + numbers * dtype.itemsize
@@ -255,7 +255,7 @@ class NegotiationBlock:
         if not total:
             return -1
         tensors = [tensor for request in requests for tensor in request.inputs]
-        for place, tensor in zip(self.views_of(requests), tensors, strict=True):
+        for place, tensor in zip(self.places_of(requests), tensors, strict=True):
             place.own.copy_(tensor.view(-1))
         return total
 

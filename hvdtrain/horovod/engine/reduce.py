@@ -300,7 +300,7 @@ def finish_inline(
 
     ranks: the set's, numbered in the job.
     """
-    places = iter(block.views_of(requests))
+    places = iter(block.places_of(requests))
     for request in requests:
         results = []
         for index, tensor in enumerate(request.inputs):

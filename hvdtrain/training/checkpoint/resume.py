@@ -122,27 +122,15 @@ def find_resume_point(
     train_state = dataclasses.replace(found.train_state, progress=progress)
     if train_state.target != config.stop.target:  # evaluations at another target do not count
         train_state = dataclasses.replace(train_state, at_target=0)
-    if not train_state.comparable(beginning):  # nor do evaluations on other samples, or views
-        before = train_state.evaluates
-        now = beginning.evaluates
-        of = "samples"
-        if train_state.views != beginning.views:
-            before = train_state.views
-            now = beginning.views
-            of = f"view{'s' if beginning.views > 1 else ''} of each sample"
+    if difference := train_state.difference(beginning):
         counts = (
             ", stop.patience and the count of recipe.schedule=plateau"
             if config.recipe.schedule == "plateau"
             else " and stop.patience"
         )
-        notes.append(
-            f"evaluations are of {now:,} {of}, and were of {before:,}: the best one{counts} "
-            "start over"
-        )
+        notes.append(f"{difference}: the best one{counts} start over")
         train_state = train_state.forget_evaluations()
-    train_state = dataclasses.replace(
-        train_state, evaluates=beginning.evaluates, views=beginning.views
-    )
+    train_state = train_state.evaluated_as(beginning)
     try:
         changed = changes(run, config)
     except UserError as error:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, WrapValidator
 
+from hvdtrain.config.sections.evaluate import EvaluateConfig
 from hvdtrain.core.metrics import Better, Sums, add_sums, host_value, is_better, reaches, zero_sums
 from hvdtrain.core.progress import Progress
 from hvdtrain.recipe.plateau import INFINITIES, NumberOrInfinity, Plateau
@@ -133,6 +134,25 @@ class TrainState:
         return self.views == other.views and (
             self.evaluates == other.evaluates or 0 in (self.evaluates, other.evaluates)
         )
+
+    def evaluated_by(self, evaluate: EvaluateConfig, samples: int) -> TrainState:
+        """Returns the state of a job that evaluates a set of so many samples, or evaluate.samples
+        of it."""
+        return replace(self, evaluates=evaluate.samples or samples, views=evaluate.views)
+
+    def difference(self, other: TrainState) -> str:
+        """Returns what the evaluations of `other` and of this state are of; empty if they are
+        comparable."""
+        if self.comparable(other):
+            return ""
+        if self.views == other.views:
+            return f"evaluations are of {other.evaluates:,} samples, and were of {self.evaluates:,}"
+        of = f"view{'s' if other.views > 1 else ''} of each sample"
+        return f"evaluations are of {other.views:,} {of}, and were of {self.views:,}"
+
+    def evaluated_as(self, other: TrainState) -> TrainState:
+        """Returns the state with the evaluations of another one."""
+        return replace(self, evaluates=other.evaluates, views=other.views)
 
     @property
     def rank_of_last(self) -> float:

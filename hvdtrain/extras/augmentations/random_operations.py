@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdtrain.data.images.operations import Operation, is_geometric
 from hvdtrain.data.images.resized_crop import integers, uniform
+from hvdtrain.extras.augmentations.operations import Operation, is_geometric
 
 MOST_OPERATIONS = 16  # RandAugment operations for an image; it has counters for 16
 MAGNITUDES = 30  # the largest one; RandAugment's scale begins at 0

@@ -13,11 +13,16 @@ from hvdtrain.config.sections.augment import AugmentConfig
 from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.data.images import augment, mixing
 from hvdtrain.data.images.augment import AugmentationParameters
-from hvdtrain.data.images.erasing import random_pixels
 from hvdtrain.data.images.mixing import cutmix_boxes, paste, remaining_shares
-from hvdtrain.data.images.operations import GEOMETRIC, HostArrays, Operation, apply_operations
-from hvdtrain.data.images.random_operations import color_jitter, rand_augment
 from hvdtrain.data.images.resized_crop import draw_keys
+from hvdtrain.extras.augmentations.erasing import random_pixels
+from hvdtrain.extras.augmentations.operations import (
+    GEOMETRIC,
+    HostArrays,
+    Operation,
+    apply_operations,
+)
+from hvdtrain.extras.augmentations.random_operations import color_jitter, rand_augment
 from hvdtrain.frameworks.torch import augment as torch_augment
 
 import_torchvision()

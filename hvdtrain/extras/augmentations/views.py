@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from hvdtrain.config.schema import Config
 from hvdtrain.data.field import Field
+from hvdtrain.data.images.averaging import Averaging
 from hvdtrain.errors import UserError
 
 
@@ -38,7 +39,7 @@ VIEWS: dict[int, tuple[View, ...]] = {
 
 
 @dataclass(frozen=True)
-class Views:
+class Views(Averaging):
     """The views of images in one job. The mean over the views of a sample depends only on that
     sample."""
 

@@ -14,8 +14,8 @@ import torch
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.data.field import Field
-from hvdtrain.data.images.views import VIEWS, Views, make_views
 from hvdtrain.errors import UserError
+from hvdtrain.extras.augmentations.views import VIEWS, Views, make_views
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 

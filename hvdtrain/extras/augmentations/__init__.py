@@ -1,0 +1,1 @@
+"""Stronger augmentation of images: RandAugment, color jitter, erasing; and test-time views."""

@@ -1,0 +1,14 @@
+"""The registration of RandAugment, color jitter, erasing and test-time views as an extra."""
+
+from hvdtrain.core.extras import Extra
+
+EXTRA = Extra(
+    status="stable",
+    says="Augments images by RandAugment, color jitter and erasing; averages outputs over views.",
+    implements={
+        "augment.rand_augment": "hvdtrain.extras.augmentations.changes",
+        "augment.color_jitter": "hvdtrain.extras.augmentations.changes",
+        "augment.erase": "hvdtrain.extras.augmentations.changes",
+        "evaluate.views": "hvdtrain.extras.augmentations.views",
+    },
+)
