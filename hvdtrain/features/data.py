@@ -74,6 +74,7 @@ SAMPLE_WEIGHTS = JobFeature(
     on=lambda config: config.data.sample_weights is not None,
     examples=("data.sample_weights=balanced",),
     off="data.sample_weights=null",
+    is_extra=True,
     words_of_reading=lambda config, recipe, readers: _weights(config),
     excludes=(
         _of_single_samples(
@@ -196,6 +197,7 @@ PACK = JobFeature(
     on=lambda config: config.data.pack is not None,
     examples=("data.pack=16 task.name=language",),
     off="data.pack=null",
+    is_extra=True,
     words_of_reading=lambda config, recipe, readers: (
         f"packed into rows of {config.data.pack:,} tokens"
     ),
@@ -260,6 +262,7 @@ INPUTS = JobFeature(
     on=lambda config: bool(config.data.inputs),
     examples=("data.inputs=[image,table]",),
     off="data.inputs=[]",
+    is_extra=True,
 )
 VAL_SHARE = JobFeature(
     key="data.val_share",

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hvdtrain.config import read
-from hvdtrain.config.exclusion import Exclusion, options, value_of
+from hvdtrain.config.exclusion import Exclusion, as_yaml, options, value_of
 from hvdtrain.config.read import Assignment
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
@@ -50,7 +50,7 @@ def _plain(
         other_keys=other_keys,
         gauge=gauge,
         is_extra=is_extra,
-        off=f"{key}={usual:g}" if is_extra else "",
+        off=f"{key}={as_yaml(usual)}" if is_extra else "",
     )
 
 
@@ -88,7 +88,7 @@ PLAIN = (  # these exclude nothing themselves: other features list what they exc
     _plain("recipe.gradient_noise", 0.0, "recipe.gradient_noise=0.01"),
     _plain("recipe.sample_noise", 0.0, "recipe.sample_noise=0.5 optim.base_batch=6"),
     _plain("data.sampling", "global", "data.sampling=partition"),
-    _plain("data.shift", None, "data.shift=1 task.name=regression"),
+    _plain("data.shift", None, "data.shift=1 task.name=regression", is_extra=True),
     _plain("augment.mixup", 0.0, "augment.mixup=0.3"),
     _plain("augment.cutmix", 0.0, "augment.cutmix=1.0"),
     _plain("augment.flip", False, "augment.flip=true", "augment.flip=alternating"),
@@ -110,6 +110,7 @@ PLAIN = (  # these exclude nothing themselves: other features list what they exc
         None,
         "checkpoint.every=auto",
         without=options("checkpoint.every=auto", {"guard.mtbf_hours": 24.0}),
+        is_extra=True,
     ),
     _plain(
         "stop.patience",

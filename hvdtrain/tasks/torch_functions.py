@@ -10,7 +10,7 @@ import torch
 
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.task import DeviceAndDtype, Each, TaskPart, outputs_of
-from hvdtrain.tasks.torch import Tensors, TorchFields, TorchInputs, as_given
+from hvdtrain.tasks.torch import Tensors, TorchFields, TorchInputs, TorchOfFields, as_given
 from hvdtrain.tasks.user_functions import (
     UserLoss,
     UserMetrics,
@@ -64,6 +64,13 @@ class TorchFunctions:
         if self._loss.ignore is not None:
             terms["targets"] = (batch["y"] != self._loss.ignore).reshape(samples, -1).sum(1)
         return Each(loss.to(self._place.dtype), terms)
+
+
+def of_fields(part: TaskPart, fields: TorchFields) -> TaskPart:
+    """Returns a part for a model that is called with several fields."""
+    return (
+        part.of_fields(fields) if isinstance(part, TorchFunctions) else TorchOfFields(part, fields)
+    )
 
 
 def _not_of_each(loss: Any, samples: int) -> tuple[str, str, str]:

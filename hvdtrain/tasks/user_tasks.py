@@ -316,6 +316,16 @@ class Measured(AroundTask):
         )
 
 
+def inside_measured(task: Task, wrap: Callable[[Task], Any]) -> Task:
+    """Returns the wrapped task; of a task with metrics, wraps the one inside. with_names() of the
+    wrapper renames fields as it does."""
+    if not isinstance(task, Measured):
+        wrapped: Task = wrap(task)
+        return wrapped
+    inner = wrap(task.task)
+    return Measured(inner, task.own, task.objective, inner.with_names(task.examples))
+
+
 def measured(task: Task, metrics: UserMetrics, objective: str | None, examples: Batch) -> Task:
     """Returns the task with metrics. examples: some samples to try the functions on.
 

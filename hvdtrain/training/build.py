@@ -14,6 +14,7 @@ from hvdtrain.comm.launcher_variables import Placement, take_part_of_gpu
 from hvdtrain.comm.rendezvous import allow_open_files
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
+from hvdtrain.core.extras import implementing_module
 from hvdtrain.data.images.averaging import averaging_of
 from hvdtrain.data.source import LabelledImages, Source
 from hvdtrain.errors import UserError, short
@@ -99,8 +100,7 @@ def build_task(train: Source, val: Source, config: Config) -> Task:
     if names == X:
         task = _build(config, train, val)
     else:  # the task itself leaves its x as it is
-        from hvdtrain.tasks.several_inputs import several_inputs
-
+        several_inputs = implementing_module("data.inputs").several_inputs
         as_it_is = config.replace(task=config.task.with_options(standardize=False))
         task = several_inputs(
             lambda *sources: _build(as_it_is, *sources), train, val, names, standardize, where

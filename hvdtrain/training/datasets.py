@@ -9,7 +9,7 @@ from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import BATCH_KEYS
-from hvdtrain.core.extras import maps_module
+from hvdtrain.core.extras import implementing_module, maps_module
 from hvdtrain.data.array_files import ReadingRanks, array_files_in
 from hvdtrain.data.configured.columns import check_columns, with_columns
 from hvdtrain.data.configured.opened import open_split, plugin_of, root_of, with_keys
@@ -61,9 +61,7 @@ def open_datasets(config: Config, communicator: Communicator | None = None) -> D
     evaluated_part(config, val)
     draws = train.order
     if config.data.sample_weights is not None:
-        from hvdtrain.data.configured.weights import draws_of
-
-        draws = draws_of(config, train)
+        draws = implementing_module("data.sample_weights").draws_of(config, train)
     train, val = (
         as_declared(_with_free_names(config, source, task), task.fields) for source in (train, val)
     )

@@ -19,9 +19,10 @@ from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.parallel import ParallelConfig
 from hvdtrain.config.sections.shard import ShardConfig
 from hvdtrain.core.arrays import ArrayInFile, Arrays, Batch
+from hvdtrain.core.extras import implementing_module
 from hvdtrain.data.around_source import AroundSource
 from hvdtrain.data.field import TARGETS, Field, Padding, check_numbers
-from hvdtrain.data.packed import PADDING, TOKENS, each_alone, is_packed
+from hvdtrain.data.packed import PADDING, TOKENS, is_packed
 from hvdtrain.data.source import Source, arrays_in_memory
 from hvdtrain.data.user_data.arrays import as_images, is_array
 from hvdtrain.data.user_data.as_source import as_source
@@ -301,6 +302,7 @@ def asked_source(
     kept = () if "x" in fields else tuple(fields)
     if is_packed(fields):
         source = as_source(given, name, where, workers, kept, PADDING)
+        each_alone = implementing_module("data.pack").each_alone
         return AskedSource(each_alone(source, fields[TOKENS].shape[0], where), fields, where)
     gaps = [field for field, kind in fields.items() if kind.gaps]
     return AskedSource(as_source(given, name, where, workers, kept, padding, gaps), fields, where)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import sequence_jobs
 import torch
+from ranks import needs_extra
 from sequence_jobs import JOB, PAD_TOKENS, made, tokens
 
 import hvdtrain
@@ -44,6 +45,7 @@ def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
+@needs_extra("packing")
 def test_buckets_of_one_pass_have_no_effect_and_the_header_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -24,7 +24,7 @@ from hvdtrain.extras.plan.faults import (
     simulate_restarts,
     simulate_shrink,
 )
-from hvdtrain.training.checkpoint.auto_interval import optimal_interval_s
+from hvdtrain.training.checkpoint.optimal_interval import optimal_interval_s
 
 DATA = [*without_data(1000, "8x8x1", 10), "framework=numpy", "model.name=linear"]
 

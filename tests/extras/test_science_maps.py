@@ -20,9 +20,12 @@ from hvdtrain.extras.science import write_netcdf, write_zarr
 from hvdtrain.extras.science.data.datasets import hdf5, zarr
 from hvdtrain.extras.science.stored.stored_array import StoredFile
 
-pytestmark = pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, ("h5py", "zarr"))), reason="needs h5py and zarr"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not all(map(importlib.util.find_spec, ("h5py", "zarr"))), reason="needs h5py and zarr"
+    ),
+    needs_extra("forecasts"),
+]
 RANDOM = np.random.default_rng(2)
 AXES = ("time", "lat", "lon")
 FIELDS = RANDOM.normal(size=(30, 2, 4, 8)).astype("f4")

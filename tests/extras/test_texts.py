@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from combinations import CHATS, OF_CHATS
 from rank_threads import in_threads
+from ranks import needs_extra
 
 from hvdtrain.cli.evaluate.command import fit
 from hvdtrain.config.read import configure
@@ -250,6 +251,7 @@ def chat(*contents: str) -> dict[str, Any]:
     return {"messages": [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]}
 
 
+@needs_extra("packing")
 def test_answers_of_chats(tmp_path: Path) -> None:
     """Of a template without marks: what follows the prompt for an answer, to its last character."""
     path = written(tmp_path, chat("a", "b c", "c", "a"), chat("b"), chat("b", "c"))

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ranks import needs_extra
 
 from hvdtrain.config.read import configure
 from hvdtrain.data.sampler import parts_of_rank
@@ -124,6 +125,7 @@ def test_windows_of_files_are_those_of_one_stream(tmp_path: Path) -> None:
     assert opened(tmp_path / "one").fields["tokens"].shape == (257,) if len(tokens) > 256 else True
 
 
+@needs_extra("packing")
 def test_documents_are_padded_packed_and_divided(tmp_path: Path) -> None:
     raw(tmp_path / "a.bin", STREAM)
     source = opened(tmp_path / "a.bin", "data.documents=true", "data.end=9")
@@ -224,6 +226,7 @@ def datasets(*words: str) -> tuple[Any, Datasets]:
     return config, open_datasets(config)
 
 
+@needs_extra("packing")
 def test_a_mixture_is_read_in_these_shares(tmp_path: Path) -> None:
     root = [f"data.root={mixed(tmp_path)}", "data.vocabulary=50", "data.context=8", "batch.size=10"]
     config, found = datasets(*root, MIXTURE)

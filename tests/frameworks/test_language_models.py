@@ -16,7 +16,7 @@ import pytest
 import torch
 from language_models_on_ranks import JOBS, LORA, SAMPLE, SEQUENCES, VOCABULARY, train
 from pool import alone
-from ranks import mpirun, needs_mpirun
+from ranks import mpirun, needs_extra, needs_mpirun
 from safetensors.numpy import load_file
 from torch.nn import functional
 
@@ -200,6 +200,7 @@ def losses_alone(model: Any) -> torch.Tensor:
     return torch.stack(losses).sum() / sum(len(sequence) - 1 for sequence in SEQUENCES)
 
 
+@needs_extra("packing")
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("make", [gpt2, llama, mistral])
@@ -262,6 +263,7 @@ def mixing() -> Any:
         (mamba, "MambaForCausalLM of transformers: its forward.. has no parameter position_ids"),
     ],
 )
+@needs_extra("packing")
 def test_models_that_cannot_keep_sequences_apart(make: Any, why: str, tmp_path: Path) -> None:
     data = {"tokens": SEQUENCES}
     words = [word for word in WORDS if not word.startswith("speed.")]  # in float32

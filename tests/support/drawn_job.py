@@ -301,7 +301,7 @@ class _Options:
                 f"data.shuffle_window={dice.randint(1, 5)}"
             )
         elif kind == "weights" and by_weight:
-            found.append("data.sample_weights=balanced")
+            found.append(implemented("data.sample_weights=balanced"))
         if self.images:
             for word in (
                 "augment.erase=0.5",
@@ -313,9 +313,9 @@ class _Options:
                 found.append("augment.cutmix=1.0")
             if "augment.crop" not in words and dice.random() < 0.1:
                 found.append("augment.resized_crop=0.5")
-        found += ["checkpoint.every=auto"] * (dice.random() < 0.1)
+        found += [implemented("checkpoint.every=auto")] * (dice.random() < 0.1)
         if self.task == "regression":
-            found += ["data.shift=2"] * (dice.random() < 0.2)
+            found += [implemented("data.shift=2")] * (dice.random() < 0.2)
             found += ["data.gaps=[y]"] * (dice.random() < 0.2)
         return found
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import hvdtrain
 from hvdtrain.comm.launcher_variables import placement
-from hvdtrain.data.packed import first_fit
+from hvdtrain.extras.packing.packed import first_fit
 from hvdtrain.frameworks.torch.models.gpt import GPT, build
 
 # of 19 rows: 3, 2 and 2 on three ranks

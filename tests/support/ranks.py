@@ -22,7 +22,7 @@ from record import note
 
 from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config.schema import OPEN_SECTIONS, known_keys
-from hvdtrain.core.extras import extras, implementation
+from hvdtrain.core.extras import extras
 from hvdtrain.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,10 +65,10 @@ def _is_of_this_copy(word: str) -> bool:
 
 
 def implemented(words: str) -> str:
-    """The words without those of augmentations and views that need an extra which this copy of
-    hvdtrain lacks."""
-    keys = ("augment.rand_augment", "augment.color_jitter", "augment.erase", "evaluate.views")
-    gone = [key for key in keys if implementation(key) is None]
+    """The words without those of features that need an extra which this copy of hvdtrain lacks."""
+    from hvdtrain.features.every_feature import FEATURES
+
+    gone = {feature.key for feature in FEATURES if not feature.is_installed}
     return " ".join(word for word in words.split() if word.partition("=")[0] not in gone)
 
 

@@ -22,8 +22,8 @@ from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.progress import Progress
 from hvdtrain.events.log import Event, Log
 from hvdtrain.training.checkpoint import checkpoints, files
-from hvdtrain.training.checkpoint.auto_interval import optimal_interval_s
 from hvdtrain.training.checkpoint.checkpoints import Checkpoints
+from hvdtrain.training.checkpoint.optimal_interval import optimal_interval_s
 from hvdtrain.training.checkpoint.saver import RETRY_S, Saver
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.monitor import Deadline

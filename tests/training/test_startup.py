@@ -252,7 +252,6 @@ def test_nothing_is_imported_that_the_job_does_not_use(tmp_path: Path) -> None:
         "PIL",
         "hvdtrain.comm.cores.bind",
         "hvdtrain.comm.counted",
-        "hvdtrain.data.configured.weights",
         "hvdtrain.data.datasets.text",
         "hvdtrain.data.images.image_source",
         "hvdtrain.data.tokenizer",
@@ -267,7 +266,6 @@ def test_nothing_is_imported_that_the_job_does_not_use(tmp_path: Path) -> None:
         "hvdtrain.frameworks.torch.recompute",
         "hvdtrain.frameworks.torch.thaw",
         "hvdtrain.tasks.several_inputs",
-        "hvdtrain.training.checkpoint.auto_interval",
         "hvdtrain.training.given",
         "hvdtrain.training.pretrained",
         "hvdtrain.training.telemetry.profiler",
@@ -307,6 +305,6 @@ def test_the_smallest_job_imports_few_modules(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     names = done.stdout.splitlines()[-1].split()
     of_extras = [name.split(".")[3:] for name in names if name.startswith("hvdtrain.extras.")]
-    assert len(names) - len(of_extras) <= 202, f"{len(names) - len(of_extras)}; 200 when written"
+    assert len(names) - len(of_extras) <= 200, f"{len(names) - len(of_extras)}; 199 when written"
     registrations = ([], ["extra"], ["keys"], ["features"])
     assert [path for path in of_extras if path not in registrations] == []

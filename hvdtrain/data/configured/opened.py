@@ -11,6 +11,7 @@ from types import ModuleType
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.section import COMMAND_LINE
+from hvdtrain.core.extras import implementing_module
 from hvdtrain.data.configured.pad import padding_of, refuse_lengths
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import Source, Split
@@ -89,7 +90,6 @@ def _changed(config: Config, source: Source) -> Source:
     if not config.data.gaps and config.data.shift is None:
         return source
     from hvdtrain.data.configured.gaps import with_gaps
-    from hvdtrain.data.configured.shifted import shifted, times_of
 
     with with_keys(config):
         gaps = config.data.gaps
@@ -98,7 +98,11 @@ def _changed(config: Config, source: Source) -> Source:
         found = with_gaps(source, gaps)
         if config.data.shift is None:
             return found
-        return shifted(found, config.data.shift, times_of(found, array_of_x(config)))
+        later = implementing_module("data.shift")
+        pairs: Source = later.shifted(
+            found, config.data.shift, later.times_of(found, array_of_x(config))
+        )
+        return pairs
 
 
 def array_of_x(config: Config) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hvdtrain.config.schema import Config
+from hvdtrain.core.extras import implementing_module
 from hvdtrain.data.field import Padding
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
@@ -54,9 +55,8 @@ def packed_rows(config: Config, source: Source, name: str) -> Source:
     length = config.data.pack
     if length is None:
         return source
-    from hvdtrain.data.packed import packed
-
+    pack = implementing_module("data.pack").packed
     where = config.where("data.pack")
     return source.each_part(
-        lambda part, of, first: packed(part, length, f"{name}, {of}" if of else name, where)
+        lambda part, of, first: pack(part, length, f"{name}, {of}" if of else name, where)
     )

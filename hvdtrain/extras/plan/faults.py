@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from hvdtrain.config.schema import known_keys
 from hvdtrain.errors import UserError, nearest
-from hvdtrain.training.checkpoint.auto_interval import optimal_interval_s
+from hvdtrain.training.checkpoint.optimal_interval import optimal_interval_s
 
 RANKS = (8, 32, 128, 512, 2048, 8192)
 _FAULTS = 4000  # faults simulated for a value

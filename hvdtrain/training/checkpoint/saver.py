@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from hvdtrain.config.sections.checkpoint import CheckpointConfig
 from hvdtrain.core.arrays import Arrays
+from hvdtrain.core.extras import implementing_module
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import Diverged, UserError
 from hvdtrain.events.log import Log
@@ -23,8 +24,15 @@ from hvdtrain.training.checkpoint.files import Identity, OpenFolder
 from hvdtrain.training.checkpoint.shards import WrittenByAll
 from hvdtrain.training.progress.train_state import TrainState
 
-if TYPE_CHECKING:
-    from hvdtrain.training.checkpoint.auto_interval import AutoInterval
+
+class Interval(Protocol):
+    """The time between two checkpoints on rank 0, which checkpoint.every=auto adapts."""
+
+    seconds: float
+
+    def measured(self, pause_s: float, write_s: float) -> str:
+        """Records the pause and the write time of a checkpoint; returns a line if the interval has
+        changed."""
 
 
 class CheckpointSource(Protocol):
@@ -126,11 +134,10 @@ class Saver:
         self.longest_s = limit_bytes / 8 / SLOW_DISK  # pause and write together
         self.measured_s = 0.0  # seconds of the slowest write of this process
         longest_s = None if config.every_minutes is None else 60 * config.every_minutes
-        self._auto: AutoInterval | None = None
+        self._auto: Interval | None = None
         if config.every == "auto":
-            from hvdtrain.training.checkpoint.auto_interval import AutoInterval
-
-            self._auto = AutoInterval(run, mtbf_hours, longest_s, self.longest_s)
+            module = implementing_module("checkpoint.every")
+            self._auto = module.AutoInterval(run, mtbf_hours, longest_s, self.longest_s)
         self._fixed_s = longest_s
 
     def resume_from(self, now: TrainState) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hvdtrain.core.folder import Folder
+from hvdtrain.training.checkpoint.optimal_interval import optimal_interval_s
 
 # assumed until the run has met faults: counts as one fault in that time
 UNKNOWN_MTBF_S = 24 * 3600.0
@@ -26,19 +27,6 @@ _TOLD = 1.5  # a line reports an interval that has changed by this factor
 
 _EVENT = re.compile(rb'\{"time": ?([0-9.]+), ?"kind": ?"(\w+)"')
 _STREAM_BYTES = 2**22
-
-
-def optimal_interval_s(cost_s: float, mtbf_s: float) -> float:
-    """Returns the optimal seconds of training between two checkpoints, if each stops training for
-    cost_s and faults are mtbf_s apart on average.
-
-    Young 1974 (Comm. ACM 17(9)): sqrt(2 C M); with the higher order of Daly 2006 (Future Gener.
-    Comput. Syst. 22(3), eq. 37), which is M if a checkpoint costs 2 M or more.
-    """
-    if cost_s >= 2 * mtbf_s:
-        return mtbf_s
-    ratio = cost_s / (2 * mtbf_s)
-    return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
 
 
 class Faults(NamedTuple):

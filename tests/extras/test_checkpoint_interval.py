@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.training.checkpoint.auto_interval import (
+from hvdtrain.extras.checkpoint_interval.auto_interval import (
     UNKNOWN_MTBF_S,
     AutoInterval,
     Faults,
     faults_of,
-    optimal_interval_s,
 )
+from hvdtrain.training.checkpoint.optimal_interval import optimal_interval_s
 
 HOUR = 3600.0
 

@@ -19,10 +19,11 @@ from ranks import mpirun, needs_mpirun
 from sequence_jobs import JOB, Sequences, tokens
 
 import hvdtrain
-from hvdtrain.data.packed import PADDING, first_fit, packed
+from hvdtrain.data.packed import PADDING
 from hvdtrain.data.source import Source
 from hvdtrain.data.user_data.as_source import as_source
 from hvdtrain.errors import UserError
+from hvdtrain.extras.packing.packed import first_fit, packed
 from hvdtrain.tasks import language
 from hvdtrain.tasks.torch import TorchLanguage
 

@@ -1,0 +1,1 @@
+"""The cheapest time between two checkpoints."""

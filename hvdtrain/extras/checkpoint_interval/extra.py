@@ -1,0 +1,11 @@
+"""The registration of checkpoint.every=auto as an extra."""
+
+from hvdtrain.core.extras import Extra
+
+EXTRA = Extra(
+    status="stable",
+    says="Chooses the time between checkpoints by their cost and the rate of faults.",
+    implements={
+        "checkpoint.every": "hvdtrain.extras.checkpoint_interval.auto_interval",
+    },
+)

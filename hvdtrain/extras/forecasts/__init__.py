@@ -1,0 +1,1 @@
+"""Targets that are samples some steps later."""

@@ -1,0 +1,11 @@
+"""The registration of data.shift as an extra."""
+
+from hvdtrain.core.extras import Extra
+
+EXTRA = Extra(
+    status="stable",
+    says="Trains on pairs of a sample and one some steps later, as for forecasts.",
+    implements={
+        "data.shift": "hvdtrain.extras.forecasts.shifted",
+    },
+)

@@ -1,0 +1,1 @@
+"""Several sequences of tokens in one row."""

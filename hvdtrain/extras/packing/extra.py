@@ -1,0 +1,11 @@
+"""The registration of data.pack as an extra."""
+
+from hvdtrain.core.extras import Extra
+
+EXTRA = Extra(
+    status="stable",
+    says="Packs several variable-length sequences of tokens into one row.",
+    implements={
+        "data.pack": "hvdtrain.extras.packing.packed",
+    },
+)

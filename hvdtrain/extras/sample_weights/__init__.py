@@ -1,0 +1,1 @@
+"""Samples that are drawn by weight."""

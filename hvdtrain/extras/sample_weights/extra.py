@@ -1,0 +1,11 @@
+"""The registration of data.sample_weights as an extra."""
+
+from hvdtrain.core.extras import Extra
+
+EXTRA = Extra(
+    status="stable",
+    says="Draws training samples by weights, or all classes equally often.",
+    implements={
+        "data.sample_weights": "hvdtrain.extras.sample_weights.weights",
+    },
+)

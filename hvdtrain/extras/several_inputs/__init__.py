@@ -1,0 +1,1 @@
+"""Tasks whose model is called with several fields of a sample."""

@@ -1,0 +1,11 @@
+"""The registration of data.inputs as an extra."""
+
+from hvdtrain.core.extras import Extra
+
+EXTRA = Extra(
+    status="stable",
+    says="Trains models that are called with several fields of a sample.",
+    implements={
+        "data.inputs": "hvdtrain.extras.several_inputs.task",
+    },
+)
