@@ -37,9 +37,8 @@ from hvdtrain.config.sections.log import LogConfig
 from hvdtrain.events.log import BackgroundSink, Event, Log, Sink
 from hvdtrain.events.rank_log import rank_log
 from hvdtrain.events.terminal import terminal_sink
-from hvdtrain.events.trackers import tensorboard
 from hvdtrain.events.writers import JsonLinesWriter
-from hvdtrain.extras.trackers.events.trackers import mlflow, wandb
+from hvdtrain.extras.trackers.events.trackers import mlflow, tensorboard, wandb
 from hvdtrain.frameworks.stopwatch import PHASES
 from hvdtrain.training.build import connect
 from hvdtrain.training.health.signals import Signals

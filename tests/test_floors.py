@@ -73,7 +73,7 @@ ALLOWED = {  # the only files that may import these
     "rich": ("events/progress_display.py",),
     "jinja2": ("extras/report/page.py", "data/texts/chat_template.py"),
     "pandas": ("records/run.py", "api.py"),
-    "tensorboard": ("events/trackers/tensorboard.py",),
+    "tensorboard": ("extras/trackers/",),
     "mlflow": ("extras/trackers/",),
     "wandb": ("extras/trackers/",),
     "optuna": ("extras/sweep/optuna_study.py",),

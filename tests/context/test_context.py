@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import needs_extra
 
 import hvdtrain as ht
 from hvdtrain.context.logged import Logged, quotient
@@ -121,6 +122,7 @@ def test_samples_are_each_read_once_in_an_epoch_and_steps_are_plain_sgd(make: An
     assert (len(seen), ctx.step, ctx.epochs) == (42, 7, 2.1)
 
 
+@needs_extra("trackers")
 def test_what_is_logged_is_the_mean_over_samples_between_sync_points(
     make: Any, tmp_path: Path
 ) -> None:

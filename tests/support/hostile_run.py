@@ -38,10 +38,10 @@ from PIL import Image
 
 import hvdtrain
 from hvdtrain.__main__ import main
+from hvdtrain.config import plugins
 from hvdtrain.core import extras
 from hvdtrain.errors import DIVERGED, DONE, USER, UserError
 from hvdtrain.events.log import Event
-from hvdtrain.events.tracker_data import load_run_id
 from hvdtrain.records.run import read_run
 
 # of os.fork(), since Python 3.12
@@ -213,7 +213,9 @@ def commands(run: Path, top: Path, *, page: bool = False) -> dict[str, Callable[
 
     def read() -> int:
         hvdtrain.read(run)
-        load_run_id(run / "mlflow_run.json", Event(0.0, "start", 1, {}))
+        if "mlflow" in plugins.files("events/trackers"):
+            mlflow = plugins.load("events/trackers", "mlflow", "log.trackers")
+            mlflow.load_run_id(run / "mlflow_run.json", Event(0.0, "start", 1, {}))
         return DONE
 
     return {

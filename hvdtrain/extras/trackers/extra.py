@@ -2,4 +2,7 @@
 
 from hvdtrain.core.extras import Extra
 
-EXTRA = Extra(status="stable", says="Sends the metrics of a job to MLflow or Weights & Biases.")
+EXTRA = Extra(
+    status="stable",
+    says="Sends the metrics of a job to TensorBoard, MLflow or Weights & Biases.",
+)

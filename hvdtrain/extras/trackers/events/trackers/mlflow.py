@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
 from hvdtrain.events.log import Event
-from hvdtrain.events.tracker_data import (
+from hvdtrain.extras.trackers.tracker_data import (
     METRICS,
     flat_config,
     load_run_id,

@@ -18,7 +18,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import BUG, DONE, REQUEUE, UserError
 from hvdtrain.events.log import Event
-from hvdtrain.events.tracker_data import (
+from hvdtrain.extras.trackers.tracker_data import (
     METRICS,
     load_run_id,
     metric_names,

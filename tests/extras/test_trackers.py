@@ -24,9 +24,9 @@ from hvdtrain.config.sections.data import DataConfig
 from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import BackgroundSink, Event
-from hvdtrain.events.tracker_data import flat_config, redacted_config, scalars
-from hvdtrain.events.trackers import tensorboard
-from hvdtrain.extras.trackers.events.trackers import mlflow, wandb
+from hvdtrain.events.redaction import HIDDEN, is_secret_key
+from hvdtrain.extras.trackers.events.trackers import mlflow, tensorboard, wandb
+from hvdtrain.extras.trackers.tracker_data import flat_config, redacted_config, scalars
 
 T0 = 1_700_000_000.0
 CONFIG = Config(
@@ -702,3 +702,18 @@ def test_background_sink_reports_a_tracker_that_cannot_be_closed() -> None:
 
 def test_names_are_file_names() -> None:
     assert set(plugins.files("events/trackers")) == {"tensorboard", "mlflow", "wandb"}
+
+
+def test_no_key_of_the_default_configuration_is_a_secret() -> None:
+    assert [
+        key for key, value in flat_config(Config()).items() if is_secret_key(key) or value == HIDDEN
+    ] == []
+
+
+def test_tensorboard_receives_the_header_without_logins(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    sink = tensorboard.build(Config(), tmp_path)
+    sink(Event(1.0, "start", 0, {"lines": ["data    https://joe:hunter2@host/x"]}))
+    sink.close()
+    (file,) = (tmp_path / "tensorboard" / tmp_path.name).iterdir()
+    assert b"hunter2" not in (seen := file.read_bytes()) and b"data    https://***@host/x" in seen

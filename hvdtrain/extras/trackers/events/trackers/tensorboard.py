@@ -13,7 +13,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
 from hvdtrain.events.log import Event
 from hvdtrain.events.redaction import redact_urls
-from hvdtrain.events.tracker_data import (
+from hvdtrain.extras.trackers.tracker_data import (
     METRICS,
     flat_config,
     metric_names,
