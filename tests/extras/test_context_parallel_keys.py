@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ranks import needs_extra
@@ -62,6 +64,21 @@ def test_the_lines_of_the_header() -> None:
         "data 0, context 1",
         "data 1, context 0",
     ]
+
+
+@needs_extra("report")
+@needs_extra("tensor")
+def test_a_report_names_positions_beside_the_mesh() -> None:
+    """The event "start" has the axes over which layers are divided."""
+    from hvdtrain.extras.report.measures.mesh import ways
+
+    start = {
+        "mesh": {"pipeline": 1, "data": 2, "tensor": 2},
+        "coordinates_of_rank": [[0, data, tensor] for data in (0, 1) for tensor in (0, 1)],
+    }
+    config = {"parallel.tensor": 2, "parallel.context": 2, "shard.stage": 1}
+    run: Any = SimpleNamespace(ranks=4, start_event=start, config=config)
+    assert ways(run) == "2 data x 2 tensor, parallel.context=2, shard.stage=1"
 
 
 @needs_extra("tensor")

@@ -77,7 +77,9 @@ def ways(run: RunRecord) -> str:
     if not run.ranks or run.ranks == 1:
         return ""
     mesh = mesh_of(run)
-    usual = {key: defaults()[key] for key in dividing_keys() if not mesh} | {"shard.stage": 0}
+    axes = [f"parallel.{axis}" for axis in AXES] if mesh else []
+    usual = {key: defaults()[key] for key in dividing_keys() if key not in axes}
+    usual["shard.stage"] = 0
     keys = [
         f"{key}={run.config[key]}"
         for key, value in usual.items()
