@@ -68,6 +68,7 @@ class Extra(NamedTuple):
     Suffix of a file -> the module: number_files, whose read_numbers() reads what `predict --data`
     takes; map_files, whose check(), maps_of() and write() store what `predict --to` writes;
     model_files, whose export() writes a model's computation for `export --to`.
+    streams: what to set so that data that only give their next sample are read.
     column_encoder: the module that encodes columns of text, dates and missing cells for
     data/input_encoding.py. implements: a key of hvdtrain -> the module of the extra that does what
     the key selects; without the extra, the key's other values are errors. maps: the package whose
@@ -90,6 +91,7 @@ class Extra(NamedTuple):
     implements: Mapping[str, str] = MappingProxyType({})
     maps: str = ""
     library_metrics: str = ""
+    streams: str = ""
     model_files: Mapping[str, str] = MappingProxyType({})
     image_files: tuple[str, ...] = ()
     token_images: tuple[str, ...] = ()
@@ -239,6 +241,12 @@ def maps_module(name: str, where: str) -> Any:
         what = "this copy of hvdtrain has no extra for masks and maps"
         raise UserError(what, where, "leave it out; `hvdtrain extras` lists the installed extras")
     return importlib.import_module(f"{package}.{name}")
+
+
+def streams() -> str:
+    """Returns what to set so that an extra reads data that only give their next sample; empty if
+    none does."""
+    return next((extra.streams for extra in extras().values() if extra.streams), "")
 
 
 def map_files() -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -65,6 +66,10 @@ class AroundSource(Source):
         return self.source.reads_from_memory
 
     @property
+    def reads_any_sample(self) -> bool:
+        return self.source.reads_any_sample
+
+    @property
     def reads_in_process(self) -> bool:
         return self.source.reads_in_process
 
@@ -75,6 +80,10 @@ class AroundSource(Source):
     @property
     def nested_inputs(self) -> tuple[str, ...]:
         return self.source.nested_inputs
+
+    @property
+    def hooks(self) -> tuple[Any, ...]:
+        return self.source.hooks
 
     @property
     def pictures(self) -> Pictures | None:

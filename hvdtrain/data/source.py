@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -188,6 +188,12 @@ class Source(ABC):
         return False
 
     @property
+    def reads_any_sample(self) -> bool:
+        """Whether read() can read every sample. Otherwise it returns some that look like them, and
+        only read_in_epochs() reads."""
+        return True
+
+    @property
     def reads_array_files(self) -> bool:
         """Whether it is one of ArrayFiles; array_files_in() looks for it."""
         return False
@@ -278,6 +284,11 @@ class Source(ABC):
     def nested_inputs(self) -> tuple[str, ...]:
         """The fields nested in x, as in {"x": {"image": ..., "table": ...}}; they are inputs of the
         model."""
+        return ()
+
+    @property
+    def hooks(self) -> tuple[Any, ...]:
+        """Hooks of the trainer's loop, for what a checkpoint must know about the samples."""
         return ()
 
     @property

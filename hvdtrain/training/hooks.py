@@ -44,6 +44,7 @@ class Hook:
     """
 
     on_rank_0_only = False
+    is_listed = True  # in the header
 
     def on_start(self, training: Training) -> None:
         """Called before the first step of this start, which may be a resume; the state has been
@@ -128,17 +129,26 @@ class Training:
             return math.nan
         return self._metric.of({name: host_value(value) for name, value in self._sums.items()})
 
+    def allgather(self, value: Any) -> list[Any]:
+        """Returns this value of every rank: numbers, texts, lists and dicts. A collective, so only
+        for hooks that run on every rank."""
+        self._check_all_ranks("allgather", "all ranks give a value together")
+        return self._communicator.allgather_object(value)
+
     def weights(self) -> Arrays:
         """Returns weights and buffers by name in the model's state dict. A collective, so only for
         hooks that run on every rank."""
-        if self.is_on_one_rank:
-            raise UserError(
-                "training.weights() was called in a hook that runs only on rank 0",
-                self.called,
-                "set on_rank_0_only = False: all ranks gather the weights together",
-            )
+        self._check_all_ranks("weights", "all ranks gather the weights together")
         state = self._learner.state()
         return {name: state[own] for name, own in self._learner.state_dict_names().items()}
+
+    def _check_all_ranks(self, call: str, why: str) -> None:
+        if self.is_on_one_rank:
+            raise UserError(
+                f"training.{call}() was called in a hook that runs only on rank 0",
+                self.called,
+                f"set on_rank_0_only = False: {why}",
+            )
 
     def log(self, **values: Any) -> None:
         """Logs values: their means over ranks and calls appear in the next event `step`, or in the
@@ -228,6 +238,7 @@ class Hooks:
         of = [
             name + " (rank 0)" * hook.on_rank_0_only
             for name, hook in zip(self._names, self._hooks, strict=True)
+            if hook.is_listed
         ]
         return [f"hooks   {', '.join(of)}"] if of else []
 

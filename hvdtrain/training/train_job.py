@@ -91,7 +91,7 @@ def train_job(
     heartbeat.beat("building the model", 0, 0)
     load_libraries(config)
     recipe = recipe_of(config, datasets)
-    hooks = hooks_of(config)
+    hooks = [*hooks_of(config), *datasets.train.hooks]
     memory = MemoryMeter(
         forecast_of_job(config, datasets, communicator, recipe), room_of_rank(config, communicator)
     )

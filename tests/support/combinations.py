@@ -131,6 +131,7 @@ NEEDS: dict[str, tuple[str, ...]] = {  # words -> models that have what they nee
     "data.messages": ("chats",),
     "data.mixture": ("mixture",),
     "data.inputs": ("fields",),
+    "data.epoch_samples": OF_CLASSES,
     "data.columns": ("table",),
     "data.sample_weights": (*OF_LABELS, "fields"),
     "data.shift": ("numbers", "keras-numbers"),
@@ -151,6 +152,7 @@ SMALLER = {  # what replaces a word of an example; None: the word of the model
     "data.name=jsonl": None,
     "data.name=tokens": None,
     "task.name=mine:measured": "example_objects:measured",
+    "data.name=mine:stream": "example_objects:stream",
     "hooks=[mine:Hook]": "[example_objects:Hook]",
     # images of one channel have no saturation or hue
     "augment.color_jitter=[0.4,0.4,0.4,0.1]": "[0.4,0.4]",

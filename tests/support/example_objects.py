@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,22 @@ def fields(split: str, samples: int = 36, val_samples: int = 12) -> dict[str, np
     y = (table @ np.linspace(-1.0, 1.0, 4 * CLASSES).reshape(4, CLASSES)).argmax(1)
     y[:CLASSES] = range(CLASSES)
     return {"image": image, "table": table, "y": y}
+
+
+def stream(
+    split: str,
+    samples: int = 36,
+    val_samples: int = 12,
+    shape: object = None,
+    classes: int = CLASSES,
+) -> Iterator[dict[str, Any]]:
+    """Images of classes, one after the other. shape: of the table's data, which have the same."""
+    _, x = _images(split, samples, val_samples)
+    for number, image in enumerate(x):
+        yield {"x": image, "y": number % classes}
+
+
+stream.classes = CLASSES  # type: ignore[attr-defined]
 
 
 def sequences(split: str, samples: int = 36, val_samples: int = 12) -> dict[str, list[np.ndarray]]:

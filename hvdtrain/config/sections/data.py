@@ -38,6 +38,11 @@ class DataConfig(OpenSection):
         is_of_documents = self.options.get("documents") is True
         return self.name in document_files().values() or is_named or is_of_documents
 
+    @property
+    def opener(self) -> str:
+        """The "module:function" of an extra that opens the user's data; empty: as_source() does."""
+        return ""
+
     name: str = Field(
         default="digits",
         description="data set: digits (embedded), mnist, fashion_mnist, kmnist, cifar10, "

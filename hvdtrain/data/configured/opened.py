@@ -158,9 +158,19 @@ def _open_own(config: Config, split: Split, kept: Callable[[], tuple[str, ...]])
             "leave it out",
         )
     with with_keys(config):
-        found = plugins.call_own(
-            config.data, {"name": config.data.name, "root": root_of(config), "split": split}
-        )
+        known = {"name": config.data.name, "root": root_of(config), "split": split}
+        found = plugins.call_own(config.data, known)
+        if config.data.opener:
+            source: Source = plugins.named(config.data.opener)(
+                config,
+                found,
+                lambda: plugins.call_own(config.data, known),
+                split,
+                f"{config.data.name}, {split}",
+                where,
+                kept(),
+            )
+            return source
         source = as_source(
             found,
             f"{config.data.name}, {split}",

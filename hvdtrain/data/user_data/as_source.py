@@ -11,6 +11,7 @@ from typing import Any, TypeGuard, cast
 
 import numpy as np
 
+from hvdtrain.core.extras import streams
 from hvdtrain.data.declared import CheckedSource
 from hvdtrain.data.field import TARGETS, Padding, check_numbers
 from hvdtrain.data.input_encoding import EncodedData
@@ -148,7 +149,7 @@ def _as_source(
         source = user_source(given)
         _refuse_padding(source, padding, name, where)
         return _checked(source, name)
-    dataset, collate, loader = _parts(given)
+    dataset, collate, loader = parts_of(given)
     if type(dataset).__name__ == "DatasetDict":
         raise UserError(
             f"{name} contains all splits: {', '.join(cast('Any', dataset))}",
@@ -193,7 +194,7 @@ def _is_pair(given: object) -> TypeGuard[Sequence[Any]]:
     return is_array(given[0]) or (isinstance(given, tuple) and isinstance(given[0], Mapping))
 
 
-def _parts(given: object) -> tuple[object, Any, Any]:
+def parts_of(given: object) -> tuple[object, Any, Any]:
     """Returns the Dataset, its collate function and its DataLoader, if given."""
     if isinstance(given, tuple) and len(given) == 2 and (given[1] is None or callable(given[1])):
         return given[0], given[1], None
@@ -202,12 +203,17 @@ def _parts(given: object) -> tuple[object, Any, Any]:
     return given, None, None
 
 
-def _refuse_iterable(dataset: object, name: str, where: str) -> None:
-    if (
+def comes_in_order(dataset: object) -> bool:
+    """Whether data only give their next sample."""
+    return (
         _is_a(dataset, "torch", "IterableDataset")
         or _is_a(dataset, "datasets", "IterableDataset")
         or _only_iterates(dataset)
-    ):
+    )
+
+
+def _refuse_iterable(dataset: object, name: str, where: str) -> None:
+    if comes_in_order(dataset):
         what = (
             f"{name} is a {type(dataset).__name__}, whose samples come in an order of its own: no "
             "rank can take its exact share"
@@ -217,6 +223,7 @@ def _refuse_iterable(dataset: object, name: str, where: str) -> None:
             if _is_a(dataset, "torch", "Dataset") or _is_a(dataset, "datasets", "IterableDataset")
             else f"list() of it; or {_INDEX}"
         )
+        fix = "; or ".join(filter(None, (fix, streams())))
         raise UserError(f"{what}, so no job could resume", where, fix)
 
 

@@ -126,7 +126,9 @@ def _stages(
             sums = learner.step(micro_batches, hyper, step)
         float(sums["loss"])  # waits for the device
 
-    stages: dict[str, Callable[[], None]] = {"read": read}
+    stages: dict[str, Callable[[], None]] = {}
+    if trainer.datasets.train.reads_any_sample:
+        stages["read"] = read
     for name, prefetcher in prefetchers.items():
         stages[name] = functools.partial(prefetch, prefetcher)
     stages["step"] = train
