@@ -13,6 +13,7 @@ OF_STEPS = (
     "hvdtrain/frameworks/torch/",
     "hvdtrain/optim/",
     "hvdtrain/extras/dense/",
+    "hvdtrain/extras/fully_sharded/",
     "hvdtrain/extras/pipeline/",
     "hvdtrain/extras/servers/",
     "hvdtrain/extras/tensor/",

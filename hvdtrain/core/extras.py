@@ -70,8 +70,8 @@ class Extra(NamedTuple):
     model_files, whose export() writes a model's computation for `export --to`.
     streams: what to set so that data that only give their next sample are read.
     column_encoder: the module that encodes columns of text, dates and missing cells for
-    data/input_encoding.py. implements: a key of hvdtrain -> the module of the extra that does what
-    the key selects; without the extra, the key's other values are errors. maps: the package whose
+    data/input_encoding.py. implements: a key of hvdtrain, or a value as in shard.stage=3 -> the
+    module that does what it selects; without the extra it is an error. maps: the package whose
     modules moved_masks, pictures and mask_files serve tasks with masks or maps. library_metrics:
     the module whose metric_of() converts a metric of torchmetrics.
     """
@@ -201,9 +201,10 @@ def column_encoder() -> str | None:
     return next(found, None)
 
 
-def implementation(key: str) -> str | None:
-    """Returns the module of an extra that implements a key of hvdtrain; None if there is none."""
-    found = (extra.implements[key] for extra in extras().values() if key in extra.implements)
+def implementation(name: str) -> str | None:
+    """Returns the module of an extra that implements a key or value of hvdtrain; None if there is
+    none."""
+    found = (extra.implements[name] for extra in extras().values() if name in extra.implements)
     return next(found, None)
 
 

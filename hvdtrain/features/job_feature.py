@@ -86,10 +86,12 @@ class JobFeature:
     updates_whole_weights: bool = True  # all ranks apply one update to full weights
     has_common_steps: bool = True  # all ranks take each step together
     reader: str = ""  # what the header calls a rank that reads samples; empty: a rank
-    is_extra: bool = False  # an extra implements it (Extra.implements), which may be missing
+    is_extra: bool = False  # an extra implements its key (Extra.implements), which may be missing
+    extra_values: tuple[str, ...] = ()  # or these of its values, such as shard.stage=3
     own_loop: str = ""  # what a custom loop uses instead of its key
     keys_of_custom_loops: tuple[str, ...] = ()  # its keys that a custom loop supports
-    # "module:class" of framework=torch: how the model is distributed
+    # "module:class" of framework=torch: how the model is distributed; or a function that returns
+    # the class for a configuration
     arrangement: str | Callable[[Config], str] = ""
     # "module:class" of framework=torch: how ranks of mesh.tensor divide layers
     layer_division: str | Callable[[Config], str] = ""
@@ -115,8 +117,15 @@ class JobFeature:
 
     @property
     def is_installed(self) -> bool:
-        """Whether this copy of hvdtrain has its code."""
+        """Whether this copy of hvdtrain has its code, at least for some values of its key."""
         return not self.is_extra or implementation(self.key) is not None
+
+    def is_installed_for(self, config: Config) -> bool:
+        """Whether this copy of hvdtrain has the code that a job with this feature needs."""
+        value = as_set(config, self.key)
+        return self.is_installed and (
+            value not in self.extra_values or implementation(value) is not None
+        )
 
     def ranks_lines(self, config: Config, hosts: Sequence[str]) -> Sequence[str]:
         """Returns lines of the header below the line of the ranks; hosts: the host of each rank."""
@@ -169,12 +178,15 @@ class JobFeature:
 
     def missing(self, job: PlannedJob) -> Iterator[UserError]:
         """Yields an error if the job needs an extra that is not installed."""
-        if self.is_installed or not self.on(job.config):
-            return
-        off = self.off if isinstance(self.off, str) else self.off(job.config)
-        yield UserError(
-            f"this copy of hvdtrain has no extra that does {self.name(job.config)}",
-            job.where(self.key),
+        if self.on(job.config) and not self.is_installed_for(job.config):
+            yield self.not_installed(job.config)
+
+    def not_installed(self, config: Config) -> UserError:
+        """Returns the error for a job that needs an extra which is not installed."""
+        off = self.off if isinstance(self.off, str) else self.off(config)
+        return UserError(
+            f"this copy of hvdtrain has no extra that does {self.name(config)}",
+            config.where(self.key),
             f"{off}; `hvdtrain extras` lists the installed extras",
         )
 

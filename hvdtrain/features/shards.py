@@ -3,7 +3,9 @@ FSDP)."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
+from typing import Any
 
 from hvdtrain.config.exclusion import (
     Exclusion,
@@ -15,6 +17,7 @@ from hvdtrain.config.exclusion import (
     other_than,
 )
 from hvdtrain.config.schema import Config
+from hvdtrain.core.extras import implementation
 from hvdtrain.errors import UserError
 from hvdtrain.features.comm import not_on_horovod
 from hvdtrain.features.job_feature import Conflict, JobFeature, PlannedJob
@@ -51,11 +54,23 @@ def _keeps_own_gradients(job: PlannedJob) -> Iterator[UserError]:
         )
 
 
-SHARDED_ROWS = "hvdtrain.frameworks.torch.parallel.zero_3.arrangement:ShardedRows"
+_FULLY = "shard.stage=3"
+
+
+def fully_sharded(config: Config) -> Any:
+    """Returns the module of the extra that divides all weights. Raises UserError if it is not
+    installed."""
+    module = implementation(_FULLY)
+    if module is None:
+        raise SHARDS.not_installed(config)
+    return importlib.import_module(module)
+
+
 SHARDS = JobFeature(
     key="shard.stage",
     on=lambda config: config.shard.stage > 0,
-    arrangement=lambda config: SHARDED_ROWS if config.shard.stage == 3 else "",
+    arrangement=lambda config: fully_sharded(config).ARRANGEMENT if config.shard.stage == 3 else "",
+    extra_values=(_FULLY,),
     updates_whole_weights=False,
     examples=(
         *("shard.stage=1", "shard.stage=2", "shard.stage=3", "shard.stage=1 shard.group=node"),

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from ranks import FULL, mpirun, needs_extra, needs_mpirun, python
+from ranks import FULL, HIGHEST_STAGE, mpirun, needs_extra, needs_mpirun, python
 from safetensors import safe_open
 from safetensors.numpy import load_file
 from sklearn.metrics import average_precision_score, roc_auc_score
@@ -524,7 +524,7 @@ def in_parts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         "batch.size=31",
     ]
     trained = python(
-        ["-m", "hvdtrain", *words, f"framework={request.param}", "shard.stage=3", f"run={run}"]
+        ["-m", "hvdtrain", *words, f"framework={request.param}", HIGHEST_STAGE, f"run={run}"]
     )
     assert trained.returncode == 0, trained.stderr
     return run

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import needs_extra
+from ranks import HIGHEST_STAGE, needs_extra
 
 import hvdtrain as ht
 from hvdtrain.context.logged import Logged, quotient
@@ -653,6 +653,7 @@ def of_two_types() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(2, 2).double(), torch.nn.Linear(2, 1))
 
 
+@needs_extra("fully_sharded")
 @pytest.mark.parametrize(
     ("net", "what"),
     [
@@ -733,8 +734,8 @@ def test_a_model_of_blocks_that_stage_3_gathers_one_at_a_time(
         return found
 
     expected = train(4, f"{tmp_path / 'plain'}")
-    assert train(4, f"{tmp_path / 'cut'}", "shard.stage=3") == pytest.approx(expected, rel=1e-12)
-    train(2, f"{tmp_path / 'resumed'}", "shard.stage=3")
+    assert train(4, f"{tmp_path / 'cut'}", HIGHEST_STAGE) == pytest.approx(expected, rel=1e-12)
+    train(2, f"{tmp_path / 'resumed'}", HIGHEST_STAGE)
     assert train(4, f"{tmp_path / 'resumed'}") == pytest.approx(expected, rel=1e-12), (
         "stage 3, and on without"
     )
@@ -872,7 +873,7 @@ def test_number_types_by_the_key(opened: list[ht.Context]) -> None:
     in_fp16 = of_precision(opened, "speed.precision=fp16")
     assert in_fp16 != plain and in_fp16 == pytest.approx(plain, rel=0.05)
     assert of_precision(opened, "speed.precision=fp16", "shard.stage=1") == in_fp16
-    assert of_precision(opened, "speed.precision=bf16", "shard.stage=3") == pytest.approx(
+    assert of_precision(opened, "speed.precision=bf16", HIGHEST_STAGE) == pytest.approx(
         in_bf16, rel=1e-3
     )
 
@@ -891,6 +892,7 @@ def test_compiled_by_the_key(opened: list[ht.Context]) -> None:
         opened[-1].prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+@needs_extra("fully_sharded")
 def test_an_example_of_the_inputs_is_asked_for_where_it_is_needed(opened: list[ht.Context]) -> None:
     opened.append(ht.init("shard.stage=3", "speed.precision=bf16"))
     model = torch.nn.Linear(2, 1)

@@ -17,6 +17,7 @@ from own_ways_on_ranks import plain_counted
 from pool import alone
 from ranks import (
     FULL,
+    HIGHEST_STAGE,
     mpirun,
     needs_extra,
     needs_horovod,
@@ -92,7 +93,7 @@ WAYS = [
         pytest.param(
             3, ["comm.engine=torchdist", "shard.stage=2"], id="3-zero2", marks=pytest.mark.slow
         ),
-        pytest.param(3, ["comm.engine=mpi", "shard.stage=3"], id="3-zero3", marks=pytest.mark.slow),
+        pytest.param(3, ["comm.engine=mpi", HIGHEST_STAGE], id="3-zero3", marks=pytest.mark.slow),
         pytest.param(
             2, ["comm.engine=torchdist", "comm.reduce=ddp"], id="2-ddp", marks=pytest.mark.slow
         ),
@@ -118,7 +119,7 @@ def test_any_number_of_ranks_by_any_strategy(
 @pytest.mark.parametrize(
     ("before", "after", "arguments"),
     [
-        (3, 2, ["comm.engine=torchdist", "shard.stage=3"]),
+        (3, 2, ["comm.engine=torchdist", HIGHEST_STAGE]),
         *[
             (3, 1, ["comm.engine=mpi"]),
             (2, 3, ["comm.engine=mpi", "shard.stage=1"]),

@@ -12,7 +12,7 @@ import packing_jobs
 import pool
 import pytest
 from pool import on_ranks
-from ranks import FULL, mpirun, needs_extra, needs_mpirun, of_this_copy
+from ranks import FULL, HIGHEST_STAGE, mpirun, needs_extra, needs_mpirun, of_this_copy
 from same_curve import check_same
 
 from hvdtrain.__main__ import main
@@ -141,11 +141,11 @@ def test_jobs_on_engines_are_one_process() -> None:
     names = ["gpt, tied, recomputed", "gpt, empty shares"]
     one = context_parallel_on_ranks.curves(SingleProcessCommunicator(), names, "")
     cases = [
-        ("mpi", "parallel.context=2 shard.stage=3"),
+        ("mpi", f"parallel.context=2 {HIGHEST_STAGE}"),
         *[
             ("mpi", f"parallel.context=2 {ULYSSES}"),
             ("torchdist", "parallel.context=2"),
-            ("torchdist", f"parallel.context=2 {ULYSSES} shard.stage=3"),
+            ("torchdist", f"parallel.context=2 {ULYSSES} {HIGHEST_STAGE}"),
         ]
         * FULL,
     ]
@@ -163,7 +163,7 @@ def test_packed_rows_and_resumed_jobs_have_the_weights_of_each_sequence_alone(
     on_two = [
         "ring parallel.context=2",
         f"ulysses parallel.context=2 {ULYSSES} shard.stage=2",
-        "stage-3 parallel.context=2 shard.stage=3 model.recompute=all",
+        f"stage-3 parallel.context=2 {HIGHEST_STAGE} model.recompute=all",
     ]
     # without a name: resumes
     on_four = ["four parallel.context=2 shard.stage=1", "resumed parallel.context=2 stop.steps=3"]

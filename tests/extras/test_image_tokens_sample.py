@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from ranks import FULL, mpirun, needs_mpirun
+from ranks import FULL, HIGHEST_STAGE, mpirun, needs_mpirun
 
 from hvdtrain.__main__ import main
 from hvdtrain.data.datasets import digits
@@ -108,7 +108,7 @@ def test_two_ranks_with_parts_of_the_weights_draw_what_one_draws(
         "model.layers=2",
         *SHORT,
         "speed.precision=fp64",
-        "shard.stage=3",
+        HIGHEST_STAGE,
         f"framework={framework}",
     ]
     trained = mpirun(2, ["-m", "hvdtrain", *words, "comm.engine=mpi", f"run={run}"])

@@ -15,7 +15,7 @@ import pytest
 import sequence_jobs
 import torch
 from packing_jobs import PACK, ROW, gpt
-from ranks import mpirun, needs_mpirun
+from ranks import HIGHEST_STAGE, mpirun, needs_mpirun
 from sequence_jobs import JOB, Sequences, tokens
 
 import hvdtrain
@@ -106,7 +106,7 @@ def test_losses_and_gradients_are_those_of_each_sequence_alone() -> None:
 def test_steps_are_those_of_sequences_alone_on_ranks_and_resumed(tmp_path: Path) -> None:
     ways = [
         "three",
-        "stage-3 shard.stage=3 model.recompute=all",
+        f"stage-3 {HIGHEST_STAGE} model.recompute=all",
         "stopped stop.steps=4",
         "stopped-too stop.steps=4",
     ]

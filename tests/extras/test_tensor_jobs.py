@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from parallel_on_ranks import DROPPED, files_on, jobs_on
 from pool import on_ranks
-from ranks import FULL, needs_horovod, needs_mpirun, of_this_copy
+from ranks import FULL, HIGHEST_STAGE, needs_horovod, needs_mpirun, of_this_copy
 from same_curve import check_same
 
 from hvdtrain.config.read import configure
@@ -21,7 +21,7 @@ FOUR = [
     "parallel.tensor=2",
     "parallel.tensor=2,shard.stage=1",
     "parallel.tensor=4,shard.stage=2",
-    "parallel.tensor=2,shard.stage=3",
+    f"parallel.tensor=2,{HIGHEST_STAGE}",
 ]
 POSITIONS = [f"{mesh},parallel.sequence=true" for mesh in FOUR]
 # buckets so small that there are several, which are cut elsewhere on ranks with one token more

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax_norms_on_ranks import batch, learner, step
 from pool import on_ranks
-from ranks import needs_mpirun
+from ranks import HIGHEST_STAGE, needs_mpirun
 
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.errors import UserError
@@ -69,7 +69,7 @@ def test_batch_norms_are_torchs_and_a_skipped_step_leaves_their_buffers() -> Non
     ("size", "words", "model"),
     [
         (2, "", ""),
-        (2, "shard.stage=3", ""),
+        (2, HIGHEST_STAGE, ""),
         pytest.param(3, "", "", marks=pytest.mark.slow),
         pytest.param(
             2,

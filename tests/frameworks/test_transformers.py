@@ -13,7 +13,7 @@ import pytest
 import torch
 from pool import alone
 from pretrained_on_ranks import LIBRARY
-from ranks import mpirun, needs_mpirun
+from ranks import HIGHEST_STAGE, mpirun, needs_mpirun
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -123,7 +123,7 @@ def test_outputs_are_those_of_the_library(
     arrays = len(dict(expected.named_parameters()))
     ways = [
         [f"model.name=transformers:{folder}", f"model.weights={folder}"],
-        [f"model.name=transformers:{folder}", f"model.weights={folder}", "shard.stage=3"],
+        [f"model.name=transformers:{folder}", f"model.weights={folder}", HIGHEST_STAGE],
         [
             f"model.name=transformers:{type(expected).__name__}",
             f"model.config={folder}",

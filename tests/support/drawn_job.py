@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from ranks import implemented
+from ranks import implemented, of_this_copy
 from torch import nn
 
 from hvdtrain.config.schema import known_keys
@@ -335,7 +335,7 @@ def _place(
             else []
         )
     if framework == "jax" and optimizer != "muon":
-        parts += ["shard.stage=3", "shard.stage=3 shard.reshard=false"]
+        parts += of_this_copy(["shard.stage=3", "shard.stage=3 shard.reshard=false"])
     if framework == "torch":
         parts += _torch_parts(dice, engine, model, optimizer, words)
     if dice.random() < 0.03:
@@ -398,7 +398,7 @@ def _of_this_copy(parts: Sequence[str]) -> list[str]:
     """Without those of an extra that this copy lacks."""
     return [
         part
-        for part in parts
+        for part in of_this_copy(parts)
         if all(word.partition("=")[0] in known_keys() for word in part.split())
     ]
 

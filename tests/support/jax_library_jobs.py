@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax_libraries import CASES, made
+from ranks import HIGHEST_STAGE
 
 import hvdtrain
 
@@ -55,7 +56,7 @@ def train(folder: Path, name: str, model: Any) -> hvdtrain.Run:
     words, optimizer = (
         (["optim.base_lr=0.2", "optim.ema=0.5"], None) if name != "pair" else ([], optax.adam(0.05))
     )
-    words += ["shard.stage=3"] if name == "equinox" else []
+    words += [HIGHEST_STAGE] if name == "equinox" else []
     sets = {"train_data": data(0, 330), "val_data": data(1, 90)}
     return hvdtrain.train(
         f"run={folder / name}", *WORDS, *words, model=model, optimizer=optimizer, **sets

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from ranks import HIGHEST_STAGE
 
 import hvdtrain
 from hvdtrain.__main__ import main
@@ -26,7 +27,7 @@ LORA = ["model.lora=['*c_attn','*c_fc','*c_proj']", "model.lora_rank=4", "model.
 _PACKED = ["task.name=language", "data.pack=17", "batch.size=4", "model.attn_implementation=eager"]
 # by the folder of the model
 JOBS = (
-    ("gpt2", [*_PACKED, *LORA, "shard.stage=3"]),
+    ("gpt2", [*_PACKED, *LORA, HIGHEST_STAGE]),
     ("bert", ["data.pad={x: 0}", "batch.size=5"]),
 )
 
@@ -61,7 +62,7 @@ def jobs(folder: str) -> None:
             train(Path(folder), number, Path(folder) / f"{number}", steps, "comm.engine=mpi")
     name = f"model.name=transformers:{folder}/gpt2"
     words = ["task.name=language", "data.name=text", f"data.root={folder}", "data.context=12"]
-    words += ["model.vocab_size=256", "shard.stage=3", "optim.name=adamw", "optim.base_lr=0.02"]
+    words += ["model.vocab_size=256", HIGHEST_STAGE, "optim.name=adamw", "optim.base_lr=0.02"]
     words += ["batch.size=8", "stop.steps=6", "log.display=lines", "comm.engine=mpi"]
     assert main([*words, name, f"run={folder}/text"]) == 0
     assert main([*SAMPLE, f"{folder}/text", name, "comm.engine=mpi"]) == 0

@@ -20,8 +20,8 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.parallel.zero_3.gathered_types import group_of
-from hvdtrain.frameworks.torch.parallel.zero_3.strategy import _AllGather, _ReduceScatter
+from hvdtrain.extras.fully_sharded.torch.gathered_types import group_of
+from hvdtrain.extras.fully_sharded.torch.strategy import _AllGather, _ReduceScatter
 from hvdtrain.frameworks.torch.units import Unit
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner

@@ -148,10 +148,10 @@ MUTANTS = (
     ),
     Mutant(
         "fsdp.gradient_of_the_step_before",
-        f"{PARALLEL}/zero_3/strategy.py",
+        "hvdtrain/extras/fully_sharded/torch/strategy.py",
         "            p.grad = None\n",
         "",
-        ("tests/frameworks/test_fsdp.py",),
+        ("tests/extras/test_fully_sharded.py",),
     ),
     Mutant(
         "servers.bound",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ranks import of_this_copy
+from ranks import HIGHEST_STAGE, of_this_copy
 
 import hvdtrain
 
@@ -14,7 +14,7 @@ JOB = (
 )
 JOB += "log.display=lines"
 FROZEN = "model.freeze=['conv*','norm*']"
-WAYS = ["", "shard.stage=1", "shard.stage=2 optim.ema=0.9", "shard.stage=3"]
+WAYS = ["", "shard.stage=1", "shard.stage=2 optim.ema=0.9", HIGHEST_STAGE]
 
 
 def frozen_jobs(folder: str, weights: str) -> None:
@@ -34,7 +34,7 @@ def frozen_jobs(folder: str, weights: str) -> None:
 
 THAW = "[{at: 4steps, names: ['conv2*', 'norm2*']}, {at: 7steps, names: ['conv1*']}]"
 THAWED = f"model.freeze=['conv*','norm*'] model.thaw={THAW}"
-THAW_WAYS = [*WAYS[:2], "shard.stage=2", "shard.stage=3", "optim.name=adamw optim.base_lr=0.01"]
+THAW_WAYS = [*WAYS[:2], "shard.stage=2", HIGHEST_STAGE, "optim.name=adamw optim.base_lr=0.01"]
 
 
 def thawed_words(way: str) -> list[str]:
@@ -69,7 +69,7 @@ LORA_WAYS = [
     "",
     "shard.stage=1",
     "shard.stage=2 optim.ema=0.9",
-    "shard.stage=3",
+    HIGHEST_STAGE,
     *of_this_copy(["parallel.pipeline=2 batch.micro=15"]),
 ]
 
@@ -91,7 +91,7 @@ def adapted_jobs(folder: str) -> None:
 def library_jobs(folder: str) -> None:
     """A model of transformers with the weights of its folder, on all ranks and in parts; each
     stopped and resumed."""
-    for number, way in enumerate(("", "shard.stage=3")):
+    for number, way in enumerate(("", HIGHEST_STAGE)):
         words = [
             *LIBRARY,
             f"model.name=transformers:{folder}",

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from ranks import HIGHEST_STAGE
 from torch import nn
 from torch.nn import functional
 
@@ -178,7 +179,7 @@ WAYS = {
         of_sentences,
         "batch.size=3",
         "batch.micro=1",
-        "shard.stage=3",
+        HIGHEST_STAGE,
         "stop.steps=3",
     ),
     "rows": (of_rows,),

@@ -261,9 +261,8 @@ def test_what_means_nothing_without_a_feature_is_refused(
     """And is read with one of the examples of the feature."""
     error = verdict(order(words), "mpi")
     assert str(error) == str(told) and names(told, [row.key])
-    assert not (feature.examples and feature.is_installed) or any(
-        engines_of(joined(example, words)) for example in feature.examples
-    )
+    examples = [each.words for each in EXAMPLES if each.feature is feature]
+    assert not examples or any(engines_of(joined(example, words)) for example in examples)
 
 
 def _says(told: UserError, error: UserError | None) -> bool:
@@ -394,10 +393,11 @@ def test_train_check_and_plan_give_the_same_message(
         ("norm.kind=sync batch.size=64 batch.micro=32", "mpi", 2),
         ("shard.stage=2 log.noise_scale=true", "mpi", 2),
         ("framework=jax model.name=mlp shard.stage=2 log.noise_scale=true", "horovod", 3),
-        (
-            "shard.stage=3 shard.group=node shard.reshard=false shard.offload=parameters",
-            "torchdist",
-            4,
+        *(
+            (words, "torchdist", 4)
+            for words in of_this_copy(
+                ["shard.stage=3 shard.group=node shard.reshard=false shard.offload=parameters"]
+            )
         ),
     ],
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from ranks import needs_extra
 from safetensors.numpy import load_file
 
 from hvdtrain.__main__ import main
@@ -87,6 +88,7 @@ def test_an_error_in_begin_with_is_told_as_what_it_is(
     assert "checkpoint" not in said
 
 
+@needs_extra("fully_sharded")
 def test_parts_of_the_weights_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,7 +16,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from ranks import ENGINES, FULL, mpirun, needs_horovod, needs_mpirun, of_this_copy, python
+from ranks import (
+    ENGINES,
+    FULL,
+    HIGHEST_STAGE,
+    mpirun,
+    needs_horovod,
+    needs_mpirun,
+    of_this_copy,
+    python,
+)
 from resume_matrix import KINDS, LINEAR, POINTS, Outcome, Stop, Work, do
 from resume_runs import (
     ROOM,
@@ -347,7 +356,7 @@ IN_STAGES = "parallel.pipeline=2 parallel.micro_batches=5"
         pytest.param(
             "torch",
             [
-                *((4, "mpi", f"shard.stage=3 {words}") for words in of_this_copy([IN_PARTS])),
+                *((4, "mpi", words) for words in of_this_copy([f"shard.stage=3 {IN_PARTS}"])),
                 (3, "torchdist", " ".join(["shard.stage=0", *of_this_copy(["parallel.tensor=1"])])),
                 *((2, "mpi", words) for words in of_this_copy([IN_STAGES])),
                 (1, "single", " ".join(["shard.stage=1", *of_this_copy(["parallel.pipeline=1"])])),
@@ -362,7 +371,7 @@ IN_STAGES = "parallel.pipeline=2 parallel.micro_batches=5"
         (
             "jax",
             [
-                (3, "mpi", "shard.stage=3"),
+                (3, "mpi", HIGHEST_STAGE),
                 (2, "mpi", "shard.stage=2"),
                 *[(2, "horovod", f"shard.stage={n}") for n in (3, 1)] * FULL,
             ],

@@ -9,7 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pool import alone, on_ranks
-from ranks import FULL, mpirun, needs_horovod, needs_mpirun
+from ranks import (
+    FULL,
+    HIGHEST_STAGE,
+    mpirun,
+    needs_extra,
+    needs_horovod,
+    needs_mpirun,
+    of_this_copy,
+)
 from rotation import rows_of_today
 from same_curve import check_same
 from shards_on_ranks import FEW, jobs_of
@@ -63,7 +71,7 @@ def reference(one_process: dict, tmp: Path, *how: str) -> dict:
 @pytest.mark.parametrize(
     ("engine", "size", "stages", "how"),
     [
-        pytest.param("mpi", 2, "3", TODAY, marks=needs_mpirun, id="mpi-2-few"),
+        pytest.param("mpi", 2, HIGHEST_STAGE[-1], TODAY, marks=needs_mpirun, id="mpi-2-few"),
         pytest.param("mpi", 3, "0,1,2", ("muon",), marks=[needs_mpirun, slow], id="mpi-3-muon"),
         pytest.param("mpi", 3, "2", ("few",), marks=[needs_mpirun, slow], id="mpi-3-few"),
         pytest.param(
@@ -167,6 +175,9 @@ def reference(one_process: dict, tmp: Path, *how: str) -> dict:
 def test_every_stage_is_one_process(
     one_process: dict, tmp_path: Path, engine: str, size: int, stages: str, how: tuple[str, ...]
 ) -> None:
+    stages = ",".join(
+        stage for stage in stages.split(",") if of_this_copy([f"shard.stage={stage}"])
+    )
     whole, found = reference(one_process, tmp_path, *how), run(tmp_path, engine, size, stages, *how)
     if averaged := found.pop("averaged", None):
         difference = np.array(averaged["losses"]) - np.array(whole[f"{FEW[0]}, stage 0"]["losses"])
@@ -207,6 +218,7 @@ def test_every_stage_is_one_process(
 
 @slow
 @needs_mpirun
+@needs_extra("fully_sharded")
 def test_a_stall_is_reported_with_the_block_that_each_rank_is_in() -> None:
     result = mpirun(2, alone("shards_on_ranks:sleeping", "mpi"))
     assert result.returncode == STALLED, result.stderr

@@ -269,15 +269,13 @@ def test_nothing_is_imported_that_the_job_does_not_use(tmp_path: Path) -> None:
         "hvdtrain.training.given",
         "hvdtrain.training.pretrained",
         "hvdtrain.training.telemetry.profiler",
-        *(
-            f"hvdtrain.frameworks.torch.parallel.{way}"
-            for way in ("zero_3", "local_sgd", "zero_1_and_2")
-        ),
+        *(f"hvdtrain.frameworks.torch.parallel.{way}" for way in ("local_sgd", "zero_1_and_2")),
         *(
             f"hvdtrain.extras.{name}.{module}"
             for name in extras()
             for module in (
                 "arrangement",
+                "by_framework",
                 "survival",
                 "load",
                 "columns.encoded_table",

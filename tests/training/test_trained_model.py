@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rank_threads import ThreadRank, in_threads
+from ranks import needs_extra, of_this_copy
 from test_load import Counting
 
 from hvdtrain.cli.saved_weights import find_checkpoint
@@ -129,7 +130,7 @@ def on_ranks(run: Path, words: str) -> tuple[list[int], list[TrainedModel]]:
     return [sent for sent, _ in found], [model for _, model in found]
 
 
-@pytest.mark.parametrize("words", [STAGE_3, AVERAGED])
+@pytest.mark.parametrize("words", [*of_this_copy([STAGE_3]), AVERAGED])
 def test_each_rank_reads_its_part(words: str, tmp_path: Path) -> None:
     """With stage 3 only small arrays are sent; of arrays that every rank has, each sends a half. Of
     a checkpoint that one rank wrote, rank 0 sends all. Nothing is sent of initial weights."""
@@ -150,6 +151,7 @@ def test_each_rank_reads_its_part(words: str, tmp_path: Path) -> None:
             assert ours.name[:2] == "s." or ours.read().tobytes() == theirs.read().tobytes()
 
 
+@needs_extra("fully_sharded")
 def test_a_chunk_that_one_rank_finds_damaged(tmp_path: Path) -> None:
     write(tmp_path, 3, state_of(STAGE_3, 1.0))
     write(tmp_path, 6, state_of(STAGE_3, 2.0))

@@ -7,6 +7,7 @@ from typing import Self
 
 from hvdtrain.config.sections.extra_keys import with_keys_of_extras
 from hvdtrain.config.sections.section import Section
+from hvdtrain.core.extras import implementation
 
 
 @with_keys_of_extras
@@ -86,8 +87,8 @@ class ParallelConfig(Section):
 
     @property
     def highest_stage(self) -> int:
-        """The highest shard.stage that these settings support."""
-        return 3
+        """The highest shard.stage that these settings, and this copy of hvdtrain, support."""
+        return 2 if implementation("shard.stage=3") is None else 3
 
     @property
     def may_recompute(self) -> bool:

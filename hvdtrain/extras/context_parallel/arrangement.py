@@ -10,19 +10,21 @@ import torch
 from hvdtrain.comm.communicator import point_to_point
 from hvdtrain.comm.order import SameOrder
 from hvdtrain.comm.staging import KINDS
+from hvdtrain.config.plugins import named
+from hvdtrain.config.schema import Config
 from hvdtrain.core.own_line import own_line
 from hvdtrain.data.packed import SEGMENTS, TOKENS
 from hvdtrain.errors import UserError
 from hvdtrain.extras.context_parallel.division import DivisionByPositions, Outside
 from hvdtrain.extras.context_parallel.keys import ContextKeys
 from hvdtrain.extras.context_parallel.link import ContextLink
+from hvdtrain.features.shards import fully_sharded
 from hvdtrain.frameworks.torch.arrangement import Arrangement, Making
 from hvdtrain.frameworks.torch.buffers import copied_buffers
 from hvdtrain.frameworks.torch.call import Called, call, each_of
 from hvdtrain.frameworks.torch.forward import whole_outputs
 from hvdtrain.frameworks.torch.parallel.divided_model import DividedModel
 from hvdtrain.frameworks.torch.parallel.whole_model import WholeModel
-from hvdtrain.frameworks.torch.parallel.zero_3.arrangement import ShardedRows
 from hvdtrain.frameworks.torch.private_api import BatchNorm
 from hvdtrain.frameworks.torch.same_weights import take_from_rank_0
 from hvdtrain.frameworks.torch.strategy import runs_ahead
@@ -87,12 +89,18 @@ class DividedModelOfPositions(DividedPositions, DividedModel):
     divide_positions()."""
 
 
-class ShardedRowsOfPositions(DividedPositions, ShardedRows):
-    """Each rank has its rows of every weight (shard.stage=3)."""
+class CutByPositions(DividedPositions):
+    """Divides the positions after the model is cut."""
 
     def cut(self) -> None:
         super().cut()
         divide_positions(self)
+
+
+def sharded_rows_of_positions(config: Config) -> type[Arrangement]:
+    """Returns the arrangement in which each rank has its rows of every weight (shard.stage=3)."""
+    rows: type[Arrangement] = named(fully_sharded(config).ARRANGEMENT)
+    return type("ShardedRowsOfPositions", (CutByPositions, rows), {})
 
 
 def _order(making: Making) -> SameOrder:

@@ -19,9 +19,8 @@ def _arrangement(config: Config) -> str:
     if config.parallel.has_stages:
         return ""  # PipelineStages, which divides samples by sample_division
     if config.shard.stage == 3:
-        kind = "ShardedRows"
-    else:
-        kind = "DividedModel" if config.parallel.cuts else "WholeModel"
+        return f"{_ARRANGEMENTS}:sharded_rows_of_positions"
+    kind = "DividedModel" if config.parallel.cuts else "WholeModel"
     return f"{_ARRANGEMENTS}:{kind}OfPositions"
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.on_all_ranks import same_on_all_ranks
+from hvdtrain.config.plugins import named
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import (
     ArrayInFile,
@@ -32,9 +33,9 @@ from hvdtrain.data.images import augment
 from hvdtrain.data.images.averaging import averaging_of
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
+from hvdtrain.features.shards import fully_sharded
 from hvdtrain.frameworks.by_name import build_rule, is_made_with_the_model
 from hvdtrain.frameworks.jax import task_parts
-from hvdtrain.frameworks.jax.fully_sharded import BlockPasses, with_marked_blocks
 from hvdtrain.frameworks.jax.layers import Params
 from hvdtrain.frameworks.jax.model import JaxDevice, JaxModel, device_dtype, key_data
 from hvdtrain.frameworks.jax.sampling import CompiledDecoder
@@ -113,8 +114,10 @@ class JaxLearner(Learner):
         self._passes: LearnerPasses
         self._strategy: JaxStrategy
         if config.shard.stage == 3:
-            passes = BlockPasses(
-                Formulas(with_marked_blocks(self.model), part, averaging),
+            passes = named(fully_sharded(config).BLOCK_PASSES)(
+                self.model,
+                part,
+                averaging,
                 *(
                     optimizer.shapes,
                     self.buffers,

@@ -18,7 +18,9 @@ def arrangement_of(config: Config) -> type[Arrangement]:
     """Returns the class of the configured arrangement, that of the first feature that has one;
     imports only that class, as some take half a second."""
     asked = (feature.arrangement_in(config) for feature in FEATURES)
-    arrangement: type[Arrangement] = named(next(filter(None, asked), WHOLE))
+    found = named(next(filter(None, asked), WHOLE))
+    # a function, where the class depends on the class of another feature
+    arrangement: type[Arrangement] = found if isinstance(found, type) else found(config)
     return arrangement
 
 

@@ -126,7 +126,7 @@ def meshes(ranks: int, has_dense_part: bool, *, has_positions: bool = False) -> 
             elif pipeline > 1:
                 stages = range(3)
             else:
-                stages = range(4)
+                stages = range(ParallelConfig().highest_stage + 1)
             yield from (MeshShape(data, tensor, pipeline, stage, "none") for stage in stages)
             if has_positions and pipeline == 1:
                 yield from (

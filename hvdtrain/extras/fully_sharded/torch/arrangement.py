@@ -7,9 +7,17 @@ from collections.abc import Sequence
 import torch
 
 from hvdtrain.comm.engines import Feature
-from hvdtrain.comm.process_group import start_process_group
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
+from hvdtrain.extras.fully_sharded.torch.gathered_types import REDUCES_UNREACHED
+from hvdtrain.extras.fully_sharded.torch.planned import PlannedMesh
+from hvdtrain.extras.fully_sharded.torch.process_group import start_process_group
+from hvdtrain.extras.fully_sharded.torch.strategy import (
+    ShardedModel,
+    device_mesh,
+    local_part,
+    shard_model,
+)
 from hvdtrain.frameworks.torch.arrangement import Arrangement, bytes_of
 from hvdtrain.frameworks.torch.arrangements import layer_division_of
 from hvdtrain.frameworks.torch.buffers import copied_buffers
@@ -18,14 +26,6 @@ from hvdtrain.frameworks.torch.deferred import make_deferred
 from hvdtrain.frameworks.torch.layer import Layer, LayerCut
 from hvdtrain.frameworks.torch.parallel.blocks import units
 from hvdtrain.frameworks.torch.parallel.divided import Divided
-from hvdtrain.frameworks.torch.parallel.zero_3.gathered_types import REDUCES_UNREACHED
-from hvdtrain.frameworks.torch.parallel.zero_3.planned import PlannedMesh
-from hvdtrain.frameworks.torch.parallel.zero_3.strategy import (
-    ShardedModel,
-    device_mesh,
-    local_part,
-    shard_model,
-)
 from hvdtrain.frameworks.torch.private_api import unset_fake_temporarily
 from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy
 

@@ -27,14 +27,20 @@ import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.core.metrics import Sums
+from hvdtrain.extras.fully_sharded.jax.segments import CutPass, Programs, Segment, Variables, mark
 from hvdtrain.frameworks.jax.layers import Params
 from hvdtrain.frameworks.jax.model import JaxDevice, JaxModel, key_data
 from hvdtrain.frameworks.jax.norm import NormRanks
 from hvdtrain.frameworks.jax.parts import CutUnits, ShardedUnit, in_one_row
-from hvdtrain.frameworks.jax.segments import CutPass, Programs, Segment, Variables, mark
 from hvdtrain.frameworks.jax.step import Formulas, Gradient, PaddedBatch, Phases, Weights
 
 REST = 0  # the unit of weights outside the blocks
+
+
+def block_passes(model: JaxModel, part: Any, averaging: Any, *arguments: Any) -> BlockPasses:
+    """Returns the passes of a model. part: of its task; averaging: of views; arguments: the
+    others of BlockPasses."""
+    return BlockPasses(Formulas(with_marked_blocks(model), part, averaging), *arguments)
 
 
 def with_marked_blocks(model: JaxModel) -> JaxModel:

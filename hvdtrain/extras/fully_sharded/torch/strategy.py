@@ -25,18 +25,18 @@ from hvdtrain.comm.order import SameOrder
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.arrangements import layer_division_of
-from hvdtrain.frameworks.torch.communicators import Communicating
-from hvdtrain.frameworks.torch.deferred import Deferred
-from hvdtrain.frameworks.torch.parallel.blocks import units
-from hvdtrain.frameworks.torch.parallel.zero_1_and_2 import of_shards, shard_summary, total_over
-from hvdtrain.frameworks.torch.parallel.zero_3.gathered_types import (
+from hvdtrain.extras.fully_sharded.torch.gathered_types import (
     REDUCES_UNREACHED,
     Pass,
     gather_in_16_bits,
     group_of,
     reduce_all_of,
 )
+from hvdtrain.frameworks.torch.arrangements import layer_division_of
+from hvdtrain.frameworks.torch.communicators import Communicating
+from hvdtrain.frameworks.torch.deferred import Deferred
+from hvdtrain.frameworks.torch.parallel.blocks import units
+from hvdtrain.frameworks.torch.parallel.zero_1_and_2 import of_shards, shard_summary, total_over
 from hvdtrain.frameworks.torch.private_api import in_backward, storage_of, tree_leaves
 from hvdtrain.frameworks.torch.same_weights import as_on_rank_0
 from hvdtrain.frameworks.torch.strategy import Shard, Strategy, Wrapped, runs_ahead

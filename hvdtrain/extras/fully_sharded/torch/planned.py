@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hvdtrain.comm.communicator import Communicator, Op
 from hvdtrain.comm.engines import Feature
-from hvdtrain.comm.process_group import CommunicatorGroup
+from hvdtrain.extras.fully_sharded.torch.process_group import CommunicatorGroup
 
 
 class PlannedMesh(DeviceMesh):

@@ -1,2 +1,0 @@
-"""shard.stage=3 with torch's FSDP2: each rank has its rows of every weight, and the whole weights
-of one block at a time."""
