@@ -26,6 +26,7 @@ from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.extras import model_files
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import DONE, UserError, nearest
+from hvdtrain.features.optim import AVERAGES_WRITTEN
 from hvdtrain.training.checkpoint.array_file import write_arrays
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.version import __version__
@@ -61,7 +62,7 @@ def export(arguments: Sequence[str]) -> int:
     notes_of_average: list[str] = []
     if has_averages(run) and checkpoint.train_state.progress.step:
         arrays = with_averages(arrays)
-        notes_of_average = ["the averages of the weights are written (optim.ema of the run)"]
+        notes_of_average = [AVERAGES_WRITTEN]
     weights = model_state(arrays, checkpoint)
     weights = _without_adapters(weights, run, options.adapters)
     fields, notes = metadata(run, checkpoint)

@@ -18,6 +18,7 @@ from hvdtrain.config.sections.section import is_object
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.data.input_encoding import FILE, encoding_of_run
 from hvdtrain.errors import UserError, nearest
+from hvdtrain.features.optim import EMA
 from hvdtrain.optim.weight_average import averages
 from hvdtrain.tasks.several_inputs import transforms_of_facts
 from hvdtrain.tasks.transform import Transforms, transform_of_facts
@@ -193,7 +194,7 @@ def model_state(arrays: Arrays, checkpoint: Checkpoint) -> Arrays:
 def has_averages(run: Path) -> bool:
     """Whether the run has averages of its weights (optim.ema), as far as its config.yaml can be
     read."""
-    return _is_set(run, "optim.ema")
+    return _is_set(run, EMA.key)
 
 
 def _is_set(run: Path, key: str) -> bool:

@@ -59,6 +59,7 @@ MUON = JobFeature(
 )
 
 
+AVERAGES_WRITTEN = "the averages of the weights are written (optim.ema of the run)"
 # optim.ema: an average of the weights. It is part of the optimizer's state, whose parts an
 # evaluation gathers.
 EMA = JobFeature(

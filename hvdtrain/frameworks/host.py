@@ -208,7 +208,7 @@ class HostLearner(Learner):
     def averaged(self) -> Iterator[None]:
         weights = self.weights
         try:
-            if self.config.optim.ema is not None and all(
+            if self.config.optim.averages and all(
                 state[-1] > 0 for state in self.optimizer_state.values()
             ):
                 self.weights = {name: state[-2] for name, state in self.optimizer_state.items()}

@@ -23,9 +23,7 @@ NOISE_SCALE_KEYS = (
 _STREAM = 0x5EED0001  # a stream of counters that dropout and shuffles do not use
 
 
-def noise_scale_sums(
-    local_square: Any, global_square: Any, count: int, batch: int, ranks: int
-) -> Sums:
+def noise_sums(local_square: Any, global_square: Any, count: int, batch: int, ranks: int) -> Sums:
     """Returns one rank's summands of NOISE_SCALE_KEYS in one step, as device scalars on the device
     of the squares.
 
@@ -80,7 +78,11 @@ class NoiseScale:
             self.noise = self.decay * self.noise + noise * steps
             # |G|^2 times the number of steps
             self.signal = self.decay * self.signal + big - noise * big_inv
-        return {"noise_scale": self.value}
+        return self.fields(is_measured=True)
+
+    def fields(self, *, is_measured: bool) -> dict[str, float]:
+        """Returns the fields of an event: none if nothing is measured."""
+        return {"noise_scale": self.value} if is_measured else {}
 
     @property
     def value(self) -> float:

@@ -78,7 +78,7 @@ class Job:
     telemetry: Telemetry
     samples: SampleSeries
     hooks: Hooks
-    noise_scale: NoiseScale
+    noise: NoiseScale
     memory: MemoryMeter | None  # None for a job that writes nothing
     # the state to return to when ranks are lost; None if a loss ends the job
     memory_copy: StateCopy | None
@@ -167,7 +167,7 @@ def make_job(
         hooks=Hooks(
             hooks, Training(config, communicator, learner, run, datasets.task), communicator
         ),
-        noise_scale=NoiseScale(signal=start.noise[0], noise=start.noise[1]),
+        noise=NoiseScale(signal=start.noise[0], noise=start.noise[1]),
         memory=memory,
         memory_copy=None,
         clock=clock_from(start.seconds),
@@ -246,7 +246,7 @@ def on_other_ranks(job: Job, now: TrainState) -> Job:
         telemetry=telemetry,
         throughput=job.throughput.on_other_ranks(job.config, job.communicator, job.learner),
         samples=replace(job.samples, health=health),
-        noise_scale=NoiseScale(signal=now.noise[0], noise=now.noise[1]),
+        noise=NoiseScale(signal=now.noise[0], noise=now.noise[1]),
     )
 
 

@@ -137,11 +137,11 @@ def record(
     ):
         # the sums are not finite, or belong to weights that were replaced on all ranks
         return now
-    noise_scale = job.noise_scale.update(sums)
+    measured = job.noise.update(sums)
     fields = step_fields(job.task, now, sums, seconds, job.recipe.epochs)
     fields |= job.throughput.of_device(fields) | job.hooks.fields()
-    job.log.emit("step", p.step, **fields, **telemetry_fields, **noise_scale)
-    return now.trained(sums, seconds, (job.noise_scale.signal, job.noise_scale.noise))
+    job.log.emit("step", p.step, **fields, **telemetry_fields, **measured)
+    return now.trained(sums, seconds, (job.noise.signal, job.noise.noise))
 
 
 def evaluate_and_record(job: Job, now: TrainState) -> TrainState:
@@ -161,7 +161,8 @@ def evaluate_and_record(job: Job, now: TrainState) -> TrainState:
     after = job.hooks.after_evaluation(
         after, {metric.name: metric.of(val) for metric in job.task.metrics}
     )
-    fields = epoch_fields(job.config, job.task, now, after, val, job.noise_scale.value)
+    measured = job.noise.fields(is_measured=job.config.log.measures_noise)
+    fields = epoch_fields(job.task, now, after, val) | measured
     fields |= job.throughput.of_device(fields) | job.hooks.fields()
     job.log.emit(
         "epoch", now.progress.step, **fields, **job.telemetry.epoch_fields(now, val, after.seconds)

@@ -27,6 +27,7 @@ from hvdtrain.data.source import Source, arrays_in_memory
 from hvdtrain.data.user_data.arrays import as_images, is_array
 from hvdtrain.data.user_data.as_source import as_source
 from hvdtrain.errors import MEMORY, UserError, exit_code_of
+from hvdtrain.features.optim import EMA
 from hvdtrain.frameworks.learner import Learner, Shapes, check_fit
 from hvdtrain.optim.weight_average import averages
 from hvdtrain.tasks.task import Task
@@ -78,12 +79,12 @@ def load_trained_model(
     find() does, or if the weights do not fit the model.
     """
     sharded = config.shard.stage == 3 and communicator.size > 1
-    if sharded and config.optim.ema is not None:
-        what = "the averages of optim.ema cannot be read with shard.stage=3"
+    if sharded and config.optim.averages:
+        what = f"the averages of {EMA.key} cannot be read with shard.stage=3"
         raise UserError(
             what,
             config.where("shard.stage"),
-            "shard.stage=0, or optim.ema=null for the weights without averaging",
+            f"shard.stage=0, or {EMA.off} for the weights without averaging",
         )
     if not sharded:  # stages 1 and 2 only shard training state
         config = config.replace(shard=ShardConfig())
@@ -182,7 +183,7 @@ def _load_weights(
 def _of_model(config: Config, checkpoint: Checkpoint, state: Mapping[str, T]) -> dict[str, T]:
     """Returns what a state has for the weights, averaged if the run averages them, and buffers."""
     found = {name: each for name, each in state.items() if not name.startswith("s.")}
-    if config.optim.ema is not None and checkpoint.train_state.progress.step:
+    if config.optim.averages and checkpoint.train_state.progress.step:
         found |= averages(state)
     return found
 

@@ -16,7 +16,7 @@ from hvdtrain.optim.clip import clip
 from hvdtrain.recipe.noise import (
     NOISE_SCALE_KEYS,
     NoiseScale,
-    noise_scale_sums,
+    noise_sums,
     noise_variance,
     sample_weights,
 )
@@ -104,7 +104,7 @@ def test_noise_scale_of_a_known_population() -> None:
             ]
             whole = sum(own)
             for g, b in zip(own, shares, strict=True):
-                sums = add_sums(sums, noise_scale_sums(g @ g, whole @ whole, b, batch, 3))
+                sums = add_sums(sums, noise_sums(g @ g, whole @ whole, b, batch, 3))
         fields = measured.update(sums)
     assert fields == {"noise_scale": measured.value}
     assert measured.noise / 400 == pytest.approx(400, rel=0.05)  # over 400 steps
@@ -115,9 +115,7 @@ def test_noise_scale_of_a_known_population() -> None:
 def test_noise_scale_without_a_signal_is_nan() -> None:
     measured = NoiseScale()
     assert measured.update({"loss": 1.0, "count": 3.0}) == {}
-    all_on_one_rank = add_sums(
-        noise_scale_sums(2.0, 2.0, 8, 8, 2), noise_scale_sums(0.0, 2.0, 0, 8, 2)
-    )
+    all_on_one_rank = add_sums(noise_sums(2.0, 2.0, 8, 8, 2), noise_sums(0.0, 2.0, 0, 8, 2))
     assert math.isnan(measured.update(all_on_one_rank)["noise_scale"])
     assert (measured.noise, measured.signal) == (0, 0), "it says nothing"
     assert math.isnan(

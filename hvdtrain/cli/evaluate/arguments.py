@@ -11,6 +11,7 @@ from hvdtrain.config.read import Assignment, read_argument, read_resumed
 from hvdtrain.config.sections.section import Given, is_object
 from hvdtrain.core.extras import tables
 from hvdtrain.errors import UserError, nearest, short
+from hvdtrain.features.optim import EMA
 
 OF_A_FILE = Given("<object of hvdtrain:file>", lambda: None, {})  # predict --data FILE
 # predict --data FILE.nc, with the run's data.fields
@@ -29,7 +30,7 @@ _OF_THE_RUN = (
     "speed.",
     "batch.evaluate",
     "evaluate.views",
-    "optim.ema",
+    EMA.key,
 )
 _OF_THE_COMMAND = (  # keys that are accepted as key=value
     "data.",
@@ -42,7 +43,7 @@ _OF_THE_COMMAND = (  # keys that are accepted as key=value
     "shard.offload",
     "batch.evaluate",
     "evaluate.views",
-    "optim.ema",
+    EMA.key,
 )
 
 
@@ -93,7 +94,7 @@ def parse(
     for argument in overrides:
         given = read_argument(argument)
         if (
-            given.key == "optim.ema" and given.value is not None
+            given.key == EMA.key and given.value is not None
         ):  # nothing is averaged here, so the decay does not matter
             what = (
                 f"{command} does not accept {short(argument)}: it uses the weight averages of the "
@@ -102,7 +103,7 @@ def parse(
             raise UserError(
                 what,
                 f"command line of {command}",
-                "optim.ema=null for the weights without averaging, or leave it out",
+                f"{EMA.off} for the weights without averaging, or leave it out",
             )
         if not given.key.startswith(_OF_THE_COMMAND):
             what = f"{command} does not accept {short(argument)}, because it does not train"

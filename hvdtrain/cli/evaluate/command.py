@@ -26,6 +26,7 @@ from hvdtrain.data.subset import relabelled, relabelled_rows
 from hvdtrain.errors import DONE, UserError, short
 from hvdtrain.events.log import Event
 from hvdtrain.events.writers import append_event, finite
+from hvdtrain.features.optim import EMA
 from hvdtrain.tasks.labels import classes_of
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.build import restore_task
@@ -266,7 +267,7 @@ def _header(
     progress = model.checkpoint.train_state.progress
     data = f"{config.data.name}{f' in {config.data.root}' if config.data.root else ''}, {split}"
     views = f", {config.evaluate.views} views of each" if config.evaluate.views > 1 else ""
-    averages = ", averages of optim.ema" if config.optim.ema is not None else ""
+    averages = f", averages of {EMA.key}" if config.optim.averages else ""
     described = model.learner.describe()
     return [
         f"ranks    {size}, engine {rank.communicator.name}: {rank.engine_reason}",

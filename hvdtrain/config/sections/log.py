@@ -69,3 +69,8 @@ class LogConfig(Section):
         description="measure and log the gradient noise scale and the critical batch size "
         "that follows from it; requires at least two ranks",
     )
+
+    @property
+    def measures_noise(self) -> bool:
+        """Whether ranks measure the noise of their gradients."""
+        return self.noise_scale

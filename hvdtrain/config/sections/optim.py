@@ -131,6 +131,11 @@ class OptimConfig(OpenSection):
         return tree | {"weight_decay": 0.0}
 
     @property
+    def averages(self) -> bool:
+        """Whether evaluations and exports use averages of the weights."""
+        return self.ema is not None
+
+    @property
     def decay(self) -> float:
         """The decay that hvdtrain passes to the optimizer: 0 if weight_decay is not set; then a
         user's class keeps its default."""

@@ -20,6 +20,7 @@ from hvdtrain.cli.saved_weights import metadata
 from hvdtrain.config.read import expand
 from hvdtrain.config.sections.section import Given
 from hvdtrain.errors import DONE, UserError
+from hvdtrain.features.optim import AVERAGES_WRITTEN
 from hvdtrain.training.failure import RankFailed
 from hvdtrain.training.run_rank import ConnectedRank, on_connected_ranks
 from hvdtrain.version import __version__
@@ -103,12 +104,12 @@ def _write(rank: ConnectedRank, run: Path, to: Path, which: str, merge: bool) ->
         compared = traced.check(file.read_back(path), file.tolerance)
         size_bytes = path.stat().st_size
     step = loaded.checkpoint.train_state.progress.step
-    averages = ["the averages of the weights are written (optim.ema of the run)"]
+    averages = [AVERAGES_WRITTEN]
     sizes = f"{traced.parameters:,} parameters, {size_bytes / 1e6:,.1f} MB"
     lines = [
         *loaded.notes,
         *notes,
-        *averages * (config.optim.ema is not None and step > 0),
+        *averages * (config.optim.averages and step > 0),
         f"step {step} of {run} -> {to}: {sizes}",
         f"read back: {compared}",
         *lines_of_fields(fields),

@@ -37,6 +37,7 @@ from hvdtrain.extras.pretrained.weights_on_all_ranks import (
     load_own_elements,
     why_one_rank_reads,
 )
+from hvdtrain.features.optim import EMA
 from hvdtrain.frameworks.learner import Learner, plain_names
 from hvdtrain.optim.weight_average import averages
 from hvdtrain.training.checkpoint import files
@@ -267,7 +268,7 @@ def _of_run(run: Path) -> File:
     config = {assignment.key: assignment.value for assignment in read_run_config(run)}
     names = checkpoint.names or plain_names(arrays)
     sources = {own: own for own in arrays}  # by the names of a state
-    if config.get("optim.ema") is not None:
+    if config.get(EMA.key) is not None:
         sources |= averages(sources)
     if absent := [own for own in names.values() if own not in arrays]:
         raise UserError(

@@ -64,7 +64,7 @@ from hvdtrain.frameworks.learner import (
     sampling_numbers,
 )
 from hvdtrain.frameworks.stopwatch import HostStopwatch, Stopwatch
-from hvdtrain.recipe.noise import noise_scale_sums
+from hvdtrain.recipe.noise import noise_sums
 from hvdtrain.tasks.task import DeviceAndDtype, Task, counts_exactly, part_of
 
 _DROPOUT = 0x64726F70  # a stream of counters, distinct from the streams of other random numbers
@@ -94,7 +94,7 @@ class JaxLearner(Learner):
         micro = config.batch.micro if isinstance(config.batch.micro, int) else None
         self.largest = largest_micro_batch(config.batch.size, micro, communicator.size)
         self.stopwatch: Stopwatch = HostStopwatch()
-        self._has_averages = config.optim.ema is not None
+        self._has_averages = config.optim.averages
         self._skips = config.guard.nonfinite == "skip"
         self._phases = Phases(
             self.stopwatch, communicates=communicator.size > 1, waits=config.log.step_times
@@ -210,7 +210,7 @@ class JaxLearner(Learner):
         self._phases.enter("")
         if squares:
             with self.target.enable_x64():
-                found = noise_scale_sums(
+                found = noise_sums(
                     squares.own, squares.mean, sums["count"], hyper.batch, self.communicator.size
                 )
                 sums |= {key: jnp.where(nonfinite > 0, 0.0, value) for key, value in found.items()}

@@ -95,7 +95,7 @@ class Replicated:
         self._communicator = communicator
         self._target = target
         self._phases = phases
-        self._measures = config.log.noise_scale
+        self._measures = config.log.measures_noise
         self.summary = "gradients by one allreduce" if communicator.size > 1 else "no reduction"
         update = OptimizerUpdate(config, optimizer, communicator.size).update
         self._update = jax.jit(

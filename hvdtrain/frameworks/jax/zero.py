@@ -54,7 +54,7 @@ class JaxZeroStrategy:
         self._phases = phases
         self._stage = config.shard.stage
         self._skips = config.guard.nonfinite == "skip"
-        self._measures = config.log.noise_scale
+        self._measures = config.log.measures_noise
         self._cut = cut = units or FlatShard(optimizer.shapes, communicator.rank, communicator.size)
         formulas = ShardUpdate(config, optimizer, cut)
         self._gradient_sums = jax.jit(formulas.gradient_sums)

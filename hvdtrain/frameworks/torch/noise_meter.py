@@ -13,7 +13,7 @@ from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Hyper
 from hvdtrain.frameworks.torch.step import StepAddition, Total
 from hvdtrain.frameworks.torch.strategy import Shard
-from hvdtrain.recipe.noise import noise_scale_sums
+from hvdtrain.recipe.noise import noise_sums
 
 
 class NoiseMeter(StepAddition):
@@ -44,9 +44,7 @@ class NoiseMeter(StepAddition):
         square = total(sum((_square(shard.parameter) for shard in shards), torch.zeros(())))
         # with shard.offload it is in host memory
         global_square = square.to(self._local_square.device)
-        return noise_scale_sums(
-            self._local_square, global_square, count, hyper.batch, self._world.size
-        )
+        return noise_sums(self._local_square, global_square, count, hyper.batch, self._world.size)
 
     def _add(self, p: torch.Tensor) -> None:
         if self._is_last_pass:

@@ -43,9 +43,7 @@ def nonfinite_fields(config: Config, now: TrainState) -> dict[str, Any]:
     return {"policy": policy, "count": count, "lines": [line]}
 
 
-def epoch_fields(
-    config: Config, task: Task, before: TrainState, now: TrainState, val: Sums, noise_scale: float
-) -> dict[str, Any]:
+def epoch_fields(task: Task, before: TrainState, now: TrainState, val: Sums) -> dict[str, Any]:
     """Returns fields of an evaluation. before: the state with the training sums since the last
     evaluation; now: the state after it.
 
@@ -72,7 +70,6 @@ def epoch_fields(
         f"best_{now.objective}": now.best,
         "lr": now.lr,
         "batch": now.batch,
-        **({"noise_scale": noise_scale} if config.log.noise_scale else {}),
     }
 
 
