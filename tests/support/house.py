@@ -28,7 +28,7 @@ FEATURES = {  # a word of each, and the files that are its own
     "servers": ("extras/servers",),
     "noise_scale": ("noise",),
     r"parallel\.dense|dense_part|dense_updates": ("extras/dense",),
-    "views": ("views",),
+    "views": ("views", "extras/augmentations/"),
 }
 # what excludes what, and the keys, here and in extras
 DATA = ("features/", "config/sections/", "config/schema.py", "/features.py", "/keys.py")
