@@ -24,15 +24,11 @@ COMMANDS = {  # each is the function of its name in that module; hvdtrain/extras
     "train": "hvdtrain.cli.train",
     "export": "hvdtrain.cli.evaluate.export",
     "evaluate": "hvdtrain.cli.evaluate.command",
-    "predict": "hvdtrain.cli.evaluate.predict",
 }
-_OF_EXTRAS = ("check", "launch", "report")  # commands that messages of hvdtrain and its pages name
+# commands that messages of hvdtrain and its pages name
+_OF_EXTRAS = ("check", "launch", "predict", "report")
 # commands that --num-nodes and so on start on ranks; extras have more
-_ON_RANKS = (
-    "train",
-    "evaluate",
-    "predict",
-)
+_ON_RANKS = ("train", "evaluate")
 _LISTS = ("list", "extras")  # what they print needs no arguments
 
 

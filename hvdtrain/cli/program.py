@@ -15,7 +15,6 @@ _PYTHONS = ("python", "python3", f"python3.{sys.version_info.minor}")
 NOT_ON_RANKS = (  # the other commands, in addition to the commands of extras
     "export",
     "evaluate",
-    "predict",
     "list",
     "extras",
 )

@@ -40,10 +40,6 @@ _COMMANDS = {
         "hvdtrain evaluate RUN [--split val] [data.root=DIR]",
         "loss and accuracy of a checkpoint, overall and by class",
     ),
-    400: (
-        "hvdtrain predict RUN --data FILE --to FILE.csv",
-        "the outputs of a run's model for tables, arrays, tokens; --images DIR",
-    ),
     500: (
         "hvdtrain export RUN --to FILE",
         "weights for inference elsewhere: model.safetensors, or model.pt",

@@ -364,6 +364,7 @@ def predicted(text: str) -> list[list[str]]:
     return rows
 
 
+@needs_extra("predict")
 def test_predictions_of_image_files(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All validation digits as files: as many right in each class as the confusion matrix has;
     probabilities by hand for the first."""
@@ -398,6 +399,7 @@ def test_predictions_of_image_files(run: Path, capsys: pytest.CaptureFixture[str
     assert [float(cell) for cell in rows[0][3:]] == pytest.approx(odds / odds.sum(), abs=1e-6)
 
 
+@needs_extra("predict")
 def test_images_of_another_size_and_colour_are_made_to_fit(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -414,6 +416,7 @@ def test_images_of_another_size_and_colour_are_made_to_fit(
     assert (first[0], second[0]) == ("=a, b.png", "small.png") and first[1:] == second[1:]
 
 
+@needs_extra("predict")
 @needs_mpirun
 @pytest.mark.slow
 def test_predictions_on_three_ranks_are_the_same(
@@ -438,6 +441,7 @@ def test_predictions_on_three_ranks_are_the_same(
     assert together.returncode == 0 and together.stdout == alone, together.stderr
 
 
+@needs_extra("predict")
 def test_mistakes_of_predict(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refused(*arguments: str) -> str:
         capsys.readouterr()
@@ -627,6 +631,7 @@ def test_of_the_stages_of_a_run_the_third_remains_and_of_its_devices_none(tmp_pa
     assert "comm.engine=mpi with the same mpirun" in str(caught.value)
 
 
+@needs_extra("predict")
 @needs_mpirun
 @pytest.mark.slow
 def test_ranks_with_parts_of_the_weights_predict_what_one_with_all_does(

@@ -57,6 +57,7 @@ def test_buckets_of_one_pass_have_no_effect_and_the_header_says_so(
         assert text in capsys.readouterr().out
 
 
+@needs_extra("predict")
 @pytest.mark.parametrize(
     ("key", "model"), [(PAD_TOKENS, "SaysWhatItRead"), ("data.pack=24", "SaysWhatItReadOfRows")]
 )

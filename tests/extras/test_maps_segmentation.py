@@ -14,6 +14,7 @@ import torch
 from host_reads import NoReading
 from PIL import Image
 from rank_threads import in_threads
+from ranks import needs_extra
 from sklearn.metrics import accuracy_score, confusion_matrix, jaccard_score
 from torch.nn import functional
 
@@ -792,6 +793,7 @@ def _without_masks(folder: Path) -> Path:
     return folder
 
 
+@needs_extra("predict")
 def test_predict_writes_a_mask_for_each_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,7 @@ import pandas
 import pytest
 import stored_data
 from pool import alone
-from ranks import mpirun, needs_mpirun
+from ranks import mpirun, needs_extra, needs_mpirun
 
 import hvdtrain
 from hvdtrain.__main__ import main
@@ -227,6 +227,7 @@ def test_the_kind_of_a_column_is_that_of_most_texts(texts: tuple[str, ...], kind
     assert detected(texts) == kind
 
 
+@needs_extra("predict")
 def test_a_run_keeps_what_it_has_learned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -287,6 +288,7 @@ def test_a_run_keeps_what_it_has_learned(
         assert file.metadata()["columns"].encode() == columns
 
 
+@needs_extra("predict")
 def test_a_run_without_what_it_has_learned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,9 +13,9 @@ from ranks import needs_extra
 
 import hvdtrain
 from hvdtrain.__main__ import main
-from hvdtrain.cli.evaluate import data_file
 from hvdtrain.config.read import configure
 from hvdtrain.data.grid import GridVariable
+from hvdtrain.extras.predict import data_file
 from hvdtrain.extras.science import write_netcdf, write_zarr
 from hvdtrain.extras.science.data.datasets import hdf5, zarr
 from hvdtrain.extras.science.stored.stored_array import StoredFile

@@ -15,11 +15,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from hvdtrain.cli.evaluate.data_file import read_data_file
 from hvdtrain.core.folder import WrongKind, check_regular
 from hvdtrain.data.datasets import text
 from hvdtrain.data.user_data.arrays import read_safetensors
 from hvdtrain.errors import UserError
+from hvdtrain.extras.predict.data_file import read_data_file
 from hvdtrain.extras.science.data.datasets import csv, npz, parquet
 from hvdtrain.extras.science.user_tables.predicted_table import read_numbers
 

@@ -262,6 +262,7 @@ def write_table(
         frame.astype({"label": kind}).to_parquet(f"{name}.parquet", row_group_size=5)
 
 
+@needs_extra("predict")
 @pytest.mark.parametrize("library", ["csv", "parquet"])
 def test_names_of_classes_in_a_table(
     library: str,

@@ -23,7 +23,6 @@ from hvdtrain.cli.evaluate.arguments import (
     read_former_run,
 )
 from hvdtrain.cli.evaluate.command import load_model, run_folder
-from hvdtrain.cli.evaluate.data_file import open_stored, read_data_file, stored_name
 from hvdtrain.cli.evaluate.of_data import WITHOUT_TARGETS, AskedData, predict_data
 from hvdtrain.cli.evaluate.target import refuse_inputs
 from hvdtrain.config import plugins
@@ -41,6 +40,7 @@ from hvdtrain.data.images.image_source import (
 )
 from hvdtrain.data.input_encoding import encoding_of_run
 from hvdtrain.errors import DONE, UserError
+from hvdtrain.extras.predict.data_file import open_stored, read_data_file, stored_name
 from hvdtrain.tasks.rows import Rows
 from hvdtrain.tasks.transform import is_image
 from hvdtrain.training.evaluate import predict as predict_samples

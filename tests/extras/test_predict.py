@@ -19,9 +19,9 @@ from safetensors.numpy import load_file, save_file
 
 import hvdtrain
 from hvdtrain.__main__ import main
-from hvdtrain.cli.evaluate.data_file import read_data_file
 from hvdtrain.data.source import NamedArrays
 from hvdtrain.errors import UserError
+from hvdtrain.extras.predict.data_file import read_data_file
 from hvdtrain.extras.science.user_tables.predicted_table import read_numbers
 
 RANDOM = np.random.default_rng(0)
