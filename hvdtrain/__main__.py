@@ -22,11 +22,10 @@ if TYPE_CHECKING:
 
 COMMANDS = {  # each is the function of its name in that module; hvdtrain/extras has more
     "train": "hvdtrain.cli.train",
-    "export": "hvdtrain.cli.evaluate.export",
     "evaluate": "hvdtrain.cli.evaluate.command",
 }
 # commands that messages of hvdtrain and its pages name
-_OF_EXTRAS = ("check", "launch", "predict", "report")
+_OF_EXTRAS = ("check", "export", "launch", "predict", "report")
 # commands that --num-nodes and so on start on ranks; extras have more
 _ON_RANKS = ("train", "evaluate")
 _LISTS = ("list", "extras")  # what they print needs no arguments

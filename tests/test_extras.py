@@ -61,7 +61,7 @@ pages = [["--help"], ["--help", "keys"], ["list"], ["extras"], *(["--help", topi
 assert not any(main(page) for page in pages)
 words = ["framework=numpy", "model.name=linear"]
 assert main(["check", *words] if "check" in commands() else ["--print-config", *words]) == 0
-for command in {"check", "launch", "predict", "report"} - set(commands()):
+for command in {"check", "export", "launch", "predict", "report"} - set(commands()):
     shown = io.StringIO()
     with contextlib.redirect_stderr(shown):
         assert main([command, *words]) == 2
@@ -322,7 +322,6 @@ def row_of(name: str) -> list[str]:
     extra = extras()[name]
     gives = [f"`{each}`" for each in extra.commands]
     gives += [f"`{each}`" for each in extra.modes]
-    gives += [f"`export --to FILE{end}`" for end in extra.model_files]
     gives += [f"`{key}`" for key in keys_of(name)]
     gives += [f"`{key}`" for key in extra.implements]
     gives += ["objects in `metrics`"] * bool(extra.library_metrics)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from pool import alone
-from ranks import FULL, mpirun, needs_mpirun
+from ranks import FULL, mpirun, needs_extra, needs_mpirun
 from rotation import rows_of_today
 from torch import nn
 from torch.nn import functional
@@ -141,6 +141,7 @@ def test_steps_are_those_of_a_loop_by_hand_and_the_model_has_the_weights_afterwa
     assert (run.objective, found["best_recall"]) == ("recall", run.last)
 
 
+@needs_extra("export")
 def test_objects_resume_exactly_and_their_names_are_in_the_configuration(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -650,6 +651,7 @@ def test_the_object_has_the_weights_that_were_reported_and_the_run_those_that_tr
         )
 
 
+@needs_extra("export")
 def test_the_object_and_export_have_the_best_weights_where_the_run_restores_them(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

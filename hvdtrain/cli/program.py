@@ -13,7 +13,6 @@ from hvdtrain.errors import UserError, closest, short
 
 _PYTHONS = ("python", "python3", f"python3.{sys.version_info.minor}")
 NOT_ON_RANKS = (  # the other commands, in addition to the commands of extras
-    "export",
     "evaluate",
     "list",
     "extras",

@@ -40,10 +40,6 @@ _COMMANDS = {
         "hvdtrain evaluate RUN [--split val] [data.root=DIR]",
         "loss and accuracy of a checkpoint, overall and by class",
     ),
-    500: (
-        "hvdtrain export RUN --to FILE",
-        "weights for inference elsewhere: model.safetensors, or model.pt",
-    ),
 }
 _OF_LISTS = {
     "list": "hvdtrain list\n  prints the valid names of keys such as model.name",

@@ -66,8 +66,7 @@ class Extra(NamedTuple):
     data_files of arrays, in blocks; tables, whose columns have names; archives of arrays by name;
     document_files of texts and chats.
     Suffix of a file -> the module: number_files, whose read_numbers() reads what `predict --data`
-    takes; map_files, whose check(), maps_of() and write() store what `predict --to` writes;
-    model_files, whose export() writes a model's computation for `export --to`.
+    takes; map_files, whose check(), maps_of() and write() store what `predict --to` writes.
     streams: what to set so that data that only give their next sample are read.
     column_encoder: the module that encodes columns of text, dates and missing cells for
     data/input_encoding.py. implements: a key of hvdtrain, or a value as in shard.stage=3 -> the
@@ -92,7 +91,6 @@ class Extra(NamedTuple):
     maps: str = ""
     library_metrics: str = ""
     streams: str = ""
-    model_files: Mapping[str, str] = MappingProxyType({})
     image_files: tuple[str, ...] = ()
     token_images: tuple[str, ...] = ()
 
@@ -253,11 +251,6 @@ def streams() -> str:
 def map_files() -> dict[str, str]:
     """Returns suffix -> the module of an extra that writes such files of maps."""
     return {end: module for extra in extras().values() for end, module in extra.map_files.items()}
-
-
-def model_files() -> dict[str, str]:
-    """Returns suffix -> the module of an extra that writes such files of a model's computation."""
-    return {end: name for extra in extras().values() for end, name in extra.model_files.items()}
 
 
 def image_files() -> tuple[str, ...]:

@@ -467,6 +467,7 @@ def test_mistakes_of_predict(run: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert Path("old.csv").read_text() == "mine" and not Path("x.csv").exists()
 
 
+@needs_extra("export")
 def test_names_of_classes_are_in_the_configuration_the_events_and_the_exported_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

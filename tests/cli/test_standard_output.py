@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import environment
+from ranks import environment, needs_extra
 
 JOB = ["framework=numpy", "model.name=linear", "max_steps=3"]
 
@@ -20,7 +20,14 @@ def hvdtrain(arguments: list[str], **streams: object) -> subprocess.CompletedPro
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--print-config"], ["report", "--help"], ["export"]], ids=" ".join
+    "arguments",
+    [
+        ["--help"],
+        ["--print-config"],
+        pytest.param(["report", "--help"], marks=needs_extra("report")),
+        pytest.param(["export"], marks=needs_extra("export")),
+    ],
+    ids=" ".join,
 )
 def test_a_full_disk(arguments: list[str]) -> None:
     with open("/dev/full", "w") as full:

@@ -15,10 +15,10 @@ from torch import nn
 
 import hvdtrain
 from hvdtrain.__main__ import main
-from hvdtrain.cli.evaluate.export import export
 from hvdtrain.errors import UserError
-from hvdtrain.extras.export_graph.graph import TracedModel, quiet
-from hvdtrain.extras.export_graph.pt2_file import FACTS
+from hvdtrain.extras.export.command import export
+from hvdtrain.extras.export.graph.pt2_file import FACTS
+from hvdtrain.extras.export.graph.traced import TracedModel, quiet
 from hvdtrain.frameworks.torch.call import Passed
 
 HERE = "test_export_graph"

@@ -15,6 +15,7 @@ import pandas
 import pytest
 import torch
 import yaml
+from ranks import needs_extra
 from safetensors.numpy import load_file, save_file
 
 import hvdtrain
@@ -24,6 +25,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.extras.predict.data_file import read_data_file
 from hvdtrain.extras.science.user_tables.predicted_table import read_numbers
 
+pytestmark = needs_extra("export")
 RANDOM = np.random.default_rng(0)
 COLUMNS = RANDOM.normal([100.0, -5.0, 0.0], [10.0, 1.0, 0.01], (60, 3))
 LABELS = (COLUMNS[:, 0] > 100).astype(np.int64)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from pool import alone
 from pretrained_on_ranks import FROZEN, JOB, LORA, LORA_WAYS, THAW_WAYS, THAWED, WAYS, thawed_words
-from ranks import mpirun, needs_mpirun
+from ranks import mpirun, needs_extra, needs_mpirun
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_torch
 from strange_weights import DATA, ENTRY, safetensors_files, tensors_file, torch_files
@@ -459,6 +459,7 @@ def test_what_is_not_thawed(words: str, what: str, tmp_path: Path) -> None:
         hvdtrain.train({"run": str(tmp_path / "run")}, *JOB.split(), *split)
 
 
+@needs_extra("export")
 def test_adapters_train_as_their_formula(tmp_path: Path) -> None:
     """W x + 2 B A x by torch's own gradient, from the adapter that the job began with; export
     --merged has W + 2 B A."""
@@ -578,6 +579,7 @@ def test_what_has_no_adapter_or_no_weights(words: str, what: str, tmp_path: Path
         hvdtrain.train({"run": str(tmp_path / "run"), "stop.steps": 1}, *words.split())
 
 
+@needs_extra("export")
 def test_a_run_without_adapters_has_nothing_to_merge(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

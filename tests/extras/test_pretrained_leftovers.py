@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import needs_extra
 from safetensors.numpy import save_file
 from torch import nn
 
@@ -146,6 +147,7 @@ def test_evaluation_sees_the_adapters_of_an_encoder(padded: bool, tmp_path: Path
     np.testing.assert_allclose(found, expected.detach(), rtol=0, atol=1e-10)
 
 
+@needs_extra("export")
 def test_export_of_adapters_is_merged_or_an_error(
     adapted: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -407,6 +409,7 @@ class Adapted(nn.Module):
         return y
 
 
+@needs_extra("export")
 def test_parameters_with_the_names_of_adapters_are_a_models_own(tmp_path: Path) -> None:
     """They are trained, given back, exported and loaded as they are."""
     net = Adapted().double()

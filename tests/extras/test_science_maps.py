@@ -83,6 +83,7 @@ def array(file: StoredFile, name: str) -> np.ndarray:
     return np.concatenate([stored.decode(block, box) for block in range(len(stored.edges) - 1)])
 
 
+@needs_extra("export")
 @pytest.mark.parametrize("end", [".nc", ".zarr"])
 def test_predicted_maps_keep_the_coordinates(end: str, capsys: pytest.CaptureFixture[str]) -> None:
     weather(f"all{end}")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from ranks import mpirun, needs_mpirun, python
+from ranks import mpirun, needs_extra, needs_mpirun, python
 from safetensors.numpy import load_file
 from test_jax_zero import RANKS, TASK, batch, on_ranks
 
@@ -357,6 +357,7 @@ def test_a_state_of_another_optimizer_is_refused() -> None:
         one("optim.name=optax:adam").load(plain)
 
 
+@needs_extra("export")
 @needs_mpirun
 def test_a_job_stops_and_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     """On two ranks with shards; and its numbers are those of one rank."""

@@ -311,6 +311,7 @@ class Next(torch.nn.Module):
         return logits
 
 
+@needs_extra("export")
 @pytest.mark.parametrize("way", ["sdpa", "eager", "object", "user"])
 def test_padding_is_masked_by_name(way: str, tmp_path: Path) -> None:
     """The gradient of a step and the outputs after it are those of each sequence alone."""
@@ -462,6 +463,7 @@ def by_definition(model: Any, prompt: bytes, row: int, most: int, top_k: int, se
     return bytes(tokens)
 
 
+@needs_extra("export")
 def test_texts_of_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each text is by the definition, and ends at the end token; at temperature 0 as generate()
     says. A folder that `export` has written gives the same."""
@@ -525,6 +527,7 @@ def test_texts_of_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert (tmp_path / "thesis" / "base" / "thesis.txt").exists()
 
 
+@needs_extra("export")
 def test_exported_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Merged, the folder is the model of the run. Separate, W + 2 B A of PEFT's files is the same,
     and norms that are trained besides are whole.

@@ -290,6 +290,7 @@ def test_the_fix_for_one_name_is_a_list_that_is_taken(word: str, fix: str) -> No
     configure(None, [fix.strip("\"'") if fix.startswith("'") else fix[1:-1]])
 
 
+@needs_extra("export")
 def test_export_keeps_two_names_of_one_array(tmp_path: Path) -> None:
     from safetensors.numpy import load_file
 

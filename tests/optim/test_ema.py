@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ranks import FULL, mpirun, needs_mpirun
+from ranks import FULL, mpirun, needs_extra, needs_mpirun
 from safetensors.numpy import load_file
 from torch.optim.swa_utils import AveragedModel
 
@@ -109,6 +109,7 @@ def test_which_arrays_are_averages() -> None:
     assert averages(arrays) == {"p.a.b": 4, "p.c": 6}
 
 
+@needs_extra("export")
 @pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("framework", "model"),

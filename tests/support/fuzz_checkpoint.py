@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from fuzz_bytes import chance, mutated, odd, pick
 from numpy.random import Generator
 
-from hvdtrain.cli.saved_weights import metadata, model_state
 from hvdtrain.cli.saved_weights import read_checkpoint as read_for_export
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Arrays, digest, whole
+from hvdtrain.core.extras import commands
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.sampler import indices
 from hvdtrain.frameworks.learner import Learner
@@ -213,6 +215,10 @@ def go_on(run: Path) -> None:
 
 def export(run: Path) -> None:
     checkpoint, arrays, _ = read_for_export(run, "newest")
-    weights = model_state(arrays, checkpoint)
+    if "export" not in commands():
+        return
+    package = commands()["export"].module.rpartition(".")[0]
+    of_file: Any = importlib.import_module(f"{package}.metadata")
+    weights = of_file.model_state(arrays, checkpoint)
     assert weights and not any(".." in name.split("/") for name in weights)
-    metadata(run, checkpoint)
+    of_file.metadata(run, checkpoint)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from hostile_run import JOB, KINDS, clear, outside_folder, sound_run, tree
-from ranks import FULL, HANG_S, ROOT, in_full_rounds, mpirun, needs_mpirun, python
+from ranks import FULL, HANG_S, ROOT, in_full_rounds, mpirun, needs_extra, needs_mpirun, python
 
 from hvdtrain.__main__ import is_command, main
 from hvdtrain.config.read import configure
@@ -45,6 +45,8 @@ def check(tmp_path: Path, *arguments: str, path: str = "") -> int:
     return int(counts["tried"])
 
 
+@needs_extra("predict")
+@needs_extra("export")
 @pytest.mark.parametrize(
     "arguments", [("planted", "24"), ("swapped", "2")], ids=lambda words: words[0]
 )

@@ -18,7 +18,7 @@ from torch.nn import Embedding, Flatten, Linear, Sequential, Tanh
 from torch.nn.functional import cross_entropy, mse_loss
 
 import hvdtrain
-from hvdtrain.cli.export import export
+from hvdtrain.extras.export.weights import export
 
 RANDOM = np.random.default_rng(0)
 POINTS = RANDOM.uniform(-1, 1, (120, 3))

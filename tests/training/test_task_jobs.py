@@ -13,7 +13,7 @@ import numpy as np
 import own_data
 import pytest
 from pages import blocks
-from ranks import ROOT
+from ranks import ROOT, needs_extra
 
 import hvdtrain
 from hvdtrain.__main__ import main
@@ -46,6 +46,7 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
     ]
 
 
+@needs_extra("export")
 def test_lower_is_better_in_the_whole_of_a_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

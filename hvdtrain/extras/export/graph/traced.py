@@ -20,7 +20,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.adapters import merged
 from hvdtrain.core.own_line import own_frame, own_line
 from hvdtrain.errors import MEMORY, UserError, exit_code_of, first_line, short
-from hvdtrain.extras.export_graph.samples import random_samples
+from hvdtrain.extras.export.graph.samples import random_samples
 from hvdtrain.frameworks.torch.call import Passed, passed, whole_of
 from hvdtrain.frameworks.torch.lora_layer import LoraLayer
 from hvdtrain.frameworks.torch.private_api import tree_leaves

@@ -15,11 +15,11 @@ from typing import Any
 from hvdtrain.cli.evaluate.arguments import OF_A_FILE, read_former_run
 from hvdtrain.cli.evaluate.command import load_checkpoint
 from hvdtrain.cli.evaluate.of_data import WITHOUT_TARGETS, inputs_alone
-from hvdtrain.cli.export import check_target, lines_of_fields
-from hvdtrain.cli.saved_weights import metadata
 from hvdtrain.config.read import expand
 from hvdtrain.config.sections.section import Given
 from hvdtrain.errors import DONE, UserError
+from hvdtrain.extras.export.metadata import metadata
+from hvdtrain.extras.export.weights import check_target, lines_of_fields
 from hvdtrain.features.optim import AVERAGES_WRITTEN
 from hvdtrain.training.failure import RankFailed
 from hvdtrain.training.run_rank import ConnectedRank, on_connected_ranks
@@ -30,7 +30,7 @@ _PLAIN = ("speed.device=cpu", "speed.compile=none", "model.recompute=none", "nor
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 
-def export(options: argparse.Namespace) -> int:
+def export_graph(options: argparse.Namespace) -> int:
     """Writes the file; returns the exit code. options: of `export`, with `words`, its arguments
     key=value. Raises UserError."""
     run = expand(options.run, "RUN")
@@ -88,9 +88,9 @@ def _write(rank: ConnectedRank, run: Path, to: Path, which: str, merge: bool) ->
     _check_adapters(run, has_adapters=bool(config.model.lora), merge=merge)
     loaded = load_checkpoint(rank, which, inputs_alone)
 
-    from hvdtrain.extras.export_graph.graph import merge_adapters, trace
-    from hvdtrain.extras.export_graph.onnx_file import OnnxFile
-    from hvdtrain.extras.export_graph.pt2_file import Pt2File
+    from hvdtrain.extras.export.graph.onnx_file import OnnxFile
+    from hvdtrain.extras.export.graph.pt2_file import Pt2File
+    from hvdtrain.extras.export.graph.traced import merge_adapters, trace
 
     learner: Any = loaded.learner
     if merge:

@@ -19,7 +19,6 @@ from safetensors.numpy import load_file as load_numpy
 from safetensors.torch import load_file
 
 from hvdtrain import __version__
-from hvdtrain.cli.export import USAGE, export
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config import plugins
 from hvdtrain.config.read import configure, to_yaml
@@ -27,6 +26,7 @@ from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import Log
+from hvdtrain.extras.export.weights import USAGE, export
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
@@ -333,7 +333,7 @@ def test_a_numpy_job_is_exported_without_torch() -> None:
     code = f"""
 import sys
 from hvdtrain.__main__ import main
-from hvdtrain.cli.export import export
+from hvdtrain.extras.export.weights import export
 assert main({arguments!r}) == 0
 assert export([{str(Path("job").absolute())!r}, "--to", {str(Path("m.safetensors").absolute())!r}, "--checkpoint", "best"]) == 0
 loaded = [m for m in ("torch", "jax", "sklearn.linear_model") if m in sys.modules]

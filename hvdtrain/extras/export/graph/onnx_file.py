@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hvdtrain.errors import UserError
-from hvdtrain.extras.export_graph.graph import Run, TracedModel, quiet, tensors_of
+from hvdtrain.extras.export.graph.traced import Run, TracedModel, quiet, tensors_of
 
 _MOST_BYTES = 2**31 - 2**24  # of a protobuf message, without room for the graph
 

@@ -157,7 +157,7 @@ def _write(rank: ConnectedRank, to: Path, which: str, adapters: str | None) -> i
 
 def _fill(folder: Path, to: Path, model: Any, config: Config, separate: bool) -> list[str]:
     """Writes the files; returns lines for the user."""
-    from hvdtrain.frameworks.torch.libraries.saved_folder import (
+    from hvdtrain.extras.export.saved_folder import (
         AdapterOptions,
         save_adapters,
         save_base,

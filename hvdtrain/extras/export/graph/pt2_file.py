@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hvdtrain.extras.export_graph.graph import Run, TracedModel, called, quiet, tensors_of
+from hvdtrain.extras.export.graph.traced import Run, TracedModel, called, quiet, tensors_of
 
 FACTS = "hvdtrain.json"  # the metadata, among the extra files
 

@@ -1,22 +1,20 @@
 """hvdtrain export: weights alone, the keras.Model of a run with --to model.keras, a folder for
-transformers, or a file of an extra, with the weights of a checkpoint."""
+transformers, or a file with the computation, with the weights of a checkpoint."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cli import export as weights
 from hvdtrain.cli.evaluate.arguments import read_former_run
 from hvdtrain.cli.evaluate.command import load_checkpoint
 from hvdtrain.cli.evaluate.target import refuse_inputs
 from hvdtrain.config.read import expand, read_run_config
-from hvdtrain.core.extras import model_files
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import DONE, UserError
+from hvdtrain.extras.export import weights
 from hvdtrain.training.failure import RankFailed
 from hvdtrain.training.run_rank import ConnectedRank, on_connected_ranks
 
@@ -30,11 +28,12 @@ def export(arguments: Sequence[str]) -> int:
     to = expand(options.to, "--to")
     if options.force:
         refuse_inputs(to, run, options.words, {})
-    if module := model_files().get(to.suffix):
-        code: int = importlib.import_module(module).export(options)
-        return code
+    if to.suffix in weights.OF_GRAPHS:
+        from hvdtrain.extras.export.graph.command import export_graph
+
+        return export_graph(options)
     if _is_for_transformers(run, to, options.words):
-        from hvdtrain.cli.evaluate.export_folder import export_folder
+        from hvdtrain.extras.export.folder import export_folder
 
         return export_folder(
             run, to, options.checkpoint, options.words, options.adapters, options.force

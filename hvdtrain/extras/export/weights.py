@@ -13,19 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.cli.options import CommandParser
-from hvdtrain.cli.saved_weights import (
-    has_averages,
-    metadata,
-    model_state,
-    read_checkpoint,
-    with_averages,
-)
+from hvdtrain.cli.saved_weights import read_checkpoint
 from hvdtrain.config.read import expand, read_run_config
 from hvdtrain.core.adapters import merged, scale_of
 from hvdtrain.core.arrays import Arrays
-from hvdtrain.core.extras import model_files
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import DONE, UserError, nearest
+from hvdtrain.extras.export.metadata import has_averages, metadata, model_state, with_averages
 from hvdtrain.features.optim import AVERAGES_WRITTEN
 from hvdtrain.training.checkpoint.array_file import write_arrays
 from hvdtrain.training.progress.train_state import TrainState
@@ -43,6 +37,7 @@ hvdtrain export RUN --to FILE|FOLDER [--checkpoint newest] [--adapters merged|se
                  stop.restore_best best
   --adapters     of a run with model.lora: merged into the weights of their layers (--merged), or in a folder separate, for PEFT
   --force        overwrite FILE, or what an earlier export has written into FOLDER"""  # noqa: E501
+OF_GRAPHS = (".onnx", ".pt2")  # files that contain the computation
 _WIDTH = 120  # characters of mean and std on the screen
 # begin the arguments that repeat the run's import paths, where its model is built
 _OF_CODE = ("model.", "task.")
@@ -138,7 +133,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def check_target(to: Path, force: bool) -> None:
     """Raises UserError if the file cannot be written; called before the checkpoint is read."""
-    *ends, last = [".pt", ".keras", *sorted(model_files())]
+    *ends, last = [".pt", ".keras", *OF_GRAPHS]
     if to.suffix not in (".safetensors", *ends, last):
         raise UserError(
             f"{to} ends neither in .safetensors nor in {', '.join(ends)} or {last}",
