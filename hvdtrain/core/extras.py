@@ -72,7 +72,8 @@ class Extra(NamedTuple):
     data/input_encoding.py. implements: a key of hvdtrain, or a value as in shard.stage=3 -> the
     module that does what it selects; without the extra it is an error. maps: the package whose
     modules moved_masks, pictures and mask_files serve tasks with masks or maps. library_metrics:
-    the module whose metric_of() converts a metric of torchmetrics.
+    the module whose metric_of() converts a metric of torchmetrics. words: the module with tables
+    of other tools' keys and values for config/words_of_other_tools.py.
     """
 
     status: Literal["stable", "experimental"]
@@ -91,6 +92,7 @@ class Extra(NamedTuple):
     maps: str = ""
     library_metrics: str = ""
     streams: str = ""
+    words: str = ""
     image_files: tuple[str, ...] = ()
     token_images: tuple[str, ...] = ()
 
@@ -246,6 +248,11 @@ def streams() -> str:
     """Returns what to set so that an extra reads data that only give their next sample; empty if
     none does."""
     return next((extra.streams for extra in extras().values() if extra.streams), "")
+
+
+def words() -> str | None:
+    """Returns the module of an extra with words of other tools; None if there is none."""
+    return next((extra.words for extra in extras().values() if extra.words), None)
 
 
 def map_files() -> dict[str, str]:

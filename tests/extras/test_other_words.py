@@ -13,9 +13,9 @@ from hvdtrain.__main__ import run_command
 from hvdtrain.config import plugins
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import SECTIONS, known_keys
-from hvdtrain.config.words_of_other_tools import KEYS, NO_KEYS, NO_VALUES, VALUES
 from hvdtrain.core.extras import tables
 from hvdtrain.errors import UserError
+from hvdtrain.extras.other_words.tables import KEYS, NO_KEYS, NO_VALUES, VALUES
 
 
 def fix_of(*arguments: str) -> str:
