@@ -87,7 +87,7 @@ test-torch:  ## check and the fast tests with another torch, in an environment o
 
 # Not in the environment itself: 1.5 GB, and packages that find TensorFlow import it.
 test-keras: $(VENV)/keras/.ready  ## Keras on torch, JAX and TensorFlow, libraries of JAX, and transformers, which are installed beside the environment
-	PYTHONPATH="$$(echo $(abspath $(VENV))/keras/lib/python3*/site-packages)" $(PY) -m pytest $(call workers,2) tests/horovod_api/test_horovod_keras.py tests/frameworks/test_keras.py tests/frameworks/test_jax_libraries.py tests/frameworks/test_transformers.py tests/frameworks/test_language_models.py tests/frameworks/test_chat_templates.py tests/frameworks/test_transformers_page.py $(ARGS)
+	PYTHONPATH="$$(echo $(abspath $(VENV))/keras/lib/python3*/site-packages)" $(PY) -m pytest $(call workers,2) tests/horovod_api/test_horovod_keras.py tests/frameworks/test_keras.py tests/frameworks/test_jax_libraries.py tests/frameworks/test_chat_templates.py tests/extras/test_libraries_transformers.py tests/extras/test_libraries_language_models.py tests/extras/test_libraries_page.py $(ARGS)
 
 test-slow: $(VENV)/.test $(HOROVOD)  ## the longest tests: loss curves on 3 and 4 ranks, the tutorials, fuzzing
 	$(call tests,3,slow and not faults and not cluster and not gpu)

@@ -325,6 +325,7 @@ def row_of(name: str) -> list[str]:
     gives += [f"`{key}`" for key in keys_of(name)]
     gives += [f"`{key}`" for key in extra.implements]
     gives += ["objects in `metrics`"] * bool(extra.library_metrics)
+    gives += [f"`model.name={library}:NAME`" for library in extra.libraries]
     for folder in ALIASES:
         plugins = sorted(path.stem for path in (FOLDER / name / folder).glob("*.py"))
         gives += [f"`{plugin}` in `{folder}`" for plugin in plugins if plugin != "__init__"]

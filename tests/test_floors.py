@@ -43,6 +43,7 @@ ALLOWED = {  # the only files that may import these
         "extras/gossip/",
         "extras/maps/torch_part.py",
         "extras/multilabel/torch_part.py",
+        "extras/libraries/",
         "extras/pipeline/",
         "extras/plan/of_torch/",
         "extras/powersgd/",
@@ -58,8 +59,8 @@ ALLOWED = {  # the only files that may import these
         "tasks/torch_functions.py",
     ),
     "torchvision": ("core/import_torchvision.py",),
-    "timm": ("frameworks/torch/libraries/timm.py",),
-    "transformers": ("frameworks/torch/libraries/transformers.py", "frameworks/torch/conv1d.py"),
+    "timm": ("extras/libraries/timm.py",),
+    "transformers": ("extras/libraries/transformers.py", "frameworks/torch/conv1d.py"),
     "horovod": (
         "comm/horovod.py",
         "frameworks/torch/parallel/",

@@ -25,7 +25,7 @@ from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.config.sections.optim import OptimConfig
 from hvdtrain.config.sections.section import OpenSection, go_on, is_object
 from hvdtrain.config.sections.task import TaskConfig
-from hvdtrain.core.extras import aliases
+from hvdtrain.core.extras import aliases, libraries
 from hvdtrain.core.syntax_tree import syntax_tree
 from hvdtrain.errors import UserError, closest, nearest, short
 
@@ -56,8 +56,6 @@ KEYS = {  # folder -> the key whose value names its files
     "events/trackers": "log.trackers",
 }
 PACKAGE = Path(__file__).parents[1]
-# LIBRARY.py implements model.name=LIBRARY:NAME, with NAME from the library
-LIBRARIES = "frameworks/torch/libraries"
 # names that annotations of options may use, besides Python's types
 ANNOTATIONS = {
     "Literal": Literal,
@@ -96,6 +94,16 @@ def of_imported_frameworks(file: str) -> list[ModuleType]:
         importlib.import_module(f"{PACKAGE.name}.frameworks.{name}.{file}")
         for name in folders
         if sys.modules.get(name) is not None
+    ]
+
+
+def of_imported_libraries() -> list[ModuleType]:
+    """Returns the module of an extra for each library of models that has been imported: the job's
+    model may be of it."""
+    return [
+        importlib.import_module(module)
+        for library, module in libraries().items()
+        if sys.modules.get(library) is not None
     ]
 
 
@@ -253,9 +261,7 @@ def own_function(section: OpenSection) -> Callable[..., Any]:
     _refuse_object(section)
     library, _, rest = name.partition(":")
     if section.section == "model" and is_library(name):
-        module: Any = importlib.import_module(
-            f"{PACKAGE.name}.{LIBRARIES.replace('/', '.')}.{library}"
-        )
+        module: Any = importlib.import_module(libraries()[library])
         return typing.cast("Callable[..., Any]", module.model_of(rest, section.where("name")))
     return load_dotted(name, section.where("name"))
 
@@ -263,9 +269,7 @@ def own_function(section: OpenSection) -> Callable[..., Any]:
 def is_library(name: str) -> bool:
     """Whether a model's name begins with a library and a colon, as in timm:convnext_tiny."""
     library, colon, _ = name.partition(":")
-    return (
-        bool(colon) and library.isidentifier() and (PACKAGE / LIBRARIES / f"{library}.py").is_file()
-    )
+    return bool(colon) and library in libraries()
 
 
 def _refuse_object(section: OpenSection) -> None:

@@ -73,7 +73,9 @@ class Extra(NamedTuple):
     module that does what it selects; without the extra it is an error. maps: the package whose
     modules moved_masks, pictures and mask_files serve tasks with masks or maps. library_metrics:
     the module whose metric_of() converts a metric of torchmetrics. words: the module with tables
-    of other tools' keys and values for config/words_of_other_tools.py.
+    of other tools' keys and values for config/words_of_other_tools.py. libraries: library of torch
+    models -> the module whose model_of() makes those of model.name=LIBRARY:NAME, and whose
+    in_names_of() renames the arrays of a file for one of them.
     """
 
     status: Literal["stable", "experimental"]
@@ -93,6 +95,7 @@ class Extra(NamedTuple):
     library_metrics: str = ""
     streams: str = ""
     words: str = ""
+    libraries: Mapping[str, str] = MappingProxyType({})
     image_files: tuple[str, ...] = ()
     token_images: tuple[str, ...] = ()
 
@@ -253,6 +256,11 @@ def streams() -> str:
 def words() -> str | None:
     """Returns the module of an extra with words of other tools; None if there is none."""
     return next((extra.words for extra in extras().values() if extra.words), None)
+
+
+def libraries() -> dict[str, str]:
+    """Returns library -> the module of an extra that makes its models."""
+    return {name: module for extra in extras().values() for name, module in extra.libraries.items()}
 
 
 def map_files() -> dict[str, str]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from plan_command import without_data
+from ranks import needs_extra
 from torch.utils.flop_counter import FlopCounterMode
 
 from hvdtrain.__main__ import main
@@ -100,6 +101,7 @@ def test_a_model_that_reads_numbers(capsys: Any) -> None:
     assert "cannot run on tensors without data" in capsys.readouterr().err
 
 
+@needs_extra("libraries")
 def test_layers_of_a_model_whose_first_weights_are_drawn_until_they_fit(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -71,6 +71,7 @@ def test_documents_are_padded_and_end_with_a_token(tmp_path: Path) -> None:
     assert bytes(in_bytes.read(np.array([0]))["tokens"][0].tolist()) == b"a b"
 
 
+@needs_extra("libraries")
 def test_texts_with_labels(tmp_path: Path) -> None:
     """Names are numbered in order, those of the validation set as in the training set; numbers are
     what they are."""
@@ -93,6 +94,7 @@ def test_texts_with_labels(tmp_path: Path) -> None:
     assert scores.known_labels() is None
 
 
+@needs_extra("libraries")
 @pytest.mark.skipif(".csv" not in tables(), reason="this copy reads no tables")
 def test_both_sets_have_names_or_numbers(tmp_path: Path) -> None:
     """Cells that look like numbers are names if others of the training set are."""

@@ -13,6 +13,7 @@ import torch
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.mesh import Mesh, make_mesh
 from hvdtrain.comm.order import SameOrder, end_step
+from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays, ArrayStream, Batch, Readable
 from hvdtrain.core.metrics import Sums, zero_sums
@@ -219,9 +220,10 @@ class TorchLearner(RankModel, DrawsTokens, Learner):
         return Predictions(self.forward.predicted(outputs), self._counted(sums))
 
     def own_names(self, found: Mapping[str, Readable]) -> dict[str, Readable] | None:
-        from hvdtrain.frameworks.torch.libraries.transformers import in_names_of
-
-        return in_names_of(self.model, found)
+        for module in plugins.of_imported_libraries():
+            if (renamed := module.in_names_of(self.model, found)) is not None:
+                return renamed
+        return None
 
     def load(self, state: Arrays | ArrayStream) -> None:
         set_mode(self.optimizer, training=False)  # a state has the weights of a sync point

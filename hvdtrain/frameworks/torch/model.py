@@ -135,7 +135,7 @@ def build_model(config: Config, task: Task) -> torch.nn.Module:
         raise UserError(what, where, "pass the wrapped model: model.module")
     _refuse_hooks_on_parts(model, config)
     if "transformers" in sys.modules:
-        from hvdtrain.frameworks.torch.libraries.transformers import pool_before, without_past
+        from hvdtrain.frameworks.torch.of_transformers import pool_before, without_past
 
         without_past(model)
         for field in task.input_fields.values():

@@ -13,7 +13,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import sampling_numbers
 from hvdtrain.frameworks.torch.call import is_of_transformers
 from hvdtrain.frameworks.torch.forward import Forward, InParts, whole_outputs
-from hvdtrain.frameworks.torch.libraries.generate import end_tokens, generate, longest
+from hvdtrain.frameworks.torch.generate import end_tokens, generate, longest
 from hvdtrain.frameworks.torch.strategy import Strategy
 
 

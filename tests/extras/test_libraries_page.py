@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from pages import failures, run_page
-from ranks import ROOT
+from ranks import ROOT, needs_extra
 
 from hvdtrain.core.extras import document_files
 from hvdtrain.core.import_torchvision import define_missing_operators
@@ -15,6 +15,7 @@ from hvdtrain.core.import_torchvision import define_missing_operators
 pytestmark = [
     pytest.mark.in_turn,
     pytest.mark.skipif(not document_files(), reason="this copy reads no JSON lines"),
+    *(needs_extra(name) for name in ("export", "pretrained", "sample")),
 ]
 
 define_missing_operators()  # transformers imports torchvision

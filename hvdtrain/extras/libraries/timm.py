@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from hvdtrain.core.arrays import Readable
 from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.errors import UserError, nearest, short
 
@@ -69,6 +70,10 @@ def model_of(name: str, where: str) -> Callable[..., torch.nn.Module]:
         return model
 
     return make
+
+
+def in_names_of(model: torch.nn.Module, found: Mapping[str, Readable]) -> None:
+    """Returns None: a file of timm has the names of its model."""
 
 
 def _load(where: str) -> Any:

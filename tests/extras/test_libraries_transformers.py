@@ -21,9 +21,9 @@ import hvdtrain
 from hvdtrain.core.import_torchvision import define_missing_operators
 from hvdtrain.data.source import NamedArrays
 from hvdtrain.errors import UserError
+from hvdtrain.extras.libraries.config_json import read_config
+from hvdtrain.extras.libraries.transformers import model_of
 from hvdtrain.extras.pretrained.load import read_weights
-from hvdtrain.frameworks.torch.foreign.config_json import read_config
-from hvdtrain.frameworks.torch.libraries.transformers import model_of
 
 pytestmark = pytest.mark.in_turn
 
@@ -250,7 +250,7 @@ def test_a_class_that_the_library_cannot_make(
     words = [
         *WORDS,
         "task.name=language",
-        "model.name=test_transformers:OwnConstructor",
+        "model.name=test_libraries_transformers:OwnConstructor",
         f"model.weights={saved(gpt2, tmp_path / 'folder')}",
     ]
     data = {"train_data": DATA[gpt2], "val_data": DATA[gpt2]}

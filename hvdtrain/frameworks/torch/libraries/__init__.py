@@ -1,1 +1,0 @@
-"""Models of other libraries, by the libraries' names: model.name=LIBRARY:NAME."""
