@@ -47,7 +47,7 @@ ALLOWED = {  # the only files that may import these
         "extras/pipeline/",
         "extras/plan/of_torch/",
         "extras/powersgd/",
-        "extras/pretrained/torch_file.py",
+        "extras/pretrained/",
         "extras/servers/",
         "extras/tensor/",
         "extras/torchmetrics/",
@@ -60,7 +60,7 @@ ALLOWED = {  # the only files that may import these
     ),
     "torchvision": ("core/import_torchvision.py",),
     "timm": ("extras/libraries/timm.py",),
-    "transformers": ("extras/libraries/transformers.py", "frameworks/torch/conv1d.py"),
+    "transformers": ("extras/libraries/transformers.py", "extras/pretrained/conv1d.py"),
     "horovod": (
         "comm/horovod.py",
         "frameworks/torch/parallel/",

@@ -253,6 +253,18 @@ def streams() -> str:
     return next((extra.streams for extra in extras().values() if extra.streams), "")
 
 
+def load(module: str | None, does: str, key: str, where: str) -> Any:
+    """Imports the module of an extra for a key of the job. Raises UserError if there is none. does:
+    "loads weights"; where: the key was set."""
+    if module is None:
+        raise UserError(
+            f"this copy of hvdtrain has no extra that {does}",
+            where,
+            f"leave {key} out; `hvdtrain extras` lists the installed extras",
+        )
+    return importlib.import_module(module)
+
+
 def words() -> str | None:
     """Returns the module of an extra with words of other tools; None if there is none."""
     return next((extra.words for extra in extras().values() if extra.words), None)

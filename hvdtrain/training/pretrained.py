@@ -3,15 +3,13 @@ initial weights."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
-from hvdtrain.core.extras import implementation
-from hvdtrain.errors import UserError
+from hvdtrain.core import extras
 from hvdtrain.frameworks.learner import Learner
 
 
@@ -39,11 +37,5 @@ def load_pretrained(
 
 
 def _extra(config: Config) -> Any:
-    module = implementation("model.weights")
-    if module is None:
-        raise UserError(
-            "this copy of hvdtrain has no extra that loads weights",
-            config.where("model.weights"),
-            "leave model.weights out; `hvdtrain extras` lists the installed extras",
-        )
-    return importlib.import_module(module)
+    module = extras.implementation("model.weights")
+    return extras.load(module, "loads weights", "model.weights", config.where("model.weights"))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import needs_extra
 from safetensors.torch import load_file
 from torch import nn
 
@@ -21,6 +22,7 @@ from hvdtrain.extras.export.graph.pt2_file import FACTS
 from hvdtrain.extras.export.graph.traced import TracedModel, quiet
 from hvdtrain.frameworks.torch.call import Passed
 
+pytestmark = needs_extra("pretrained")  # a run has adapters
 HERE = "test_export_graph"
 has_onnx = all(importlib.util.find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime"))
 STEP = ["max_steps=1", "batch.size=8", "seed=3", "speed.device=cpu"]

@@ -69,9 +69,10 @@ def train(folder: Path, *words: str, net: nn.Module | None = None) -> tuple[nn.M
             ["optim.groups=[{names: 'embed.*', rate: 0}]"],
             "optim.groups[0]: embed.weight is head.weight too (tied weights)",
         ),
-        (
+        pytest.param(
             ["model.lora=['mid']", "model.lora_rank=1", "model.lora_train=['head.*']"],
             "model.lora_train: ",
+            marks=needs_extra("pretrained"),
         ),
         *(
             (
@@ -122,11 +123,16 @@ def test_a_name_holds_for_both(
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (
+        pytest.param(
             ["model.lora=['head']"],
             "head.weight is tied to embed.weight, so merging an adapter into it would change both",
+            marks=needs_extra("pretrained"),
         ),
-        (["model.lora=['*']"], "head.weight is tied to embed.weight"),
+        pytest.param(
+            ["model.lora=['*']"],
+            "head.weight is tied to embed.weight",
+            marks=needs_extra("pretrained"),
+        ),
         (
             ["optim.groups=[{names: 'head.*', rate: 2}]"],
             "optim.groups[0], head.*, matches head.weight but not embed.weight",
@@ -148,6 +154,7 @@ def test_one_name_of_two_is_an_error(words: list[str], what: str, tmp_path: Path
     assert what in caught.value.what, str(caught.value)
 
 
+@needs_extra("pretrained")
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_the_tied_head_of_gpt(framework: str, tmp_path: Path) -> None:
     words = [
@@ -290,6 +297,7 @@ def test_the_fix_for_one_name_is_a_list_that_is_taken(word: str, fix: str) -> No
     configure(None, [fix.strip("\"'") if fix.startswith("'") else fix[1:-1]])
 
 
+@needs_extra("pretrained")
 @needs_extra("export")
 def test_export_keeps_two_names_of_one_array(tmp_path: Path) -> None:
     from safetensors.numpy import load_file

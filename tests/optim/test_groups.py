@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from oracles import M, Run
+from ranks import needs_extra
 from test_optim import distance, on_jax, on_numpy, on_torch
 
 from hvdtrain.__main__ import is_command, main
@@ -225,10 +226,11 @@ def test_every_framework_judges_the_names_before_the_first_step(
             "optim.rest[0], *bias, matches only fc.bias, which model.freeze freezes",
             "leave the entry out, or use patterns of model.freeze that do not match them",
         ),
-        (
+        pytest.param(
             'model.lora=[fc] model.lora_rank=2 optim.groups=[{"names":"*.weight","rate":2}]',
             "optim.groups[0], names=*.weight, matches only fc.weight, which model.lora freezes",
             "leave the entry out; model.lora_train lists what is trained besides the adapters",
+            marks=needs_extra("pretrained"),
         ),
     ],
 )

@@ -1,1 +1,1 @@
-"""model.weights: loads the weights of a file or folder instead of the initial weights."""
+"""Fine-tuning: model.weights loads the weights of a file or folder, model.lora adds adapters."""

@@ -1,9 +1,12 @@
-"""The registration of model.weights as an extra."""
+"""The registration of model.weights and model.lora as an extra."""
 
 from hvdtrain.core.extras import Extra
 
 EXTRA = Extra(
     status="stable",
-    says="Loads pretrained weights of files, folders and other runs.",
-    implements={"model.weights": "hvdtrain.extras.pretrained.load"},
+    says="Loads weights of files, folders and other runs, and trains low-rank adapters (LoRA).",
+    implements={
+        "model.weights": "hvdtrain.extras.pretrained.load",
+        "model.lora": "hvdtrain.extras.pretrained.lora",
+    },
 )

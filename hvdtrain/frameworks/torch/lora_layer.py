@@ -1,4 +1,4 @@
-"""Layers with a low-rank adapter; transformers' Conv1D with one is in conv1d.py."""
+"""Layers with a low-rank adapter; an extra adds it, and has one of transformers' Conv1D."""
 
 from __future__ import annotations
 

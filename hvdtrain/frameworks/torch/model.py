@@ -12,9 +12,10 @@ from torch import nn
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
+from hvdtrain.core import extras
 from hvdtrain.errors import UserError, short
 from hvdtrain.frameworks import by_name
-from hvdtrain.frameworks.torch.check_outputs import check_outputs, example
+from hvdtrain.frameworks.torch.check_outputs import check_outputs
 from hvdtrain.frameworks.torch.foreign.counted import TooLarge, counted, most_bytes
 from hvdtrain.frameworks.torch.foreign.downloads import watched
 from hvdtrain.frameworks.torch.frozen import check_overlaps, freeze
@@ -56,21 +57,12 @@ def normed_model(
 
 
 def _adapt(model: nn.Module, config: Config, task: Task) -> None:
-    """Adds adapters. Raises UserError if an adapter would have no effect. Other errors of the model
-    are reported where it is checked."""
-    from hvdtrain.frameworks.torch import lora
-
-    lora.adapt(model, config.model)
-    try:
-        lora.check_calls(
-            model,
-            example(2, config, task, next(model.parameters()).detach().new_empty(0)),
-            config.model,
-        )
-    except UserError:
-        raise
-    except Exception:
-        return
+    """Adds adapters by the extra that does so. Raises UserError, also without that extra."""
+    module = extras.implementation("model.lora")
+    where = config.where("model.lora")
+    extras.load(module, "adds adapters to a model", "model.lora", where).add_adapters(
+        model, config, task
+    )
 
 
 def first_samples_of(model: torch.nn.Module) -> int:

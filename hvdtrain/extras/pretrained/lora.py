@@ -15,10 +15,29 @@ from typing import Any
 import torch
 from torch import nn
 
+from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.errors import UserError, nearest, short
 from hvdtrain.frameworks.torch.call import Called, call
+from hvdtrain.frameworks.torch.check_outputs import example
 from hvdtrain.frameworks.torch.lora_layer import LoraLayer, LoraLinear
+from hvdtrain.tasks.task import Task
+
+
+def add_adapters(model: nn.Module, config: Config, task: Task) -> None:
+    """Adds adapters. Raises UserError if an adapter would have no effect. Other errors of the model
+    are reported where it is checked."""
+    adapt(model, config.model)
+    try:
+        check_calls(
+            model,
+            example(2, config, task, next(model.parameters()).detach().new_empty(0)),
+            config.model,
+        )
+    except UserError:
+        raise
+    except Exception:
+        return
 
 
 def adapt(model: nn.Module, config: ModelConfig) -> None:
@@ -58,7 +77,7 @@ def _kinds() -> dict[type[nn.Module], type[LoraLayer]]:
     """Returns the kinds of layers that get an adapter, and what each becomes."""
     kinds: dict[type[nn.Module], type[LoraLayer]] = {nn.Linear: LoraLinear}
     if "transformers" in sys.modules:
-        from hvdtrain.frameworks.torch.conv1d import Conv1D, LoraConv1D
+        from hvdtrain.extras.pretrained.conv1d import Conv1D, LoraConv1D
 
         kinds[Conv1D] = LoraConv1D
     return kinds
