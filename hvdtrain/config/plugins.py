@@ -114,6 +114,14 @@ def named(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
+def is_torch_module(thing: Any) -> bool:
+    """Whether an object is a torch.nn.Module; does not import torch."""
+    return any(
+        kind.__module__ == "torch.nn.modules.module" and kind.__name__ == "Module"
+        for kind in type(thing).__mro__
+    )
+
+
 def find(folder: str, name: str, where: str) -> Path:
     """Returns the file of a plugin. Raises UserError with the nearest name if there is none."""
     known = files(folder)

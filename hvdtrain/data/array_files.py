@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import numpy as np
 
 from hvdtrain.data.around_source import inner_source
-from hvdtrain.data.grid import Grid
 from hvdtrain.data.source import Source
+
+if TYPE_CHECKING:
+    from hvdtrain.data.grid import Grid
 
 
 class ReadingRanks(NamedTuple):

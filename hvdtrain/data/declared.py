@@ -12,12 +12,12 @@ import numpy as np
 
 from hvdtrain.data.around_source import AroundSource, inner_source, where_of
 from hvdtrain.data.field import Field, check_numbers
-from hvdtrain.data.grid import Grid
 from hvdtrain.data.source import LabelledImages, NamedArrays, Source
 from hvdtrain.data.subset import Subset
 
 if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch
+    from hvdtrain.data.grid import Grid
 
 
 @dataclass(frozen=True, eq=False)

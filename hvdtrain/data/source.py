@@ -15,12 +15,12 @@ from hvdtrain.core.arrays import digest
 from hvdtrain.core.progress import fold
 from hvdtrain.data.channel_stats import ChannelStats, channel_stats, sampled_stats
 from hvdtrain.data.field import Channels, Field, check_numbers, describe
-from hvdtrain.data.grid import Grid
 from hvdtrain.data.labels import digest_of_labels, first_outside, read_labels
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch
+    from hvdtrain.data.grid import Grid
     from hvdtrain.data.sampler import Order
 
 Split = Literal["train", "val"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -23,7 +23,6 @@ from hvdtrain.tasks.labels import (
     notes_on_labels,
     number_of_classes,
 )
-from hvdtrain.tasks.rows import Rows, rows_of_classes
 from hvdtrain.tasks.task import (
     DeviceAndDtype,
     Each,
@@ -34,6 +33,9 @@ from hvdtrain.tasks.task import (
     refuse_nothing,
 )
 from hvdtrain.tasks.transform import Transform, check_stats, input_stats, is_image
+
+if TYPE_CHECKING:
+    from hvdtrain.tasks.rows import Rows
 
 _MOST = 2**26  # limit for the values of an image and for classes: more than any data set has
 _MOST_LABEL = 2**31  # limit for task.ignore_label: labels are int32 in JAX
@@ -150,6 +152,8 @@ class Classification(Task):
         return lines
 
     def rows(self, is_softmax: bool, class_names: Sequence[str] | None) -> Rows:
+        from hvdtrain.tasks.rows import rows_of_classes
+
         return rows_of_classes(is_softmax, class_names)
 
     def weight(self, batch: Batch) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,8 +17,10 @@ from hvdtrain.core.metrics import Concatenated, Metric
 from hvdtrain.data.field import Field
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.rows import Rows, rows_of_numbers
 from hvdtrain.tasks.transform import Transform, Transforms
+
+if TYPE_CHECKING:
+    from hvdtrain.tasks.rows import Rows
 
 FRAMEWORKS = ("torch", "jax", "numpy")
 
@@ -214,6 +216,8 @@ class Task(ABC):
 
         is_softmax: whether outputs are logits of classes, which softmax turns into probabilities.
         """
+        from hvdtrain.tasks.rows import rows_of_numbers
+
         return rows_of_numbers()
 
 

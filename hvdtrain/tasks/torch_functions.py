@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from hvdtrain.config.plugins import is_torch_module
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.task import DeviceAndDtype, Each, TaskPart, outputs_of
 from hvdtrain.tasks.torch import Tensors, TorchFields, TorchInputs, TorchOfFields, as_given
 from hvdtrain.tasks.user_functions import (
     UserLoss,
     UserMetrics,
-    is_torch_module,
     parts_of,
     terms_of,
     terms_of_no_samples,

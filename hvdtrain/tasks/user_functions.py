@@ -30,14 +30,6 @@ class UserLoss(NamedTuple):
     )
 
 
-def is_torch_module(thing: Any) -> bool:
-    """Whether an object is a torch.nn.Module; does not import torch."""
-    return any(
-        kind.__module__ == "torch.nn.modules.module" and kind.__name__ == "Module"
-        for kind in type(thing).__mro__
-    )
-
-
 @dataclass(frozen=True)
 class OwnMetric:
     """A metric from a function (outputs, batch).

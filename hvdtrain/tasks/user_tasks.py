@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.config.plugins import is_torch_module
 from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Concatenated, Metric, Sums, ratio
@@ -26,7 +27,6 @@ from hvdtrain.tasks.user_functions import (
     OwnMetric,
     UserLoss,
     UserMetrics,
-    is_torch_module,
     of_parts,
     summed,
 )

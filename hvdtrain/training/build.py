@@ -23,7 +23,6 @@ from hvdtrain.frameworks.learner import Learner
 from hvdtrain.recipe.from_config import recipe_from_config
 from hvdtrain.recipe.noise import NOISE_SCALE_KEYS
 from hvdtrain.recipe.recipe import Recipe
-from hvdtrain.tasks.around import as_task
 from hvdtrain.tasks.classification import without_statistics
 from hvdtrain.tasks.labels import classes_of
 from hvdtrain.tasks.task import MEMBERS, Task, is_users_model
@@ -175,6 +174,8 @@ def _build_own(config: Config, train: Source, val: Source) -> Task:
             where,
             "docs/tasks.md lists what a task has",
         )
+    from hvdtrain.tasks.around import as_task
+
     return as_task(found)
 
 
@@ -311,6 +312,8 @@ def restore_task(config: Config, facts: dict[str, Any]) -> Task:
     if restore is None:
         what = f"neither {name} nor its module has a restore(facts)"
         raise UserError(what, where, "define it: it rebuilds the task from its facts()")
+    from hvdtrain.tasks.around import as_task
+
     return as_task(restore(facts))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.config.plugins import of_imported_frameworks
+from hvdtrain.config.plugins import is_torch_module, of_imported_frameworks
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.section import DEFAULT, Given, name_of_object
 from hvdtrain.data.input_encoding import data_to_encode
@@ -16,7 +16,7 @@ from hvdtrain.data.user_data.arrays import is_array, to_numpy
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.by_name import makes_groups
 from hvdtrain.tasks.task import Task
-from hvdtrain.tasks.user_functions import is_torch_module, read_metrics
+from hvdtrain.tasks.user_functions import read_metrics
 from hvdtrain.tasks.user_tasks import examples_of, measured, own_loss
 from hvdtrain.training.hooks import check_hooks
 

@@ -13,7 +13,6 @@ from hvdtrain.data.field import TARGETS, Field
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.tasks.task import is_users_model
-from hvdtrain.tasks.user_functions import is_torch_module
 
 X = ("x",)  # the one input of most models, which a task transforms itself
 # tasks that take x, besides a script's loss
@@ -128,7 +127,7 @@ def _forward(config: Config) -> Any:
     made: Any = plugins.own_function(config.model)
     model = getattr(made, "model", None)  # an object that a script passes
     # within torch.compile
-    kind = type(getattr(model, "_orig_mod", model)) if is_torch_module(model) else made
+    kind = type(getattr(model, "_orig_mod", model)) if plugins.is_torch_module(model) else made
     return getattr(kind, "forward", None) if isinstance(kind, type) else None
 
 

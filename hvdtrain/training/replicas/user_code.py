@@ -21,7 +21,6 @@ from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.section import is_object
 from hvdtrain.core.syntax_tree import syntax_tree
-from hvdtrain.tasks.user_functions import is_torch_module
 
 MOST_MODULES = 2000
 _OWN = __name__.partition(".")[0]  # hvdtrain's own files have a separate digest
@@ -180,7 +179,7 @@ def object_digests(config: Config) -> dict[str, str]:
 def paths_of(thing: Any) -> set[str]:
     """Returns package.module:Class of an object's class, of all modules of a torch module, and of
     functions."""
-    things: Iterable[Any] = thing.modules() if is_torch_module(thing) else [thing]
+    things: Iterable[Any] = thing.modules() if plugins.is_torch_module(thing) else [thing]
     return {
         f"{kind.__module__}:{kind.__qualname__}"
         for kind in map(_named, things)
@@ -214,7 +213,7 @@ def _parts(thing: Any, depth: int) -> Iterator[Any]:
             )
     elif isinstance(thing, functools.partial):
         yield [list(_parts(inner, depth)) for inner in (thing.func, thing.args, thing.keywords)]
-    elif is_torch_module(thing):
+    elif plugins.is_torch_module(thing):
         yield _ADDRESS.sub("", repr(thing))
         yield [
             (name, _shape(array), str(array.dtype)) for name, array in thing.state_dict().items()
