@@ -160,6 +160,7 @@ THAW = JobFeature(
 # model.weights: weights of a file replace the initial weights.
 WEIGHTS = JobFeature(
     key="model.weights",
+    is_extra=True,
     on=lambda config: config.model.weights is not None,
     examples=("model.weights=base.safetensors",),
     off="model.weights=null",
@@ -173,6 +174,7 @@ WEIGHTS = JobFeature(
 # model.lora: adapters for linear layers that each rank calls as a whole.
 LORA = JobFeature(
     key="model.lora",
+    is_extra=True,
     on=lambda config: bool(config.model.lora),
     chosen=lambda config: "model.lora",
     examples=('model.lora=["*"] model.lora_rank=2',),
