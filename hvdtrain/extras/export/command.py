@@ -29,7 +29,7 @@ def export(arguments: Sequence[str]) -> int:
     if options.force:
         refuse_inputs(to, run, options.words, {})
     if to.suffix in weights.OF_GRAPHS:
-        from hvdtrain.extras.export.graph.command import export_graph
+        from hvdtrain.extras.export.graph_file import export_graph
 
         return export_graph(options)
     if _is_for_transformers(run, to, options.words):
