@@ -18,7 +18,7 @@ _TABLES = (".xlsx", ".json", ".npy", ".pt", ".arrow", ".feather")
 _STORED = {**tables(), **archives(), **data_files()}
 
 
-class Words(NamedTuple):
+class WordTables(NamedTuple):
     """The tables of words. Keys are in lower case, with _ for -."""
 
     keys: Mapping[str, str]  # word -> the key, or key=value
@@ -28,12 +28,12 @@ class Words(NamedTuple):
 
 
 @functools.cache
-def _words() -> Words:
+def _words() -> WordTables:
     module = words()
     if module is None:
-        return Words({}, {}, {}, {})
+        return WordTables({}, {}, {}, {})
     of: Any = importlib.import_module(module)
-    return Words(of.KEYS, of.NO_KEYS, of.VALUES, of.NO_VALUES)
+    return WordTables(of.KEYS, of.NO_KEYS, of.VALUES, of.NO_VALUES)
 
 
 def data_of_path(value: Any) -> str | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdtrain.core import extras
+from hvdtrain.core.extras import stages
 from hvdtrain.data.files.selection import FileSelection, Staging
+from hvdtrain.errors import UserError
 
 
 class StagedData(NamedTuple):
@@ -26,8 +28,16 @@ def stage_data(
 ) -> StagedData:
     """Copies the files of data set `name` below `folder` by the extra that does so. Raises
     UserError, also without that extra; `where` is where data.stage was set."""
-    module = extras.load(extras.stages(), "copies data to the nodes", "data.stage", where)
-    copied: StagedData = module.stage_data(name, root, options, folder, where, staging)
+    module = stages()
+    if module is None:
+        raise UserError(
+            "this copy of hvdtrain has no extra that copies data to the nodes",
+            where,
+            "leave data.stage out; `hvdtrain extras` lists the installed extras",
+        )
+    copied: StagedData = importlib.import_module(module).stage_data(
+        name, root, options, folder, where, staging
+    )
     return copied
 
 
