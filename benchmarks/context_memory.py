@@ -5,8 +5,8 @@ python benchmarks/context_memory.py [--limit MIB] [--most POSITIONS] [--measure]
 
 The model is a gpt of 8 layers, 4 heads and width 64 in float32, on random tokens below 256, with
 one sample in each step and SGD. The counter of `plan --memory` counts the tensors of a rank that
-are alive at the same time, in a step and in an evaluation. The longest sequence is searched by
-bisection, in steps of 256 positions.
+are alive at the same time, in a step and in an evaluation. Lengths are multiples of 256
+positions.
 
 `messages_bytes` are those that rank 0 sends in a step for the attention of other ranks, and
 `formula_bytes` those of the formulas of docs/parallel.md; the script fails if they differ.
@@ -82,18 +82,27 @@ def counted(way: str, length: int) -> PlannedWork:
 
 
 def longest(way: str, limit_mib: float, most: int) -> int:
-    """Returns the most positions within the limit."""
-    fits = 0
-    too_long = most // STEP + 1
-    while too_long - fits > 1:
-        tried = (fits + too_long) // 2
-        found = counted(way, tried * STEP).footprint.total / MIB
-        print(f"{way}: {tried * STEP} positions take {found:.1f} MiB", flush=True)
-        if found <= limit_mib:
-            fits = tried
-        else:
-            too_long = tried
-    return fits * STEP
+    """Returns the most positions within the limit, up to `most`.
+
+    Memory is nearly linear in the positions: two lengths predict the longest one, from which the
+    search goes up or down.
+    """
+    known: dict[int, float] = {}
+
+    def mib(steps: int) -> float:
+        if steps not in known:
+            known[steps] = counted(way, steps * STEP).footprint.total / MIB
+            print(f"{way}: {steps * STEP} positions take {known[steps]:.1f} MiB", flush=True)
+        return known[steps]
+
+    half, whole = most // STEP // 8, most // STEP // 4
+    slope = (mib(whole) - mib(half)) / (whole - half)
+    found = min(int(half + (limit_mib - mib(half)) / slope), most // STEP)
+    while mib(found) > limit_mib:
+        found -= 1
+    while found < most // STEP and mib(found + 1) <= limit_mib:
+        found += 1
+    return found * STEP
 
 
 def formula_bytes(way: str, length: int) -> int:
