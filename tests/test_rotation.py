@@ -131,7 +131,7 @@ def test_each_extra_is_tested_on_one_of_five_days_and_when_it_has_changed() -> N
     days = [extras_of_day(names, [], day) for day in ALL_DAYS]
     assert sorted(itertools.chain(*days)) == names
     for name in names:
-        (extra,) = (ROOT / "hvdtrain" / "extras" / name).glob("extra.py")
+        (extra,) = (ROOT / "hvdtrain" / "extras" / name).glob("__init__.py")
         changed = str(extra.relative_to(ROOT))
         assert all(name in extras_of_day(names, [changed], day) for day in ALL_DAYS)
         assert all(

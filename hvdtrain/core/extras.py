@@ -51,7 +51,7 @@ class Mode(NamedTuple):
 
 
 class Extra(NamedTuple):
-    """The description of an extra for the rest of hvdtrain: the value EXTRA of its extra.py, data
+    """The description of an extra for the rest of hvdtrain: the value EXTRA of its package, data
     only.
 
     says: one sentence. modes: what `COMMAND --OPTION` runs. Plugins need no entry:
@@ -103,18 +103,26 @@ class Extra(NamedTuple):
 @functools.cache
 def extras() -> Mapping[str, Extra]:
     """Returns name -> extra, for every installed extra, sorted by name."""
-    return MappingProxyType({name: module.EXTRA for name, module in modules("extra").items()})
+    names = sorted(path.parent.name for path in PACKAGE.glob("extras/*/__init__.py"))
+    packages = {name: importlib.import_module(f"{PACKAGE.name}.extras.{name}") for name in names}
+    return MappingProxyType({name: package.EXTRA for name, package in packages.items()})
 
 
-def modules(name: str, beside: str = ".") -> dict[str, ModuleType]:
-    """Returns the module of this name from every extra that has it together with a folder `beside`,
-    by the extra's name. A job imports no other module of an extra unless it uses the extra."""
+def extras_with(folder: str) -> list[Extra]:
+    """Returns the extras that have this folder of plugins."""
+    return [
+        extra for name, extra in extras().items() if (PACKAGE / "extras" / name / folder).is_dir()
+    ]
+
+
+def modules(name: str) -> dict[str, ModuleType]:
+    """Returns the module of this name from every extra that has it, by the extra's name. A job
+    imports no other module of an extra unless it uses the extra."""
     return {
         path.parent.name: importlib.import_module(
             f"{PACKAGE.name}.extras.{path.parent.name}.{name}"
         )
         for path in sorted(PACKAGE.glob(f"extras/*/{name}.py"))
-        if (path.parent / beside).is_dir()
     }
 
 
@@ -158,8 +166,8 @@ def listed() -> list[tuple[int, str]]:
 def aliases(folder: str) -> dict[str, str]:
     """Returns name -> the extra's plugin that it stands for, in a folder of plugins."""
     names: dict[str, str] = {}
-    for module in modules("extra", beside=folder).values():
-        names |= module.EXTRA.aliases.get(folder, {})
+    for extra in extras_with(folder):
+        names |= extra.aliases.get(folder, {})
     return names
 
 
@@ -173,8 +181,8 @@ def data_files() -> dict[str, str]:
     """Returns suffix -> the data.name of the extra that reads such files."""
     return {
         end: name
-        for module in modules("extra", beside="data/datasets").values()
-        for end, name in module.EXTRA.data_files.items()
+        for extra in extras_with("data/datasets")
+        for end, name in extra.data_files.items()
     }
 
 
@@ -282,14 +290,12 @@ def map_files() -> dict[str, str]:
 
 def image_files() -> tuple[str, ...]:
     """Returns the data.name of extras that read image files."""
-    found = modules("extra", beside="data/datasets").values()
-    return tuple(name for module in found for name in module.EXTRA.image_files)
+    return tuple(name for extra in extras_with("data/datasets") for name in extra.image_files)
 
 
 def token_images() -> tuple[str, ...]:
     """Returns the data.name of extras whose tokens are the pixels of images."""
-    found = modules("extra", beside="data/datasets").values()
-    return tuple(name for module in found for name in module.EXTRA.token_images)
+    return tuple(name for extra in extras_with("data/datasets") for name in extra.token_images)
 
 
 def keys_of(name: str) -> list[str]:

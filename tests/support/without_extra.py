@@ -63,7 +63,7 @@ def _is_configuration_of(name: str, file: Path) -> bool:
 
 
 def names_of_extras() -> list[str]:
-    return sorted(path.parent.name for path in EXTRAS.glob("*/extra.py"))
+    return sorted(path.parent.name for path in EXTRAS.glob("*/__init__.py"))
 
 
 def main() -> int:

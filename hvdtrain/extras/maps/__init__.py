@@ -1,1 +1,9 @@
 """Classes of pixels: the task, its data, and pictures of masks and maps."""
+
+from hvdtrain.core.extras import Extra
+
+EXTRA = Extra(
+    status="stable",
+    says="Predicts the class of each pixel, and shows predicted masks and maps as pictures.",
+    maps="hvdtrain.extras.maps",
+)

@@ -1,9 +1,0 @@
-"""The registration of DiLoCo as an extra."""
-
-from hvdtrain.core.extras import Extra
-
-EXTRA = Extra(
-    status="experimental",
-    says="Gives local steps an outer optimizer (DiLoCo), and sends their differences in parts or "
-    "in 16 bits.",
-)

@@ -1,9 +1,0 @@
-"""The registration of guard.lost as an extra."""
-
-from hvdtrain.core.extras import Extra
-
-EXTRA = Extra(
-    status="stable",
-    says="Lets jobs continue without the ranks that die, or end with a checkpoint.",
-    implements={"guard.lost": "hvdtrain.extras.elastic.survival"},
-)

@@ -1,9 +1,0 @@
-"""The registration of data.stage as an extra."""
-
-from hvdtrain.core.extras import Extra
-
-EXTRA = Extra(
-    status="stable",
-    says="Copies the data to each node's local disk before training.",
-    implements={"data.stage": "hvdtrain.extras.staging.staged"},
-)

@@ -1,9 +1,0 @@
-"""What the rest of hvdtrain learns of streams."""
-
-from hvdtrain.core.extras import Extra
-
-EXTRA = Extra(
-    status="experimental",
-    says="Trains on streams: IterableDatasets, also of Hugging Face, and generators.",
-    streams="to train on it, data.epoch_samples=N, the samples of an epoch (docs/streams.md)",
-)

@@ -1,9 +1,0 @@
-"""What the rest of hvdtrain learns of texts in records."""
-
-from hvdtrain.core.extras import Extra
-
-EXTRA = Extra(
-    status="stable",
-    says="Trains on documents, labelled texts and chats in JSON lines and columns of tables.",
-    document_files={".jsonl": "jsonl", ".ndjson": "jsonl"},
-)
