@@ -123,7 +123,7 @@ def test_the_help_of_a_lab_has_its_own_options(capfd: pytest.CaptureFixture[str]
 def test_the_list_has_every_lab_and_the_assessment(capsys: pytest.CaptureFixture[str]) -> None:
     assert lab([]) == DONE
     lines = capsys.readouterr().out.splitlines()
-    assert [line[0] for line in lines[::2]] == [*"1234567-"] and all(
+    assert [line[0] for line in lines[::2]] == [*"12345678-"] and all(
         Path(line.strip()).is_file() for line in lines[1::2]
     )
     assert lines[-2:] == ["-  The assessment", f"   {ROOT / 'labs' / 'assessment' / 'README.md'}"]

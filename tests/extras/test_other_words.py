@@ -15,7 +15,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.config.schema import SECTIONS, known_keys
 from hvdtrain.core.extras import tables
 from hvdtrain.errors import UserError
-from hvdtrain.extras.other_words.tables import KEYS, NO_KEYS, NO_VALUES, VALUES
+from hvdtrain.extras.other_words.answers import KEYS, NO_KEYS, NO_VALUES, VALUES
 
 
 def fix_of(*arguments: str) -> str:

@@ -255,7 +255,7 @@ def test_names_of_excluded_parameters(capsys: pytest.CaptureFixture[str]) -> Non
             ["model.widhts=3"],
             ["model.name=wide_resnet has no option widhts", "did you mean widths?"],
         ),
-        (["model.name=resnet5"], ["unknown name: resnet5", "did you mean resnet50?"]),
+        (["model.name=resnet500"], ["unknown name: resnet500", "did you mean resnet50?"]),
         (
             ["data.name=folder", "data.root=nowhere"],
             ["nowhere", "or plan without data, as in --samples"],

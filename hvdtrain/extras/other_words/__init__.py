@@ -5,5 +5,5 @@ from hvdtrain.core.extras import Extra
 EXTRA = Extra(
     status="stable",
     says="Answers keys and values of other tools, such as lr or mse, with those of hvdtrain.",
-    words="hvdtrain.extras.other_words.tables",
+    words="hvdtrain.extras.other_words.answers",
 )
