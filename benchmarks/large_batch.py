@@ -49,6 +49,12 @@ FASHION_MNIST: dict[str, list[str]] = {  # name -> arguments; each "+" is added 
     "batch 4096, NovoGrad": ["--config", "configs/fashion_mnist_novograd.yaml"],
     "batch growing from 128 to 4096": ["--config", "configs/fashion_mnist_growth.yaml"],
     "batch 128, tuned": [*TUNED, "optim.base_lr=0.1", "model.label_smoothing=0.1"],
+    "batch 128, tuned again": [
+        *TUNED,
+        "optim.base_lr=1",
+        "optim.nesterov=true",
+        "model.label_smoothing=0.1",
+    ],
     "batch 128, Muon": [
         *TUNED,
         "optim.name=muon",
@@ -59,6 +65,8 @@ FASHION_MNIST: dict[str, list[str]] = {  # name -> arguments; each "+" is added 
     ],
     "batch 4096, Muon": MUON,
     "+ post-local SGD": [*MUON, "comm.local_steps=4", "comm.local_from=50%", "log.every_steps=12"],
+    "batch 4096, Muon, averaged weights": ["--config", "configs/fashion_mnist_4096.yaml"],
+    "+ twice the epochs": ["--config", "configs/fashion_mnist_4096.yaml", "epochs=24"],
     "batch growing from 256 to 4096, Muon": [
         *GROWTH,
         "optim.momentum=0.7",
@@ -105,7 +113,7 @@ OF_CIFAR10: dict[str, list[str]] = {
 }
 RECIPES = FASHION_MNIST | OF_CIFAR10
 BASELINES = {
-    "Fashion-MNIST": ["batch 128", "batch 128, tuned"],
+    "Fashion-MNIST": ["batch 128", "batch 128, tuned again"],
     "CIFAR-10": ["CIFAR-10, batch 128"],
 }
 
