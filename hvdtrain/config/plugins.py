@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from hvdtrain.config.of_a_run import is_recorded, not_in_this_copy
 from hvdtrain.config.schema import OPEN_SECTIONS, Config
 from hvdtrain.config.sections.data import DataConfig
 from hvdtrain.config.sections.model import ModelConfig
@@ -431,6 +432,11 @@ def _unknown_option(section: OpenSection, option: str, model: type[BaseModel]) -
     right = right_key(section.full_key(option), section.options[option]) or closest(
         option, [*options, *fields]
     )
+    where = section.where(option)
+    origin = where.partition(", ")[2]
+    if not right and is_recorded(origin):
+        key = section.full_key(option)
+        return not_in_this_copy(key, section.options[option], origin)
     suggestion = (
         f"did you mean {right}?"
         if right
@@ -441,9 +447,7 @@ def _unknown_option(section: OpenSection, option: str, model: type[BaseModel]) -
         or "none"
     )
     fix = f"{suggestion}{' ' if right else '; '}options of {name}: {listed}"
-    return UserError(
-        f"{section.section}.name={name} has no option {option}", section.where(option), fix
-    )
+    return UserError(f"{section.section}.name={name} has no option {option}", where, fix)
 
 
 def fix_of_parameters(section: OpenSection, signature: inspect.Signature) -> str:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import ValidationError
 
+from hvdtrain.config.of_a_run import is_in_a_run_folder, not_in_this_copy
 from hvdtrain.config.plugins import of_a_script
 from hvdtrain.config.schema import (
     OPEN_SECTIONS,
@@ -45,7 +46,6 @@ from hvdtrain.errors import UserError, first_line, short
 # Keys that a resumed job does not inherit, because they describe one run: where it ran, and for how
 # long.
 _OF_ONE_RUN = ("run", "resume", "comm.engine", "comm.address", "data.stage", "guard.max_time")
-_RUN_FOLDER = (".hvdtrain", "events.jsonl", "checkpoints")  # every run folder contains one of these
 
 MOST_NAME_BYTES = 255  # of a file or folder, as file systems allow
 MOST_PATH_BYTES = (
@@ -79,7 +79,7 @@ def configure(
     resumed = _without_owner(read_resumed(assigned) if resumed is None else resumed, assigned)
     typed = [assignment for assignment in assigned if assignment.origin == COMMAND_LINE]
     from_a_run = path is not None and _is_of_a_run(path)
-    if path is not None and _is_in_a_run_folder(path):
+    if path is not None and is_in_a_run_folder(path):
         assigned = [
             *_of_this_copy(one for one in assigned if one.origin != COMMAND_LINE),
             *typed,
@@ -265,12 +265,7 @@ class Recorded:
 def _is_of_a_run(path: str) -> bool:
     """Whether a file is the record of a run, judged by its name or the files beside it. It may come
     from a stranger."""
-    return os.path.basename(path) == "config.yaml" or _is_in_a_run_folder(path)
-
-
-def _is_in_a_run_folder(path: str) -> bool:
-    folder = os.path.dirname(path)
-    return any(os.path.lexists(os.path.join(folder, other)) for other in _RUN_FOLDER)
+    return os.path.basename(path) == "config.yaml" or is_in_a_run_folder(path)
 
 
 def _elsewhere(key: str) -> str:
@@ -437,12 +432,7 @@ def _of_this_copy(recorded: Iterable[Assignment]) -> Iterator[Assignment]:
 
             if right_key(one.key, one.value):  # a former name, or a name from another tool
                 _check_known(*one)
-            raise UserError(
-                f"the run has {one.key}={short(f'{one.value}')}, but this installation of "
-                "hvdtrain does not have that key",
-                one.origin,
-                "install the extra that defines it: `hvdtrain extras` lists the installed ones",
-            )
+            raise not_in_this_copy(*one)
         yield one
 
 

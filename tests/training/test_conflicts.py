@@ -412,7 +412,7 @@ def test_the_commands_of_the_page_of_meshes_are_not_refused() -> None:
         text,
         re.MULTILINE,
     )
-    assert len(commands) == 5, commands
+    assert len(commands) == 6, commands
     for ranks, path, words in (each for each in commands if of_this_copy([each[2]])):
         config = configure(ROOT / path, words.split())
         refuse_on_every_engine(config, int(ranks or config.parallel.ranks))
