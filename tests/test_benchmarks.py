@@ -90,6 +90,23 @@ def test_the_numbers_of_the_readme_are_those_of_the_rows(monkeypatch: pytest.Mon
         assert claim in text, claim
 
 
+def test_the_longest_sequences_are_those_of_the_rows() -> None:
+    """benchmarks/parallel.md has a row for each way, and docs/parallel.md the ratios of some."""
+    path = ROOT / "benchmarks" / "context_memory.jsonl"
+    rows = {row["way"]: row for row in map(json.loads, path.read_text().splitlines())}
+    table = (ROOT / "benchmarks" / "parallel.md").read_text()
+    for way, row in rows.items():
+        assert row["messages_bytes"] == row["formula_bytes"], way
+        sent = f"{row['messages_bytes'] / 1e6:.2f} | {row['rest_bytes'] / 1e6:.2f}"
+        assert f"| {way} | {row['ranks']} | {row['positions']:,} | {sent} |" in table, way
+    most = {way: f"{row['positions']:,}" for way, row in rows.items()}
+    claim = (
+        f"trains on {most['one process']} positions alone, on {most['ring on 2 ranks']} on 2 ranks "
+        f"with `ring`, and on {most['ulysses on 2 ranks']} with `ulysses` ("
+    )
+    assert claim in (ROOT / "docs" / "parallel.md").read_text().replace("\n", " ")
+
+
 def test_all_compares_each_ratio_with_its_last_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
