@@ -95,7 +95,7 @@ test-slow: $(VENV)/.test $(HOROVOD)  ## the longest tests: loss curves on 3 and 
 test-faults: $(VENV)/.test $(HOROVOD)  ## jobs that are killed, run out of memory or disk space, or find damaged files; and how they resume
 	$(call tests,3,faults)
 
-# ranks of two SLURM nodes on one machine wait without giving up their cores: beside other tests their start has taken minutes
+# SLURM's jobs run alone: beside other tests the first call of MPI in Horovod has taken minutes under srun, for a reason that is not known
 SLURM := tests/cluster/test_cluster_slurm.py
 test-cluster: $(VENV)/.test $(HOROVOD)  ## several hosts, SLURM, containers: needs root; installs Debian packages
 	$(call tests,3,cluster and not slow,--ignore=$(SLURM))
