@@ -71,10 +71,14 @@ def build(
 
 
 def test_archives_are_downloaded_once(
-    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: Server,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By one of four processes, here threads; and not again at the next start."""
     url = f"{server.url}/train/a-{{000000..000001}}.tar"
+    monkeypatch.setattr(download, "_SAID_EVERY_S", 0.0)
     with ThreadPoolExecutor(4) as pool:
         sources = list(pool.map(lambda _: build(url, tmp_path / "cache"), range(4)))
     for source in sources:
@@ -88,6 +92,8 @@ def test_archives_are_downloaded_once(
     lines = capsys.readouterr().err
     size_mb = sum(path.stat().st_size for path in (tmp_path / "served").rglob("*.tar")) / 1e6
     assert lines.count("downloading ") == 1
+    said = [f"downloaded {number} of 3 archives" for number in (1, 2, 3)]
+    assert [line for line in lines.splitlines() if line.startswith("downloaded")] == said
     assert f"downloading 3 archives, {size_mb:,.1f} MB, into {tmp_path / 'cache'}" in lines
 
 

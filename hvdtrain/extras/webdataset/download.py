@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ _BLOCK_BYTES = 2**20
 _AT_A_TIME = 4  # downloads
 _TRIES = 3
 _SILENT_S = 60.0  # of a connection, before it is tried again
+_SAID_EVERY_S = 10.0  # how many archives have come
 _MOST_ARCHIVES = 10**6
 
 
@@ -130,7 +132,8 @@ def _archives(pattern: str, folder: Path, option: str) -> list[Archive]:
 
 
 def _download_all(archives: list[Archive], folder: Path) -> None:
-    """Downloads archives, several at a time. Says how many bytes go where before it begins."""
+    """Downloads archives, several at a time. Says how many bytes go where before it begins, and
+    how many archives have come."""
     with ThreadPoolExecutor(_AT_A_TIME, "hvdtrain-download") as pool:
         sizes = list(pool.map(lambda archive: _size(archive.url), archives))
         known = sum(size for size in sizes if size is not None)
@@ -144,8 +147,11 @@ def _download_all(archives: list[Archive], folder: Path) -> None:
                 str(folder),
                 "data.cache=DIR, a folder with room",
             )
-        for _ in pool.map(_download, archives):
-            pass
+        said_s = time.monotonic()
+        for number, _ in enumerate(pool.map(_download, archives), start=1):
+            if time.monotonic() - said_s >= _SAID_EVERY_S:
+                said_s = time.monotonic()
+                print(f"downloaded {number} of {count}", file=sys.stderr, flush=True)
 
 
 def _download(archive: Archive) -> None:
