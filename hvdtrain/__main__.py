@@ -1,5 +1,5 @@
-"""The command line: train, other commands of hvdtrain/cli and of extras, lists, and help. An
-exception on any rank ends every rank."""
+"""The command line: train, commands of extras, lists, and help. An exception on any rank ends every
+rank."""
 
 from __future__ import annotations
 
@@ -20,14 +20,8 @@ from hvdtrain.version import __version__
 if TYPE_CHECKING:
     from hvdtrain.core.extras import Command
 
-COMMANDS = {  # each is the function of its name in that module; hvdtrain/extras has more
-    "train": "hvdtrain.cli.train",
-    "evaluate": "hvdtrain.cli.evaluate.command",
-}
 # commands that messages of hvdtrain and its pages name
-_OF_EXTRAS = ("check", "export", "launch", "predict", "report")
-# commands that --num-nodes and so on start on ranks; extras have more
-_ON_RANKS = ("train", "evaluate")
+_OF_EXTRAS = ("check", "evaluate", "export", "launch", "predict", "report")
 _LISTS = ("list", "extras")  # what they print needs no arguments
 
 
@@ -86,14 +80,14 @@ def _extra_trains(name: str) -> bool:
 
 
 def _is_on_ranks(name: str) -> bool:
-    extra = _extra_commands().get(name)
-    return name in _ON_RANKS or (extra is not None and extra.on_ranks)
+    """Whether --num-nodes and so on start a command on ranks."""
+    return name == "train" or (name in _extra_commands() and _extra_commands()[name].on_ranks)
 
 
 def is_command(name: str) -> bool:
     """Whether a word is a command, including commands of extras."""
     is_word = name and "=" not in name and not name.startswith("-")
-    return name in COMMANDS or (bool(is_word) and name in _extra_commands())
+    return name == "train" or (bool(is_word) and name in _extra_commands())
 
 
 def script() -> int:
@@ -202,7 +196,7 @@ def _check_command(name: str) -> None:
             "command line",
             "`hvdtrain extras` lists those that it has; docs/extras.md lists all",
         )
-    commands = [*COMMANDS, *_LISTS, *_extra_commands()]
+    commands = ["train", *_LISTS, *_extra_commands()]
     meant = closest(name, commands)
     if meant == name:
         raise UserError(f"{name} takes no arguments", "command line", f"hvdtrain {name}")
@@ -215,7 +209,7 @@ def _check_command(name: str) -> None:
 
 
 def _call(name: str, arguments: list[str]) -> int:
-    module = COMMANDS[name] if name in COMMANDS else _extra_commands()[name].module
+    module = "hvdtrain.cli.train" if name == "train" else _extra_commands()[name].module
     command: Callable[[list[str]], int] = getattr(
         importlib.import_module(module), name.replace("-", "_")
     )

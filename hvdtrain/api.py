@@ -261,7 +261,7 @@ def predict(
     checkpoint: newest, best (by the objective), or the name of one; default: newest, or best if the
         run has stop.restore_best
     """
-    from hvdtrain.cli.evaluate.of_data import WITHOUT_TARGETS, AskedData, predict_data
+    from hvdtrain.cli.run_model.of_data import WITHOUT_TARGETS, AskedData, predict_data
 
     script = _script_of(run, model, {})
     given = {section: one for section, one in script.given.items() if section == "model"}
@@ -302,7 +302,7 @@ def evaluate(
     loss, metrics: default: the run's own, if `run` is the result of train()
     arguments, model, checkpoint: as in predict()
     """
-    from hvdtrain.cli.evaluate.of_data import AskedData, evaluate_data
+    from hvdtrain.cli.run_model.of_data import AskedData, evaluate_data
 
     script = _script_of(run, model, {"loss": loss, "metrics": metrics})
     asked = AskedData(data, "data", "hvdtrain.evaluate()")
@@ -345,7 +345,7 @@ def _ask(
 ) -> T:
     """Runs the work on the ranks of this script, with the run's configuration. Raises as
     train()."""
-    from hvdtrain.cli.evaluate.arguments import Arguments, read_former_run
+    from hvdtrain.cli.run_model.arguments import Arguments, read_former_run
     from hvdtrain.config.sections.section import COMMAND_LINE
     from hvdtrain.training.given import given_data
     from hvdtrain.training.run_rank import on_connected_ranks

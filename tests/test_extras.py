@@ -61,7 +61,7 @@ pages = [["--help"], ["--help", "keys"], ["list"], ["extras"], *(["--help", topi
 assert not any(main(page) for page in pages)
 words = ["framework=numpy", "model.name=linear"]
 assert main(["check", *words] if "check" in commands() else ["--print-config", *words]) == 0
-for command in {"check", "export", "launch", "predict", "report"} - set(commands()):
+for command in {"check", "evaluate", "export", "launch", "predict", "report"} - set(commands()):
     shown = io.StringIO()
     with contextlib.redirect_stderr(shown):
         assert main([command, *words]) == 2

@@ -142,6 +142,7 @@ def test_steps_are_those_of_a_loop_by_hand_and_the_model_has_the_weights_afterwa
 
 
 @needs_extra("export")
+@needs_extra("evaluate")
 def test_objects_resume_exactly_and_their_names_are_in_the_configuration(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -198,6 +199,7 @@ def test_another_loss_in_the_folder_of_a_run_is_refused() -> None:
         train("run=one", loss=nn.SmoothL1Loss(beta=0.25))
 
 
+@needs_extra("evaluate")
 def test_a_built_in_task_has_metrics_of_the_users_own(capsys: pytest.CaptureFixture[str]) -> None:
     """Of the digits, by a model of hvdtrain: among the first three classes; evaluate computes the
     task's own metrics."""
@@ -278,6 +280,7 @@ class SignDescent(torch.optim.Optimizer):
 """
 
 
+@needs_extra("evaluate")
 def test_every_name_is_an_import_path_in_a_configuration(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

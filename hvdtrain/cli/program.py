@@ -12,11 +12,7 @@ from hvdtrain.core import extras
 from hvdtrain.errors import UserError, closest, short
 
 _PYTHONS = ("python", "python3", f"python3.{sys.version_info.minor}")
-NOT_ON_RANKS = (  # the other commands, in addition to the commands of extras
-    "evaluate",
-    "list",
-    "extras",
-)
+NOT_ON_RANKS = ("list", "extras")  # the other commands, in addition to those of extras
 WHERE = "command line of launch, after --"
 
 

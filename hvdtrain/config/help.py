@@ -36,10 +36,6 @@ Exit codes:
 _COMMANDS = {
     100: ("hvdtrain [--config FILE] [key=value ...]", "one process"),
     200: ("mpirun -np 8 -H n1:4,n2:4 hvdtrain [key=value ...]", "eight processes"),
-    300: (
-        "hvdtrain evaluate RUN [--split val] [data.root=DIR]",
-        "loss and accuracy of a checkpoint, overall and by class",
-    ),
 }
 _OF_LISTS = {
     "list": "hvdtrain list\n  prints the valid names of keys such as model.name",

@@ -34,7 +34,9 @@ def test_a_json_without_a_value_is_the_standard_output(arguments: str, completed
 @pytest.mark.parametrize(
     "arguments", [["--json", "RUN"], ["--json=RUN"], ["--json", "RUN", "epochs=1"]]
 )
-@pytest.mark.parametrize("command", ["evaluate", pytest.param("check", marks=needs_extra("check"))])
+@pytest.mark.parametrize(
+    "command", [pytest.param(name, marks=needs_extra(name)) for name in ("evaluate", "check")]
+)
 def test_a_folder_is_not_taken_for_the_file(
     command: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hvdtrain.__main__ import COMMANDS
-from hvdtrain.cli.program import NOT_ON_RANKS, Program, read_program
+from hvdtrain.cli.program import Program, read_program
+from hvdtrain.core.extras import commands
+from hvdtrain.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,13 @@ def test_what_the_words_start(words: list[str], expected: Program) -> None:
 
 
 def test_every_command_of_hvdtrain_runs_on_ranks_or_is_refused() -> None:
-    assert {*NOT_ON_RANKS, "train"} == {*COMMANDS, "list", "extras"}
+    assert read_program(["train"], []) == Program("hvdtrain", ("train",))
+    for name in ("list", "extras", *commands()):
+        if name in commands() and commands()[name].launched:
+            assert read_program([name], []) == Program("hvdtrain", (name,))
+        else:
+            with pytest.raises(UserError, match=f"'{name}' is not something that launch can start"):
+                read_program([name], [])
 
 
 READ = [

@@ -12,7 +12,7 @@ import pytest
 import torch
 from dense_jobs_on_ranks import JOBS, UPDATES, jobs_of
 from pool import on_ranks
-from ranks import FULL, mpirun, needs_horovod, needs_mpirun, python
+from ranks import FULL, mpirun, needs_extra, needs_horovod, needs_mpirun, python
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
@@ -215,6 +215,7 @@ def train(ranks: int, words: list[str]) -> None:
     assert result.returncode == DONE, result.stderr
 
 
+@needs_extra("evaluate")
 @slow
 @needs_mpirun
 def test_a_checkpoint_resumes_on_other_numbers_of_ranks(tmp_path: Path) -> None:

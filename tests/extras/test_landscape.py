@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.__main__ import main
-from hvdtrain.cli.saved_weights import read_checkpoint
+from hvdtrain.cli.run_model.saved_weights import read_checkpoint
 from hvdtrain.config.read import configure
 from hvdtrain.extras.landscape.surface import BETWEEN, filter_normalized
 from hvdtrain.training.build import restore_task

@@ -224,6 +224,7 @@ def _evaluated(*words: str) -> tuple[float, float]:
     return found["loss"], found["accuracy"]
 
 
+@needs_extra("evaluate")
 def test_columns_of_every_file_are_found_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     """A validation set, a set to evaluate and rows to predict with other columns first."""
     _table("same.csv", "a", "b", "c", "y")
@@ -269,6 +270,7 @@ def test_columns_of_every_file_are_found_by_name(capsys: pytest.CaptureFixture[s
     assert "the columns of the training data: a, b, c" in told
 
 
+@needs_extra("evaluate")
 def test_a_run_of_an_earlier_version_goes_on_without_a_change(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

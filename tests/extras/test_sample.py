@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from combinations import OF_CHATS
+from ranks import needs_extra
 
 from hvdtrain.__main__ import main
 from hvdtrain.config.read import configure
@@ -117,6 +118,7 @@ def test_what_a_text_begins_with_is_as_in_the_training(
     assert capsys.readouterr().out.count("--- ") == 2
 
 
+@needs_extra("evaluate")
 def test_a_tokenizer_with_more_tokens_than_the_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

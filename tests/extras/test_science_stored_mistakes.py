@@ -263,6 +263,7 @@ def write_table(
 
 
 @needs_extra("predict")
+@needs_extra("evaluate")
 @pytest.mark.parametrize("library", ["csv", "parquet"])
 def test_names_of_classes_in_a_table(
     library: str,
@@ -326,6 +327,7 @@ def test_names_of_classes_in_a_table(
         )
 
 
+@needs_extra("evaluate")
 @pytest.mark.parametrize("library", ["csv", "parquet"])
 def test_names_of_classes_that_are_not_as_others(
     library: str,

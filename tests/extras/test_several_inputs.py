@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import hvdtrain
 from hvdtrain.__main__ import main
-from hvdtrain.cli.evaluate.command import fit
+from hvdtrain.cli.run_model.fit import fit
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.plugins import files as files_of_plugins
 from hvdtrain.config.read import configure

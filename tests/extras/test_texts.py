@@ -14,7 +14,7 @@ from combinations import CHATS, OF_CHATS
 from rank_threads import in_threads
 from ranks import needs_extra
 
-from hvdtrain.cli.evaluate.command import fit
+from hvdtrain.cli.run_model.fit import fit
 from hvdtrain.config.read import configure
 from hvdtrain.core.extras import tables
 from hvdtrain.data.source import Source

@@ -110,6 +110,7 @@ def test_which_arrays_are_averages() -> None:
 
 
 @needs_extra("export")
+@needs_extra("evaluate")
 @pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("framework", "model"),

@@ -15,7 +15,7 @@ import numpy as np
 from fuzz_bytes import chance, mutated, odd, pick
 from numpy.random import Generator
 
-from hvdtrain.cli.saved_weights import read_checkpoint as read_for_export
+from hvdtrain.cli.run_model.saved_weights import read_checkpoint as read_for_export
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Arrays, digest, whole

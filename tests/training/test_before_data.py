@@ -64,6 +64,7 @@ def test_a_mistake_is_reported_before_the_data_are_read(
         assert "the data are read" in capsys.readouterr().out
 
 
+@needs_extra("evaluate")
 @pytest.mark.skipif(".csv" not in tables(), reason="this copy reads no tables")
 def test_a_run_is_evaluated_on_another_table_and_says_where_its_own_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -225,9 +225,9 @@ def test_a_model_that_no_host_can_have(
             "the log file of a rank: NAME: a link, not a file",
         ),
         *[(["evaluate", "RUN"], "config.yaml", "pipe", "NAME is a pipe, not a file\n  where: ")]
-        * FULL,
+        * (FULL and is_command("evaluate")),
     ],
-    ids=["events", "log of a rank", *["configuration"] * FULL],
+    ids=["events", "log of a rank", *["configuration"] * (FULL and is_command("evaluate"))],
 )
 def test_two_ranks_end_together(
     tmp_path: Path, arguments: list[str], name: str, kind: str, refusal: str

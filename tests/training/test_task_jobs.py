@@ -47,6 +47,7 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 @needs_extra("export")
+@needs_extra("evaluate")
 def test_lower_is_better_in_the_whole_of_a_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,6 +178,7 @@ def test_a_resumed_job_is_the_straight_one_to_the_last_bit(
     assert losses[0][max(losses[0])][1] == losses[1][max(losses[0])][1]
 
 
+@needs_extra("evaluate")
 def test_a_confusion_matrix_is_a_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The metric of a vector of 100 sums is what `evaluate` counts by itself; the best epoch is
     chosen by it."""
@@ -240,6 +242,7 @@ def test_a_checkpoint_of_another_task_is_refused(
     assert main(["resume=out", "max_steps=6", "data.name=own_data:numbers"]) == 0
 
 
+@needs_extra("evaluate")
 def test_the_task_of_the_page_is_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """80 of 100 targets are below what the model says."""
     *_, module, command = blocks(ROOT / "docs" / "tasks.md")

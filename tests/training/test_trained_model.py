@@ -12,7 +12,7 @@ from rank_threads import ThreadRank, in_threads
 from ranks import needs_extra, of_this_copy
 from test_load import Counting
 
-from hvdtrain.cli.saved_weights import find_checkpoint
+from hvdtrain.cli.run_model.saved_weights import find_checkpoint
 from hvdtrain.comm.communicator import (
     Buffer,
     Communicator,

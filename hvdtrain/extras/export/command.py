@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cli.evaluate.arguments import read_former_run
-from hvdtrain.cli.evaluate.command import load_checkpoint
-from hvdtrain.cli.evaluate.target import refuse_inputs
+from hvdtrain.cli.run_model.arguments import read_former_run
+from hvdtrain.cli.run_model.saved_weights import load_checkpoint
+from hvdtrain.cli.run_model.target import refuse_inputs
 from hvdtrain.config.read import expand, read_run_config
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import DONE, UserError

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cli.evaluate.arguments import OF_A_FILE, read_former_run
-from hvdtrain.cli.evaluate.command import load_checkpoint
-from hvdtrain.cli.evaluate.of_data import WITHOUT_TARGETS, inputs_alone
-from hvdtrain.cli.evaluate.target import put_in_place
+from hvdtrain.cli.run_model.arguments import OF_A_FILE, read_former_run
+from hvdtrain.cli.run_model.of_data import WITHOUT_TARGETS, inputs_alone
+from hvdtrain.cli.run_model.saved_weights import load_checkpoint
+from hvdtrain.cli.run_model.target import put_in_place
 from hvdtrain.config import plugins
 from hvdtrain.config.read import expand, read_run_config
 from hvdtrain.config.schema import Config

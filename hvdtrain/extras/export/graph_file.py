@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cli.evaluate.arguments import OF_A_FILE, read_former_run
-from hvdtrain.cli.evaluate.command import load_checkpoint
-from hvdtrain.cli.evaluate.of_data import WITHOUT_TARGETS, inputs_alone
+from hvdtrain.cli.run_model.arguments import OF_A_FILE, read_former_run
+from hvdtrain.cli.run_model.of_data import WITHOUT_TARGETS, inputs_alone
+from hvdtrain.cli.run_model.saved_weights import load_checkpoint
 from hvdtrain.config.read import expand
 from hvdtrain.config.sections.section import Given
 from hvdtrain.errors import DONE, UserError

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdtrain.cli.saved_weights import is_set
+from hvdtrain.cli.run_model.saved_weights import is_set
 from hvdtrain.config.read import read_run_config
 from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.config.sections.section import is_object

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.cli.options import CommandParser
-from hvdtrain.cli.saved_weights import read_checkpoint
+from hvdtrain.cli.run_model.saved_weights import read_checkpoint
 from hvdtrain.config.read import expand, read_run_config
 from hvdtrain.core.adapters import merged, scale_of
 from hvdtrain.core.arrays import Arrays

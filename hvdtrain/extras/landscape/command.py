@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvdtrain.cli.evaluate.arguments import Arguments, parse, read_former_run
-from hvdtrain.cli.evaluate.command import fit, load_checkpoint, run_folder
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.output import align, print_result, with_json_value
-from hvdtrain.cli.saved_weights import find_checkpoint
+from hvdtrain.cli.run_model.arguments import Arguments, parse, read_former_run
+from hvdtrain.cli.run_model.fit import fit
+from hvdtrain.cli.run_model.saved_weights import find_checkpoint, load_checkpoint, run_folder
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.process import print_stderr

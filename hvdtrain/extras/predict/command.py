@@ -15,16 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.cli.evaluate.arguments import (
+from hvdtrain.cli.run_model.arguments import (
     OF_A_FILE,
     OF_STORED_ARRAYS,
     Arguments,
     parse,
     read_former_run,
 )
-from hvdtrain.cli.evaluate.command import load_model, run_folder
-from hvdtrain.cli.evaluate.of_data import WITHOUT_TARGETS, AskedData, predict_data
-from hvdtrain.cli.evaluate.target import refuse_inputs
+from hvdtrain.cli.run_model.of_data import WITHOUT_TARGETS, AskedData, predict_data
+from hvdtrain.cli.run_model.saved_weights import load_model, run_folder
+from hvdtrain.cli.run_model.target import refuse_inputs
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.section import Given

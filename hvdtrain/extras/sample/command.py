@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.cli.evaluate.arguments import Arguments, parse, read_former_run
-from hvdtrain.cli.evaluate.command import load_model, run_folder
+from hvdtrain.cli.run_model.arguments import Arguments, parse, read_former_run
+from hvdtrain.cli.run_model.saved_weights import load_model, run_folder
 from hvdtrain.config.schema import Config
 from hvdtrain.core.extras import token_images
 from hvdtrain.core.folder import Folder

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.cli.evaluate.target import put_in_place
+from hvdtrain.cli.run_model.target import put_in_place
 from hvdtrain.config.schema import Config
 from hvdtrain.data.grid import Grid, GridVariable
 from hvdtrain.data.source import Source

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdtrain.cli.evaluate.command import load_checkpoint, run_folder
+from hvdtrain.cli.run_model.saved_weights import load_checkpoint, run_folder
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config

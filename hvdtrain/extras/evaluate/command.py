@@ -3,33 +3,27 @@ on any number of ranks."""
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cli.evaluate.arguments import Arguments, parse, read_former_run
-from hvdtrain.cli.evaluate.class_results import evaluation_fields, evaluation_lines
 from hvdtrain.cli.output import print_result, with_json_value
-from hvdtrain.cli.saved_weights import find_checkpoint
+from hvdtrain.cli.run_model.arguments import Arguments, parse, read_former_run
+from hvdtrain.cli.run_model.fit import fit
+from hvdtrain.cli.run_model.saved_weights import load_model, run_folder
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.section import COMMAND_LINE
 from hvdtrain.core.extras import shows_run
 from hvdtrain.core.process import command_line, path_argument
-from hvdtrain.data.array_files import array_files_in
 from hvdtrain.data.configured.unwritten import unstaged
-from hvdtrain.data.declared import as_declared
 from hvdtrain.data.option_error import NoValidationSet
-from hvdtrain.data.source import LabelledImages, Source, Split
-from hvdtrain.data.subset import relabelled, relabelled_rows
+from hvdtrain.data.source import Source, Split
 from hvdtrain.errors import DONE, UserError, short
 from hvdtrain.events.log import Event
 from hvdtrain.events.writers import append_event, finite
+from hvdtrain.extras.evaluate.class_results import evaluation_fields, evaluation_lines
 from hvdtrain.features.optim import EMA
-from hvdtrain.tasks.labels import classes_of
-from hvdtrain.tasks.task import Task
-from hvdtrain.training.build import restore_task
 from hvdtrain.training.common_array import CommonArray
 from hvdtrain.training.data_facts import digests
 from hvdtrain.training.datasets import build_source
@@ -38,11 +32,7 @@ from hvdtrain.training.failure import RankFailed
 from hvdtrain.training.header import first_names
 from hvdtrain.training.replicas.same_job import check_same_facts, facts
 from hvdtrain.training.run_rank import ConnectedRank, on_connected_ranks
-from hvdtrain.training.trained_model import (
-    TrainedModel,
-    check_tokenizer,
-    load_trained_model,
-)
+from hvdtrain.training.trained_model import TrainedModel, check_tokenizer
 
 USAGE = """\
 hvdtrain evaluate RUN [--split val] [--checkpoint newest] [--json [FILE]] [key=value ...]
@@ -134,117 +124,6 @@ def _open(rank: ConnectedRank, config: Config, parsed: Arguments) -> tuple[Sourc
         if asked is not None or config.origin("data.root") != COMMAND_LINE:
             raise
     return build_source(config, "train", array), "all"
-
-
-def load_model(rank: ConnectedRank, parsed: Arguments) -> TrainedModel:
-    """Loads the model of the run with the weights of --checkpoint, replicated or partitioned. Every
-    rank calls it. Raises UserError."""
-    rank.heartbeat.beat("reading the checkpoint", 0, 0)
-    return load_checkpoint(rank, parsed.options["checkpoint"])
-
-
-def load_checkpoint(
-    rank: ConnectedRank,
-    which: str,
-    restore: Callable[[Config, dict[str, Any]], Task] = restore_task,
-) -> TrainedModel:
-    """Builds the model of a run with the weights of checkpoint `which`; restore as in
-    load_trained_model()."""
-    run = run_folder(rank)
-    return load_trained_model(
-        unstaged(rank.config),
-        rank.communicator,
-        lambda reading: find_checkpoint(run, which, reading),
-        restore,
-        rank.heartbeat.go_on,
-    )
-
-
-def run_folder(rank: ConnectedRank) -> Path:
-    return Path(os.path.expanduser(rank.config.resume))
-
-
-def fit(source: Source, task: Task, config: Config) -> Source:
-    """Returns the source with labels numbered as the model's classes. Raises UserError if the model
-    cannot take its samples."""
-    where = config.where("data.root")
-    names = config.data.class_names
-    has_one_input = task.transforms is None
-    if task.class_label is None or not has_one_input or not isinstance(source, LabelledImages):
-        return _with_fields_of(_with_classes_of(source, task, names, where), task, where)
-    shape = task.fields["x"].shape
-    label = task.fields[task.class_label]
-    if source.shape != shape:
-        what = (
-            f"the images are {'x'.join(map(str, source.shape))}, the model takes "
-            f"{'x'.join(map(str, shape))}"
-        )
-        raise UserError(
-            what,
-            where,
-            f"data.size={shape[0]} and data.channels={shape[2]}, if data.name has these options; "
-            "or other data",
-        )
-    if names and source.class_names:
-        _refuse_unknown(source.class_names, names, where)
-        return as_declared(
-            source if list(source.class_names) == names else relabelled(source, names), task.fields
-        )
-    if classes_of(source, label.ignored) > label.values:
-        raise UserError(
-            f"the data have {source.classes} classes, the model {label.values}",
-            where,
-            "data with the same classes as the run",
-        )
-    return as_declared(source, task.fields)
-
-
-def _with_classes_of(source: Source, task: Task, names: Sequence[str] | None, where: str) -> Source:
-    """Returns the source with labels numbered as the run's classes. Raises UserError if its class
-    names differ from the run's, or cannot be compared with them."""
-    own = source.class_names
-    if names and own:
-        _refuse_unknown(own, names, where)
-        return relabelled_rows(source, names)
-    classes = 0 if task.class_label is None else task.fields[task.class_label].values
-    if own and len(own) != classes:
-        what = f"the data have {len(own):,} classes by name, the run {classes:,} without names"
-        raise UserError(
-            what, where, "data with all classes of the run (config.yaml has no very long lists)"
-        )
-    is_table = array_files_in(source) is not None and not isinstance(source, LabelledImages)
-    if names and (is_table or source.takes_class_names) and task.class_label in source.fields:
-        what = f"{task.class_label} has no names of classes, as the run has: {', '.join(names)}"
-        what = short(what, 120)
-        raise UserError(what, where, f"the names in {task.class_label}")
-    return source
-
-
-def _refuse_unknown(own: Sequence[str], names: Sequence[str], where: str) -> None:
-    """Raises UserError if the data have classes that the model does not know."""
-    if unknown := [name for name in own if name not in names]:
-        what = f"the model does not know {', '.join(unknown[:5])}{', ...' if unknown[5:] else ''}"
-        raise UserError(what, where, f"data of its classes: {short(', '.join(names))}")
-
-
-def _with_fields_of(source: Source, task: Task, where: str) -> Source:
-    """Returns the source with integers of the task's type. Raises UserError if a field is missing
-    or has another form."""
-    for name, field in task.fields.items():
-        found = source.fields.get(name)
-        too_many = (
-            found is not None
-            and field.values
-            and found.values > field.values
-            and found.values - 1 != field.ignored
-        )
-        if found is None or not field.fits(found) or too_many:
-            what = (
-                f"the model takes {name} {field}, the data have "
-                f"{f'it as {found}' if found else ', '.join(source.fields)}"
-            )
-            raise UserError(what, where, "data with the fields of the run")
-    return as_declared(source, task.fields)
 
 
 def _facts(rank: ConnectedRank, model: TrainedModel, config: Config, split: str) -> dict[str, Any]:

@@ -1,21 +1,29 @@
-"""The checkpoint of a run that a command reads: the newest, the best, or the one of a name."""
+"""The checkpoint of a run that a command reads, the newest, the best, or the one of a name, and the
+model with its weights."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from hvdtrain.cli.run_model.arguments import Arguments
 from hvdtrain.config.read import read_run_config
+from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
+from hvdtrain.data.configured.unwritten import unstaged
 from hvdtrain.errors import UserError, nearest
+from hvdtrain.tasks.task import Task
+from hvdtrain.training.build import restore_task
 from hvdtrain.training.checkpoint import files, prune
 from hvdtrain.training.checkpoint.files import Checkpoint, Damaged
 from hvdtrain.training.checkpoint.ranges import CheckpointInParts
 from hvdtrain.training.checkpoint.resume import GoodCheckpoint, Reading
+from hvdtrain.training.run_rank import ConnectedRank
+from hvdtrain.training.trained_model import TrainedModel, load_trained_model
 
 
 class LoadedCheckpoint(NamedTuple):
@@ -63,6 +71,34 @@ def find_checkpoint(run: Path, which: str, reading: Reading) -> GoodCheckpoint:
         "--checkpoint",
         nearest(which, ["newest", "best", *(f.name for f in folders)]),
     )
+
+
+def load_model(rank: ConnectedRank, parsed: Arguments) -> TrainedModel:
+    """Loads the model of the run with the weights of --checkpoint, replicated or partitioned. Every
+    rank calls it. Raises UserError."""
+    rank.heartbeat.beat("reading the checkpoint", 0, 0)
+    return load_checkpoint(rank, parsed.options["checkpoint"])
+
+
+def load_checkpoint(
+    rank: ConnectedRank,
+    which: str,
+    restore: Callable[[Config, dict[str, Any]], Task] = restore_task,
+) -> TrainedModel:
+    """Builds the model of a run with the weights of checkpoint `which`; restore as in
+    load_trained_model()."""
+    run = run_folder(rank)
+    return load_trained_model(
+        unstaged(rank.config),
+        rank.communicator,
+        lambda reading: find_checkpoint(run, which, reading),
+        restore,
+        rank.heartbeat.go_on,
+    )
+
+
+def run_folder(rank: ConnectedRank) -> Path:
+    return Path(os.path.expanduser(rank.config.resume))
 
 
 def _first_undamaged(

@@ -20,9 +20,8 @@ from safetensors.numpy import load_file
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from hvdtrain.__main__ import main
-from hvdtrain.cli.evaluate.arguments import read_former_run
-from hvdtrain.cli.evaluate.command import USAGE, evaluate
-from hvdtrain.cli.saved_weights import find_checkpoint
+from hvdtrain.cli.run_model.arguments import read_former_run
+from hvdtrain.cli.run_model.saved_weights import find_checkpoint
 from hvdtrain.comm import on_all_ranks
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import Assignment, configure, read_argument, read_file
@@ -30,6 +29,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.process import command_line
 from hvdtrain.data.datasets import digits
 from hvdtrain.errors import UserError
+from hvdtrain.extras.evaluate.command import USAGE, evaluate
 from hvdtrain.training.checkpoint.files import Checkpoint, Damaged
 from hvdtrain.training.checkpoint.resume import Reading
 from hvdtrain.training.conflicts import refuse_conflicts

@@ -1,2 +1,0 @@
-"""`evaluate`, `predict` and `sample`: apply the model of a run on any number of ranks, without
-training."""
