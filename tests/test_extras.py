@@ -36,6 +36,7 @@ import hvdtrain
 from hvdtrain.__main__ import main
 from hvdtrain.comm.engines import features_of
 from hvdtrain.config.read import configure
+from hvdtrain.context.loop import module_of_several_models
 from hvdtrain.core.extras import column_encoder, commands, document_files, extras, implementation, tables
 from hvdtrain.core.extras import library_metrics, maps, maps_module
 from hvdtrain.tasks.user_functions import read_metrics
@@ -116,6 +117,14 @@ if maps() is None:
         assert "no extra for masks and maps" in error.what and error.where == "log.samples", error
     else:
         raise AssertionError("maps are drawn without an extra")
+if implementation("ctx.prepare(name=)") is None:
+    try:
+        module_of_several_models()
+    except UserError as error:
+        assert error.what == "this copy of hvdtrain has no extra that trains several models in turn"
+        assert error.where == "ctx.prepare(..., name=)", error
+    else:
+        raise AssertionError("several models are trained without an extra")
 if library_metrics() is None:
     metric = type("Metric", (), {"__module__": "torchmetrics.metric"})()
     try:

@@ -41,6 +41,7 @@ ALLOWED = {  # the only files that may import these
         "extras/export/saved_folder.py",
         "extras/fully_sharded/torch/",
         "extras/gossip/",
+        "extras/in_turn/",
         "extras/maps/torch_part.py",
         "extras/multilabel/torch_part.py",
         "extras/libraries/",

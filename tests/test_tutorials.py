@@ -94,6 +94,7 @@ def test_a_page_on_ones_own_code_runs_and_prints_the_output_that_it_shows(
 
 
 @needs_mpirun
+@needs_extra("in_turn")
 @pytest.mark.slow
 def test_the_page_on_ones_own_loop_runs_and_prints_the_output_that_it_shows(tmp_path: Path) -> None:
     results = run_page(OWN_LOOP, tmp_path)

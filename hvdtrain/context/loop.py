@@ -18,6 +18,7 @@ from hvdtrain.context.open_run import Former, OpenRun
 from hvdtrain.context.saved import IDENTITY, WithExtra
 from hvdtrain.context.stream import SampleOrder, SampleStream
 from hvdtrain.context.sync_points import SyncPoints
+from hvdtrain.core.extras import implementation, load
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.frameworks.extra import MOST_BYTES
@@ -115,7 +116,8 @@ class ScriptLoop:
         else:
             models = self.learner
             if models is None:
-                models = self.framework.models_in_turn(self.config, self.mesh, on_step)
+                module = module_of_several_models()
+                models = module.models_in_turn(self.config, self.mesh, self.words, on_step)
             learner = models.add(name, model, optimizer)
             self.learner = models
         self.heartbeat.under_way = self.learner.under_way
@@ -260,3 +262,10 @@ class ScriptLoop:
             loss = self.untold_loss._replace(go_on_s=go_on_s)
             loop_events.emit_loss(self.run.log, loss, self.points.now, self.communicator.size)
             self.untold_loss = None
+
+
+def module_of_several_models() -> Any:
+    """Returns the module of an extra for ctx.prepare(..., name=). Raises UserError if there is
+    none."""
+    module = implementation("ctx.prepare(name=)")
+    return load(module, "trains several models in turn", "name=", "ctx.prepare(..., name=)")

@@ -69,13 +69,14 @@ class Extra(NamedTuple):
     takes; map_files, whose check(), maps_of() and write() store what `predict --to` writes.
     streams: what to set so that data that only give their next sample are read.
     column_encoder: the module that encodes columns of text, dates and missing cells for
-    data/input_encoding.py. implements: a key of hvdtrain, or a value as in shard.stage=3 -> the
-    module that does what it selects; without the extra it is an error. maps: the package whose
-    modules moved_masks, pictures and mask_files serve tasks with masks or maps. library_metrics:
-    the module whose metric_of() converts a metric of torchmetrics. words: the module with tables
-    of other tools' keys and values for config/words_of_other_tools.py. libraries: library of torch
-    models -> the module whose model_of() makes those of model.name=LIBRARY:NAME, and whose
-    in_names_of() renames the arrays of a file for one of them.
+    data/input_encoding.py. implements: a key of hvdtrain, a value as in shard.stage=3, or an
+    argument as in ctx.prepare(name=) -> the module that does what it selects; without the extra it
+    is an error. maps: the package whose modules moved_masks, pictures and mask_files serve tasks
+    with masks or maps. library_metrics: the module whose metric_of() converts a metric of
+    torchmetrics. words: the module with tables of other tools' keys and values for
+    config/words_of_other_tools.py. libraries: library of torch models -> the module whose
+    model_of() makes those of model.name=LIBRARY:NAME, and whose in_names_of() renames the arrays of
+    a file for one of them.
     """
 
     status: Literal["stable", "experimental"]

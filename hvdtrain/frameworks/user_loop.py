@@ -112,15 +112,6 @@ class UserLoop:
         """Creates the LoopLearner for the prepared objects; on_step: called after each step."""
         return self.learner_class()(config, mesh, model, optimizer, on_step, example)
 
-    def models_in_turn(self, config: Config, mesh: Mesh, on_step: Callable[[], None]) -> Any:
-        """Creates the LoopLearner of several models with names: add(name, model, optimizer)
-        prepares each. on_step: called after the first step of each batch."""
-        raise UserError(
-            f"framework={config.framework} supports only one model",
-            "ctx.prepare(..., name=)",
-            f"leave name= out, and prepare {self.words.one}",
-        )
-
     def to_arrays(self, values: Mapping[str, Any]) -> Arrays:
         """Returns a copy of each value that the script keeps in a checkpoint. Raises UserError as
         extra.to_arrays()."""

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.mesh import Mesh
 from hvdtrain.config.schema import Config
 from hvdtrain.frameworks.torch.user_loop.words import WORDS
 from hvdtrain.frameworks.user_loop import UserLoop
@@ -27,11 +26,6 @@ class TorchLoop(UserLoop):
         from hvdtrain.frameworks.torch.user_loop.loop_learner import TorchLoopLearner
 
         return TorchLoopLearner
-
-    def models_in_turn(self, config: Config, mesh: Mesh, on_step: Callable[[], None]) -> Any:
-        from hvdtrain.frameworks.torch.user_loop.in_turn import ModelsInTurn
-
-        return ModelsInTurn(config, mesh, on_step)
 
     def extra(self) -> Any:
         from hvdtrain.frameworks.torch.user_loop import extra

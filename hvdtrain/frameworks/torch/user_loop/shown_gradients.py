@@ -1,5 +1,5 @@
 """The gradients that a script sees between ctx.backward() and the optimizer's step; sharded ones
-are hidden, and those that are not reduced yet."""
+are hidden."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ShownGradients:
             for p in self._parameters:
                 if self._strategy.shard(p).parameter is p:
                     self._out_of_sight[p] = p.grad
-                p.grad = _placeholder(p, Elsewhere)
+                p.grad = placeholder(p, Elsewhere)
 
     def bring_back(self) -> None:
         """Makes the hidden parts p.grad again, for the step."""
@@ -78,53 +78,6 @@ class Elsewhere(torch.Tensor):
         raise UserError(cls._what, "p.grad after ctx.backward()", cls._fix)
 
 
-class NotReduced(Elsewhere):
-    """A placeholder for a gradient of this rank's samples."""
-
-    _what = "p.grad is not the mean over all ranks yet: the optimizer's step reduces it"
-    _fix = (
-        "optimizer.synchronize() before code that reads p.grad, such as clip_grad_norm_() or "
-        "scaler.step(optimizer); optimizer.zero_grad() to clear it"
-    )
-
-
-class LocalGradients:
-    """The gradients of this rank's samples, hidden from the script until they are reduced."""
-
-    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._hidden: dict[torch.nn.Parameter, torch.Tensor] = {}
-
-    @property
-    def are_there(self) -> bool:
-        """Whether any parameter has a gradient."""
-        return any(p.grad is not None for p in self._parameters)
-
-    @property
-    def are_of_others(self) -> bool:
-        """Whether another backward pass than those of the context has made gradients."""
-        return any(
-            p.grad is not None and not isinstance(p.grad, NotReduced) for p in self._parameters
-        )
-
-    def hide(self) -> None:
-        for p in self._parameters:
-            if p.grad is not None:
-                self._hidden[p] = p.grad
-                p.grad = _placeholder(p, NotReduced)
-
-    def bring_back(self) -> None:
-        """Makes them p.grad again, except those that the script has cleared with the model's
-        zero_grad()."""
-        for p, gradient in self._hidden.items():
-            if isinstance(p.grad, NotReduced):
-                p.grad = gradient
-        self._hidden = {}
-
-    def forget(self) -> None:
-        self._hidden = {}
-
-
-def _placeholder(p: torch.nn.Parameter, kind: type[Elsewhere]) -> torch.Tensor:
+def placeholder(p: torch.nn.Parameter, kind: type[Elsewhere]) -> torch.Tensor:
     """Returns the placeholder for the gradient of `p`."""
     return torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape).as_subclass(kind)

@@ -11,6 +11,7 @@ from hvdtrain.comm.mesh import Mesh
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays, ArrayStream
 from hvdtrain.errors import UserError
+from hvdtrain.extras.in_turn.local_gradients import LocalGradients
 from hvdtrain.frameworks.learner import Shapes
 from hvdtrain.frameworks.torch.buffers import Buffers
 from hvdtrain.frameworks.torch.build import device_of_rank
@@ -28,7 +29,6 @@ from hvdtrain.frameworks.torch.user_loop.prepared import (
     precision_is_asked,
 )
 from hvdtrain.frameworks.torch.user_loop.prepared_model import PreparedModel
-from hvdtrain.frameworks.torch.user_loop.shown_gradients import LocalGradients
 
 
 class MemberOptimizer(PreparedOptimizer):

@@ -19,7 +19,7 @@ from ranks import mpirun, needs_mpirun
 
 import hvdtrain as ht
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.user_loop.in_turn import ModelsInTurn
+from hvdtrain.extras.in_turn.models import ModelsInTurn
 
 X = np.arange(40, dtype=np.float64).reshape(20, 2)
 DATA = {"x": X, "y": X.sum(1)}

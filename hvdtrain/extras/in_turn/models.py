@@ -16,6 +16,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays, ArrayStream, Piece, as_stream
 from hvdtrain.core.progress import fold
 from hvdtrain.errors import UserError
+from hvdtrain.extras.in_turn.member import FrozenModel, Member
 from hvdtrain.frameworks.learner import CurrentPass, Shapes, gather
 from hvdtrain.frameworks.torch.arrangements import arrangement_of
 from hvdtrain.frameworks.torch.build import device_of_rank
@@ -25,7 +26,6 @@ from hvdtrain.frameworks.torch.precision import pick_precision
 from hvdtrain.frameworks.torch.step import one_or_nan
 from hvdtrain.frameworks.torch.user_loop.checks import uncompiled
 from hvdtrain.frameworks.torch.user_loop.losses import LossesOfBatch
-from hvdtrain.frameworks.torch.user_loop.member import FrozenModel, Member
 from hvdtrain.frameworks.torch.user_loop.prepared import WHERE, AmpScaling, precision_is_asked
 from hvdtrain.frameworks.user_loop import Divisor, Samples
 
