@@ -34,8 +34,8 @@ from step import device_name
 from torch.nn import functional
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
+from hvdtrain.extras.sample.of_torch import continue_sequences
 from hvdtrain.frameworks.torch.models import gpt
-from hvdtrain.frameworks.torch.sampling import continue_sequences
 from hvdtrain.training.health.signals import Signals
 
 LR = 1e-3

@@ -50,6 +50,7 @@ SAMPLES = JobFeature(
     ),  # segmentation shows masks for any data
     examples=("log.samples=2 task.name=language data.name=text",),
     off="log.samples=0",
+    is_extra=True,
     excludes=(
         Exclusion(
             "task.name",

@@ -9,14 +9,14 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.core.arrays import Arrays, ArrayStream, Batch, Piece, Readable
 from hvdtrain.core.metrics import Sums
-from hvdtrain.core.progress import GoOn, Hyper, Progress, WorkerUpdate, fold
+from hvdtrain.core.progress import GoOn, Hyper, Progress, WorkerUpdate
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.stopwatch import Stopwatch
@@ -25,7 +25,6 @@ from hvdtrain.tasks.task import Task
 MADE_BY = (
     "s.made by "  # begins the entry that names a user's optimizer; no parameter's name has a space
 )
-_SAMPLING = 0x73616D70  # a stream of counters, distinct from the streams of other random numbers
 
 
 class Gpu(NamedTuple):
@@ -43,41 +42,6 @@ class Predictions(NamedTuple):
     # (n, ...), the model's outputs, or its first output, on the host, in the order of the samples
     outputs: np.ndarray
     sums: Sums  # as returned by Learner.evaluate()
-
-
-@runtime_checkable
-class Sampler(Protocol):
-    """A learner that draws tokens."""
-
-    def continue_sequences(
-        self,
-        prompts: np.ndarray,
-        length: int,
-        *,
-        tokens: int,
-        temperature: float,
-        top_k: int | None = None,
-        seed: int,
-        first: int,
-        before_each: Callable[[], None],
-    ) -> np.ndarray:
-        """Continues prompts, int64 (n, m), to int64 (n, length) with tokens 0 ... tokens - 1; n may
-        be 0.
-
-        Each is drawn from softmax(logits / temperature), with top_k from the most probable ones.
-        Sequence i uses the random numbers of
-        (seed, first + i). before_each() is called before each position. The training state does not
-        change. Raises UserError if the model cannot run token by token.
-        """
-
-
-def sampling_numbers(seed: int, sequences: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Returns the random numbers that tokens are drawn with in every framework, float64 (sequences,
-    positions) in [0, 1)."""
-    bits = fold(
-        seed, _SAMPLING, sequences.astype(np.uint64)[:, None], positions.astype(np.uint64)[None, :]
-    )
-    return (bits >> np.uint64(11)) * 2.0**-53
 
 
 class Waited(NamedTuple):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from rank_threads import in_threads
+from ranks import needs_extra
 
 from hvdtrain.comm.communicator import (
     Communicator,
@@ -21,6 +22,7 @@ from hvdtrain.comm.communicator import (
 )
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Arrays, Batch
+from hvdtrain.core.extras import implementing_module
 from hvdtrain.core.progress import Hyper
 from hvdtrain.data.field import Field
 from hvdtrain.frameworks.learner import Learner
@@ -205,6 +207,7 @@ def test_a_loss_that_is_not_finite_stops_the_step_on_every_rank_and_local_statis
     assert np.abs(parts[0][0][mean] - parts[1][0][mean]).max() > 1e-3, "of each rank's own samples"
 
 
+@needs_extra("sample")
 @pytest.mark.in_turn
 def test_ranks_draw_what_one_draws_and_go_on() -> None:
     """A gpt with dropout and tied weights draws between steps from weights that are whole
@@ -227,7 +230,8 @@ def test_ranks_draw_what_one_draws_and_go_on() -> None:
         one = learner(communicator, words, task)
         own = {"tokens": tokens if communicator.rank == 0 else tokens[:0]}
         step(one, [own], 0)
-        drawn = one.continue_sequences(np.ones((3, 1), np.int64), 9, **options)
+        sampler = implementing_module("log.samples").sampler_of(one, configure(None, []))
+        drawn = sampler.continue_sequences(np.ones((3, 1), np.int64), 9, **options)
         step(one, [own], 1)
         return drawn, one.state()
 

@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from ranks import FULL, HIGHEST_STAGE, mpirun, needs_mpirun
+from ranks import FULL, HIGHEST_STAGE, mpirun, needs_extra, needs_mpirun
 
 from hvdtrain.__main__ import main
 from hvdtrain.data.datasets import digits
 from hvdtrain.extras.image_tokens.codebook import read_codebook
+
+pytestmark = needs_extra("sample")
 
 MODEL = [
     "task.name=language",

@@ -31,6 +31,8 @@ from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.job import make_job
 from hvdtrain.training.start import begin
 
+pytestmark = needs_extra("sample")
+
 MODEL = [
     "task.name=language",
     "model.name=gpt",

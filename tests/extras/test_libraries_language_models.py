@@ -464,6 +464,7 @@ def by_definition(model: Any, prompt: bytes, row: int, most: int, top_k: int, se
 
 
 @needs_extra("export")
+@needs_extra("sample")
 def test_texts_of_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each text is by the definition, and ends at the end token; at temperature 0 as generate()
     says. A folder that `export` has written gives the same."""

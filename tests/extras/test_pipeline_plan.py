@@ -117,6 +117,7 @@ def test_units_that_work_in_place(capsys: pytest.CaptureFixture[str]) -> None:
     assert "cut by operations: " in "\n".join(planned(capsys, *words, *model))
 
 
+@needs_extra("sample")
 def test_a_job_that_draws_samples_is_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

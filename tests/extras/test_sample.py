@@ -16,8 +16,8 @@ from hvdtrain.core.extras import document_files, token_images
 from hvdtrain.data.texts.tokenizer_folder import read_folder
 from hvdtrain.errors import UserError
 from hvdtrain.extras.sample.command import USAGE, sample
+from hvdtrain.extras.sample.grid import grid
 from hvdtrain.extras.sample.prompt import read_prompt
-from hvdtrain.training.samples import grid
 
 MODEL = [
     "task.name=language",

@@ -1,10 +1,11 @@
-"""hvdtrain sample: draws images or text with the model of a run."""
+"""hvdtrain sample and log.samples: images or text that a language model draws."""
 
 from hvdtrain.core.extras import Command, Extra
 
 EXTRA = Extra(
     status="stable",
-    says="Draws images or text with a trained language model.",
+    says="Draws images or text with a language model, during training and afterwards.",
+    implements={"log.samples": "hvdtrain.extras.sample.sequences"},
     commands={
         "sample": Command(
             "hvdtrain.extras.sample.command",

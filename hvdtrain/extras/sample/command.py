@@ -23,15 +23,16 @@ from hvdtrain.data.field import Field
 from hvdtrain.data.sampler import permutation
 from hvdtrain.data.source import Pictures
 from hvdtrain.errors import DONE, UserError, short
+from hvdtrain.extras.sample.grid import grid
 from hvdtrain.extras.sample.prompt import read_prompt
+from hvdtrain.extras.sample.sampler import Sampler, draw_on_all_ranks, sampler_of
 from hvdtrain.features.log import DRAWN
-from hvdtrain.frameworks.learner import Sampler
 from hvdtrain.training.checkpoint.files import Checkpoint
 from hvdtrain.training.common_array import CommonArray
 from hvdtrain.training.datasets import build_source
 from hvdtrain.training.failure import RankFailed
 from hvdtrain.training.run_rank import ConnectedRank, on_connected_ranks
-from hvdtrain.training.samples import draw_on_all_ranks, grid, png
+from hvdtrain.training.samples import png
 from hvdtrain.training.trained_model import check_tokenizer
 
 USAGE = """\
@@ -128,7 +129,8 @@ def _sample(rank: ConnectedRank, parsed: Arguments, request: SampleRequest) -> i
             "RUN",
             "a run with task.name=language",
         )
-    if not isinstance(model.learner, Sampler):
+    sampler = sampler_of(model.learner, config)
+    if sampler is None:
         raise UserError(
             f"framework={config.framework} does not draw tokens",
             "RUN",
@@ -145,14 +147,14 @@ def _sample(rank: ConnectedRank, parsed: Arguments, request: SampleRequest) -> i
             )
         )
     if of_images:
-        _images(rank, config, model.learner, tokens, request)
+        _images(rank, config, sampler, tokens, request)
     else:
-        _text(rank, config, model.learner, tokens, request, model.checkpoint)
+        _text(rank, config, sampler, tokens, request, model.checkpoint)
     return DONE
 
 
 def _images(
-    rank: ConnectedRank, config: Config, learner: Sampler, tokens: Field, request: SampleRequest
+    rank: ConnectedRank, config: Config, sampler: Sampler, tokens: Field, request: SampleRequest
 ) -> None:
     """Writes the grid."""
     start = tokens.values - 1
@@ -165,7 +167,7 @@ def _images(
         chosen = permutation(request.seed, 0, len(source))[: request.count]
         whole = source.read(chosen)["tokens"]  # (count, pixels + 1)
         prompts = whole[:, : 1 + pixels // 2]
-    tokens_of_images = _of_all_ranks(rank, learner, prompts, pixels + 1, start, request)
+    tokens_of_images = _of_all_ranks(rank, sampler, prompts, pixels + 1, start, request)
     if rank.communicator.rank:
         return
     pictures: Pictures = plugin_of(config).read_pictures(run_folder(rank), start)
@@ -181,7 +183,7 @@ def _images(
 def _text(
     rank: ConnectedRank,
     config: Config,
-    learner: Sampler,
+    sampler: Sampler,
     tokens: Field,
     request: SampleRequest,
     checkpoint: Checkpoint,
@@ -190,7 +192,7 @@ def _text(
     begin = read_prompt(config.data, request.prompt)
     prompt = begin.tokens
     tokenizer = begin.tokenizer
-    longest: int | None = getattr(learner, "longest", None)
+    longest: int | None = getattr(sampler, "longest", None)
     most = tokens.shape[0] - 1 if longest is None else longest - 1
     if not 1 <= len(prompt) <= most:
         raise UserError(f"the prompt has {len(prompt)} tokens", "--prompt", f"1 to {most}")
@@ -205,9 +207,9 @@ def _text(
     length = len(prompt) + (request.length or _LENGTH)
     if longest is not None and request.length is None:
         length = min(length, longest)
-    texts = _of_all_ranks(rank, learner, prompts, length, tokens.values, request)
+    texts = _of_all_ranks(rank, sampler, prompts, length, tokens.values, request)
     if rank.communicator.rank == 0:
-        ends = (*begin.ends, *getattr(learner, "end_tokens", ()))
+        ends = (*begin.ends, *getattr(sampler, "end_tokens", ()))
         for number, sequence in enumerate(texts, start=1):
             drawn = _until_end(sequence, len(prompt), ends)
             print(f"--- {number}\n{decode(drawn, tokenizer)}")
@@ -221,7 +223,7 @@ def _until_end(sequence: np.ndarray, begin: int, ends: Sequence[int]) -> np.ndar
 
 def _of_all_ranks(
     rank: ConnectedRank,
-    learner: Sampler,
+    sampler: Sampler,
     prompts: np.ndarray,
     length: int,
     tokens: int,
@@ -230,7 +232,7 @@ def _of_all_ranks(
     """Generates int64 (count, length): each rank continues its share of the prompts."""
     return draw_on_all_ranks(
         rank.communicator,
-        learner,
+        sampler,
         prompts,
         length,
         tokens=tokens,

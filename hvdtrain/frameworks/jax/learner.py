@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -32,13 +32,11 @@ from hvdtrain.core.progress import Hyper, fold
 from hvdtrain.data.images import augment
 from hvdtrain.data.images.averaging import averaging_of
 from hvdtrain.data.source import Source
-from hvdtrain.errors import UserError
 from hvdtrain.features.shards import fully_sharded
 from hvdtrain.frameworks.by_name import build_rule, is_made_with_the_model
 from hvdtrain.frameworks.jax import task_parts
 from hvdtrain.frameworks.jax.layers import Params
 from hvdtrain.frameworks.jax.model import JaxDevice, JaxModel, device_dtype, key_data
-from hvdtrain.frameworks.jax.sampling import CompiledDecoder
 from hvdtrain.frameworks.jax.step import (
     AnyOptimizer,
     Formulas,
@@ -61,7 +59,6 @@ from hvdtrain.frameworks.learner import (
     gather,
     global_weight,
     plain_names,
-    sampling_numbers,
 )
 from hvdtrain.frameworks.stopwatch import HostStopwatch, Stopwatch
 from hvdtrain.recipe.noise import noise_sums
@@ -141,8 +138,6 @@ class JaxLearner(Learner):
         self._optimizer = optimizer
         self._zero = target.to_device(np.zeros((), target.dtype))
         self.weights = self._strategy.start_weights(model.start)
-        self._where_model = config.where("model.name")
-        self._decoder: CompiledDecoder | None = None  # since tokens were drawn
 
     def cache_on_device(self, source: Source) -> bool:
         return False
@@ -299,33 +294,14 @@ class JaxLearner(Learner):
             return Predictions(outputs, zero_sums(self.task.sums))
         return Predictions(outputs, self._evaluated(batch) | self._parts(outputs, batch))
 
-    def continue_sequences(
-        self,
-        prompts: np.ndarray,
-        length: int,
-        *,
-        tokens: int,
-        temperature: float,
-        top_k: int | None = None,
-        seed: int,
-        first: int,
-        before_each: Callable[[], None],
-    ) -> np.ndarray:
-        reader = self.model.functions.reader
-        if reader is None:
-            what = f"{self.model.title} has no reader, so it cannot generate token by token"
-            raise UserError(what, self._where_model, "a run with model.name=gpt")
-        self._decoder = self._decoder or CompiledDecoder(reader, self.model.tree, self.target)
-        numbers = sampling_numbers(seed, first + np.arange(len(prompts)), np.arange(length))
-        weights = self._passes.all_weights(self.weights)
-        return self._decoder.continue_sequences(
-            weights, prompts, numbers, tokens, temperature, top_k, before_each
-        )
+    def whole_weights(self) -> list[jax.Array]:
+        """Returns the full weights in the order of the model's names. A collective."""
+        return self._passes.all_weights(self.weights)
 
     def tree(self) -> Params:
         """Returns the full parameters in the structure of init(). A collective."""
         with self.target.enable_x64():
-            return self.model.tree(self._passes.all_weights(self.weights))
+            return self.model.tree(self.whole_weights())
 
     def state(self, *, is_kept: bool = True) -> Arrays:
         return gather(self.communicator, self.pieces(), is_kept=is_kept)

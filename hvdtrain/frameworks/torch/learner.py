@@ -39,7 +39,6 @@ from hvdtrain.frameworks.torch.optim import rule_optimizer
 from hvdtrain.frameworks.torch.optim.user_optimizer import set_mode
 from hvdtrain.frameworks.torch.precision import Scale
 from hvdtrain.frameworks.torch.rank_model import RankModel
-from hvdtrain.frameworks.torch.sampling import DrawsTokens
 from hvdtrain.frameworks.torch.state import LearnerState
 from hvdtrain.frameworks.torch.step import OptimizerStep, Passes, StepAddition, zero_where
 from hvdtrain.frameworks.torch.step_costs import profile
@@ -47,7 +46,7 @@ from hvdtrain.frameworks.torch.strategy import Strategy
 
 
 @dataclass(eq=False)
-class TorchLearner(RankModel, DrawsTokens, Learner):
+class TorchLearner(RankModel, Learner):
     """A torch model, its optimizer, and the strategy that reduces gradients."""
 
     config: Config

@@ -10,15 +10,21 @@ import torch
 
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.learner import sampling_numbers
+from hvdtrain.extras.sample.generate import end_tokens, generate, longest
+from hvdtrain.extras.sample.sampler import sampling_numbers
 from hvdtrain.frameworks.torch.call import is_of_transformers
 from hvdtrain.frameworks.torch.forward import Forward, InParts, whole_outputs
-from hvdtrain.frameworks.torch.generate import end_tokens, generate, longest
+from hvdtrain.frameworks.torch.learner import TorchLearner
 from hvdtrain.frameworks.torch.strategy import Strategy
 
 
-class DrawsTokens:
-    """A learner that implements Sampler."""
+def make_sampler(learner: TorchLearner, config: Config) -> TorchSampler:
+    """Returns the sampler of a learner."""
+    return TorchSampler(config, learner.model, learner.forward, learner.strategy)
+
+
+class TorchSampler(NamedTuple):
+    """Implements Sampler with the model of a TorchLearner."""
 
     config: Config
     model: torch.nn.Module

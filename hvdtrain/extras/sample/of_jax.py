@@ -9,8 +9,51 @@ from typing import Any
 import jax
 import numpy as np
 
+from hvdtrain.config.schema import Config
+from hvdtrain.errors import UserError
+from hvdtrain.extras.sample.sampler import sampling_numbers
 from hvdtrain.frameworks.jax.layers import Params, Reader
+from hvdtrain.frameworks.jax.learner import JaxLearner
 from hvdtrain.frameworks.jax.model import JaxDevice
+
+
+def make_sampler(learner: JaxLearner, config: Config) -> JaxSampler:
+    """Returns the sampler of a learner."""
+    return JaxSampler(learner, config.where("model.name"))
+
+
+class JaxSampler:
+    """Implements Sampler with the model of a JaxLearner."""
+
+    def __init__(self, learner: JaxLearner, where: str) -> None:
+        """where: the model was set."""
+        self._learner = learner
+        self._where = where
+        self._decoder: CompiledDecoder | None = None  # since tokens were drawn
+
+    def continue_sequences(
+        self,
+        prompts: np.ndarray,
+        length: int,
+        *,
+        tokens: int,
+        temperature: float,
+        top_k: int | None = None,
+        seed: int,
+        first: int,
+        before_each: Callable[[], None],
+    ) -> np.ndarray:
+        model = self._learner.model
+        reader = model.functions.reader
+        if reader is None:
+            what = f"{model.title} has no reader, so it cannot generate token by token"
+            raise UserError(what, self._where, "a run with model.name=gpt")
+        self._decoder = self._decoder or CompiledDecoder(reader, model.tree, self._learner.target)
+        numbers = sampling_numbers(seed, first + np.arange(len(prompts)), np.arange(length))
+        weights = self._learner.whole_weights()
+        return self._decoder.continue_sequences(
+            weights, prompts, numbers, tokens, temperature, top_k, before_each
+        )
 
 
 class CompiledDecoder:

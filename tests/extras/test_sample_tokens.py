@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hvdtrain.core.progress import fold
+from hvdtrain.extras.sample.of_torch import continue_sequences
 from hvdtrain.frameworks.torch.models.gpt import GPT, build
-from hvdtrain.frameworks.torch.sampling import continue_sequences
 
 
 def model(context: int, vocabulary: int = 9, layers: int = 2, width: int = 16) -> GPT:
