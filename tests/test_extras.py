@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 from ranks import ROOT, mpirun, needs_mpirun, python
+from without_extra import needing
 
 from hvdtrain.config.plugins import ALIASES
 from hvdtrain.config.read import configure, to_record
@@ -178,8 +179,38 @@ def imported(root: Path, *missing: str) -> int:
 @pytest.mark.in_turn
 @pytest.mark.parametrize("name", extras())
 def test_everything_works_without_one_extra(name: str, with_extras: Path) -> None:
-    shutil.rmtree(with_extras / "hvdtrain" / "extras" / name)
-    assert imported(with_extras, name) > 250
+    """Those that need it are deleted, too."""
+    missing = [name, *needing(name)]
+    print("deleted:", *missing)
+    for each in missing:
+        shutil.rmtree(with_extras / "hvdtrain" / "extras" / each)
+    assert imported(with_extras, *missing) > 250
+
+
+def test_an_extra_without_one_that_it_needs_is_one_error(with_extras: Path) -> None:
+    folder = with_extras / "hvdtrain" / "extras"
+    (folder / "stages").mkdir()
+    made = 'EXTRA = Extra("stable", "Divides.", needs=("parts",))'
+    (folder / "stages" / "__init__.py").write_text(
+        f"from hvdtrain.core.extras import Extra\n\n{made}\n"
+    )
+    env = {"PYTHONPATH": str(with_extras)}
+    for words in (["extras"], ["--help"], JOB):
+        done = python(["-c", OF_COPY, str(with_extras), *words], env=env)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.splitlines() == [
+            "hvdtrain: the extra stages needs the extra parts, which is not installed",
+            f"  where: {folder}",
+            "  fix: add the folder parts, or delete the folder stages",
+        ]
+    (folder / "parts").mkdir()
+    made = 'EXTRA = Extra("stable", "Has parts.")'
+    (folder / "parts" / "__init__.py").write_text(
+        f"from hvdtrain.core.extras import Extra\n\n{made}\n"
+    )
+    done = python(["-c", OF_COPY, str(with_extras), "extras"], env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\nstages (stable): Divides.\n  needs parts\n" in done.stdout
 
 
 @pytest.mark.in_turn
@@ -338,7 +369,9 @@ def row_of(name: str) -> list[str]:
     for folder in ALIASES:
         plugins = sorted(path.stem for path in (FOLDER / name / folder).glob("*.py"))
         gives += [f"`{plugin}` in `{folder}`" for plugin in plugins if plugin != "__init__"]
-    return [f"`{name}`", extra.status, extra.says, ", ".join(gives)]
+    needs = ", ".join(f"`{needed}`" for needed in extra.needs)
+    says = f"{extra.says} Needs {needs}." if needs else extra.says
+    return [f"`{name}`", extra.status, says, ", ".join(gives)]
 
 
 def lines_of(name: str) -> int:

@@ -16,6 +16,7 @@ import import_graph
 import pytest
 
 from hvdtrain.config.schema import Config
+from hvdtrain.core.extras import extras
 
 REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "hvdtrain"
@@ -99,7 +100,14 @@ BANNED_FILES = {"utils", "helpers", "common", "base", "misc", "manager"}
 
 
 def test_imports_point_down() -> None:
-    assert import_graph.upward() == [] and import_graph.between_extras() == []
+    assert import_graph.upward() == []
+
+
+def test_an_extra_uses_those_extras_that_it_needs() -> None:
+    assert import_graph.between_extras() == []
+    needs = {name: set(extra.needs) for name, extra in extras().items()}
+    assert import_graph.circle(needs) == []
+    assert all(extra.needs == tuple(sorted(set(extra.needs))) for extra in extras().values())
 
 
 def test_no_module_imports_itself_through_others() -> None:

@@ -18,7 +18,9 @@ from rotation import (
     items_of_other_days,
     rows_of_day,
 )
-from without_extra import names_of_extras
+from without_extra import names_of_extras, needing
+
+from hvdtrain.core.extras import Extra, needed_first
 
 FIRST = date(2026, 12, 30)
 ALL_DAYS = [FIRST + timedelta(days) for days in range(DAYS)]
@@ -133,7 +135,9 @@ def test_each_extra_is_tested_on_one_of_five_days_and_when_it_has_changed() -> N
     for name in names:
         (extra,) = (ROOT / "hvdtrain" / "extras" / name).glob("__init__.py")
         changed = str(extra.relative_to(ROOT))
-        assert all(name in extras_of_day(names, [changed], day) for day in ALL_DAYS)
+        assert all(
+            {name, *needing(name)} <= {*extras_of_day(names, [changed], day)} for day in ALL_DAYS
+        )
         assert all(
             name in extras_of_day(names, [f"tests/extras/test_{name}_gone.py"], day)
             for day in ALL_DAYS
@@ -141,6 +145,13 @@ def test_each_extra_is_tested_on_one_of_five_days_and_when_it_has_changed() -> N
     unrelated = ["hvdtrain/core/numbers.py", "tests/test_gone.py", "docs/extras.md"]
     assert [extras_of_day(names, unrelated, day) for day in ALL_DAYS] == days
     assert extras_of_day(names, None, FIRST) == names and changed_files(10**9) is None
+
+
+def test_an_extra_is_needed_by_others_through_others() -> None:
+    needs: dict[str, tuple[str, ...]] = {"a": ("c",), "b": (), "c": ("d",), "d": ()}
+    every = {name: Extra("stable", "Does it.", needs=of) for name, of in needs.items()}
+    assert needed_first(every) == ["d", "c", "a", "b"]
+    assert [needing(name, every) for name in every] == [[], [], ["a"], ["a", "c"]]
 
 
 def test_each_file_of_extras_is_of_one_that_is_tested() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal, NamedTuple
@@ -54,7 +54,8 @@ class Extra(NamedTuple):
     """The description of an extra for the rest of hvdtrain: the value EXTRA of its package, data
     only.
 
-    says: one sentence. modes: what `COMMAND --OPTION` runs. Plugins need no entry:
+    says: one sentence. needs: the extras whose modules it imports, without which it does not work.
+    modes: what `COMMAND --OPTION` runs. Plugins need no entry:
     extras/NAME/FOLDER/PLUGIN.py is found like FOLDER/PLUGIN.py. aliases: by folder, further names
     of plugins. image_files: the data.name of images in files, whose size data.size sets.
     token_images: the data.name whose tokens are pixels, which log.samples and `hvdtrain sample`
@@ -81,6 +82,7 @@ class Extra(NamedTuple):
 
     status: Literal["stable", "experimental"]
     says: str
+    needs: tuple[str, ...] = ()
     commands: Mapping[str, Command] = MappingProxyType({})
     modes: Mapping[str, Mode] = MappingProxyType({})
     aliases: Mapping[str, Mapping[str, str]] = MappingProxyType({})
@@ -103,10 +105,37 @@ class Extra(NamedTuple):
 
 @functools.cache
 def extras() -> Mapping[str, Extra]:
-    """Returns name -> extra, for every installed extra, sorted by name."""
+    """Returns name -> extra, for every installed extra, sorted by name. Raises UserError if one
+    needs an extra that is not installed."""
     names = sorted(path.parent.name for path in PACKAGE.glob("extras/*/__init__.py"))
     packages = {name: importlib.import_module(f"{PACKAGE.name}.extras.{name}") for name in names}
-    return MappingProxyType({name: package.EXTRA for name, package in packages.items()})
+    found: dict[str, Extra] = {name: package.EXTRA for name, package in packages.items()}
+    for name, extra in found.items():
+        for needed in extra.needs:
+            if needed not in found:
+                raise UserError(
+                    f"the extra {name} needs the extra {needed}, which is not installed",
+                    f"{PACKAGE / 'extras'}",
+                    f"add the folder {needed}, or delete the folder {name}",
+                )
+    return MappingProxyType(found)
+
+
+def needed_first(found: Mapping[str, Extra]) -> list[str]:
+    """Returns the names of extras in their order, except that an extra follows those that it
+    needs."""
+    order: dict[str, None] = {}
+    reached: set[str] = set()
+
+    def add(names: Iterable[str]) -> None:
+        for name in names:
+            if name not in reached:
+                reached.add(name)
+                add(found[name].needs)
+                order[name] = None
+
+    add(found)
+    return list(order)
 
 
 def extras_with(folder: str) -> list[Extra]:
@@ -117,13 +146,13 @@ def extras_with(folder: str) -> list[Extra]:
 
 
 def modules(name: str) -> dict[str, ModuleType]:
-    """Returns the module of this name from every extra that has it, by the extra's name. A job
-    imports no other module of an extra unless it uses the extra."""
+    """Returns the module of this name from every extra that has it, by the extra's name; that of an
+    extra follows those of the extras that it needs. A job imports no other module of an extra
+    unless it uses the extra."""
     return {
-        path.parent.name: importlib.import_module(
-            f"{PACKAGE.name}.extras.{path.parent.name}.{name}"
-        )
-        for path in sorted(PACKAGE.glob(f"extras/*/{name}.py"))
+        extra: importlib.import_module(f"{PACKAGE.name}.extras.{extra}.{name}")
+        for extra in needed_first(extras())
+        if (PACKAGE / "extras" / extra / f"{name}.py").is_file()
     }
 
 
@@ -306,11 +335,12 @@ def keys_of(name: str) -> list[str]:
 
 
 def list_text() -> str:
-    """Returns the output of `hvdtrain extras`: each extra with its status, its commands and its
-    keys."""
+    """Returns the output of `hvdtrain extras`: each extra with its status, the extras that it
+    needs, its commands and its keys."""
     lines = []
     for name, extra in extras().items():
         lines.append(f"{name} ({extra.status}): {extra.says}")
+        lines += [f"  needs {needed}" for needed in extra.needs]
         usages = [each.usage for each in extra.commands.values()]
         usages += [mode.usage for mode in extra.modes.values()]
         lines += [f"  {usage.partition(chr(10))[0]}" for usage in usages]

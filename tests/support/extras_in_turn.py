@@ -1,5 +1,5 @@
-"""Chooses the extras that are tested today: a fifth, and those whose files the newest commits have
-changed.
+"""Chooses the extras that are tested today: a fifth, those whose files the newest commits have
+changed, and those that need an extra with a changed file.
 
 This applies to test files in tests/extras with HVDTRAIN_TEST_ROUNDS=day; tests of an extra in other
 files run each day. Without git's commits all extras are tested.
@@ -13,7 +13,7 @@ from datetime import date
 from pathlib import Path
 
 from rotation import rows_of_day, today
-from without_extra import ROOT, is_test_of, names_of_extras
+from without_extra import ROOT, is_test_of, names_of_extras, needing
 
 COMMITS = 20
 
@@ -22,16 +22,13 @@ def extras_of_day(names: Sequence[str], changed: Sequence[str] | None, day: date
     """By the files that have changed; None: which ones is unknown."""
     if changed is None:
         return list(names)
-    in_turn = rows_of_day(names, day)
-    return [
-        name
-        for name in names
-        if name in in_turn
-        or any(
-            file.startswith(f"hvdtrain/extras/{name}/") or is_test_of(name, Path(file))
-            for file in changed
-        )
-    ]
+    chosen = set(rows_of_day(names, day))
+    for name in names:
+        if any(file.startswith(f"hvdtrain/extras/{name}/") for file in changed):
+            chosen |= {name, *needing(name)}
+        elif any(is_test_of(name, Path(file)) for file in changed):
+            chosen.add(name)
+    return [name for name in names if name in chosen]
 
 
 def extras_of_today() -> list[str]:

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import sys
 from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+from hvdtrain.core.extras import extras
 
 ROOT = Path(__file__).resolve().parents[2] / "hvdtrain"
 
@@ -103,14 +106,35 @@ def extra_of(module: str) -> str | None:
     return inner.partition(".")[0] or None if top == "extras" else None
 
 
+def other_extras() -> dict[str, dict[str, str]]:
+    """extra -> the other extras that its modules import or name in a text -> one such module."""
+    found: dict[str, dict[str, str]] = {name: {} for name in extras()}
+    for module, path in MODULES.items():
+        extra = extra_of(module)
+        if extra is not None:
+            names = {extra_of(target) for target in imported_modules(path)}
+            names |= set(re.findall(r"\bhvdtrain\.extras\.(\w+)", path.read_text()))
+            found[extra] |= dict.fromkeys(names - {extra, None}, module)
+    return found
+
+
 def between_extras() -> list[str]:
-    """Imports of one extra by another one, which a copy without it would not have."""
-    return [
-        f"{module} imports {target}"
-        for module, targets in arrows().items()
-        for target in sorted(targets)
-        if extra_of(module) and extra_of(target) not in (None, extra_of(module))
-    ]
+    """Where the extras that an extra uses are not those that it needs: a copy without one would not
+    work."""
+    wrong = []
+    for name, others in other_extras().items():
+        needs = extras()[name].needs
+        wrong += [
+            f"{module} uses {other}, which is not in `needs` of the extra {name}"
+            for other, module in sorted(others.items())
+            if other not in needs
+        ]
+        wrong += [
+            f"the extra {name} needs {other}, but does not use it"
+            for other in needs
+            if other not in others
+        ]
+    return wrong
 
 
 def upward() -> list[str]:

@@ -1,7 +1,7 @@
 """Runs the tests of a copy without one extra: `without_extra.py [NAME] [-- ARGUMENTS OF PYTEST]`.
 
 Without NAME it takes another extra each day. The copy has the files that git tracks, except for the
-extra's folder and its tests.
+folders and the tests of the extra and of those that need it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,21 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from rotation import today
+
+from hvdtrain.core.extras import Extra, extras, needed_first
 
 ROOT = Path(__file__).resolve().parents[2]
 EXTRAS = ROOT / "hvdtrain" / "extras"
 
 
 def copy_without(name: str, target: Path) -> None:
-    """Copies the files of this checkout, without an extra's files and its row of the page."""
+    """Copies the files of this checkout, without those of an extra and of those that need it, and
+    their rows of the page."""
+    missing = [name, *needing(name)]
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"],
         cwd=ROOT,
@@ -30,13 +35,33 @@ def copy_without(name: str, target: Path) -> None:
         text=True,
     ).stdout
     for file in map(Path, listed.splitlines()):
-        is_there = (ROOT / file).is_file() and not file.is_relative_to(f"hvdtrain/extras/{name}")
-        if is_there and not is_test_of(name, file) and not _is_configuration_of(name, file):
+        if (ROOT / file).is_file() and not any(_is_of(each, file) for each in missing):
             (target / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / file, target / file)
     page = target / "docs" / "extras.md"
     lines = page.read_text().splitlines(keepends=True)
-    page.write_text("".join(line for line in lines if not line.startswith(f"| `{name}` |")))
+    rows = tuple(f"| `{each}` |" for each in missing)
+    page.write_text("".join(line for line in lines if not line.startswith(rows)))
+
+
+def needing(name: str, among: Mapping[str, Extra] | None = None) -> list[str]:
+    """The extras that do not work without one, sorted: those that need it, and those that need
+    these. among: all extras, if not those of this checkout."""
+    every = extras() if among is None else among
+    found = {name}
+    for each in needed_first(every):
+        if found & set(every[each].needs):
+            found.add(each)
+    return sorted(found - {name})
+
+
+def _is_of(name: str, file: Path) -> bool:
+    """Whether a file of this checkout does not work without an extra."""
+    return (
+        file.is_relative_to(f"hvdtrain/extras/{name}")
+        or is_test_of(name, file)
+        or _is_configuration_of(name, file)
+    )
 
 
 def is_test_of(name: str, file: Path) -> bool:
@@ -75,7 +100,9 @@ def main() -> int:
         return 2
     with tempfile.TemporaryDirectory() as folder:
         copy_without(asked[0], Path(folder))
-        print(f"without the extra {asked[0]}:", flush=True)
+        more = ", ".join(needing(asked[0]))
+        and_more = f", and without those that need it: {more}" if more else ""
+        print(f"without the extra {asked[0]}{and_more}", flush=True)
         environment = os.environ | {"PYTHONPATH": folder}
         command = [sys.executable, "-m", "pytest", "-q", *sys.argv[split + 1 :]]
         return subprocess.run(command, cwd=folder, env=environment, check=False).returncode
