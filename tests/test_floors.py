@@ -80,7 +80,7 @@ ALLOWED = {  # the only files that may import these
     **dict.fromkeys(("flax", "equinox", "haiku"), ("frameworks/jax/library_models.py",)),
     "tensorflow": ("horovod/tensorflow/", "frameworks/keras/"),
     "mpi4py": ("comm/mpi.py", "comm/horovod.py"),
-    "matplotlib": ("core/figure.py", "extras/"),
+    "matplotlib": ("extras/",),
     "rich": ("events/progress_display.py",),
     "jinja2": ("extras/report/page.py", "data/texts/chat_template.py"),
     "pandas": ("records/run.py", "api.py"),

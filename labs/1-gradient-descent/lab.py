@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 import hvdtrain
-from hvdtrain.core.figure import COLOURS, log_scale, new_figure
 from hvdtrain.errors import REQUEUE
+from hvdtrain.extras.figures.figure import COLOURS, log_scale, new_figure
 from hvdtrain.extras.lab.command import Parser, run_lab
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from runs import Job, launch, write_table
 
-from hvdtrain.core.figure import COLOURS, drawn_values, integer_ticks, new_figure
+from hvdtrain.extras.figures.figure import COLOURS, drawn_values, integer_ticks, new_figure
 from hvdtrain.extras.lab.command import Parser, run_lab
 
 RANKS = (1, 2, 4)

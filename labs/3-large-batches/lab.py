@@ -19,7 +19,7 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from runs import Job, launch, side_by_side, train, write_table
 
-from hvdtrain.core.figure import COLOURS, new_figure
+from hvdtrain.extras.figures.figure import COLOURS, new_figure
 from hvdtrain.extras.lab.command import Parser, run_lab
 
 LINEAR = ("recipe.scale=linear",)

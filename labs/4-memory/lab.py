@@ -21,7 +21,7 @@ from PIL import Image
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from runs import Job, event, launch, side_by_side, write_table
 
-from hvdtrain.core.figure import COLOURS, integer_ticks, new_figure
+from hvdtrain.extras.figures.figure import COLOURS, integer_ticks, new_figure
 from hvdtrain.extras.lab.command import Parser, run_lab
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from runs import Job, event, launch, write_table
 
 from hvdtrain.comm.mpirun import available_cores
-from hvdtrain.core.figure import COLOURS, new_figure
+from hvdtrain.extras.figures.figure import COLOURS, new_figure
 from hvdtrain.extras.lab.command import Parser, run_lab
 
 HERE = Path(__file__).resolve().parent

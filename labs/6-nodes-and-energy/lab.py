@@ -23,7 +23,7 @@ from runs import event, start, write_table
 
 import hvdtrain
 from hvdtrain.comm.rendezvous import address_towards
-from hvdtrain.core.figure import COLOURS, GREY, integer_ticks, new_figure
+from hvdtrain.extras.figures.figure import COLOURS, GREY, integer_ticks, new_figure
 from hvdtrain.extras.lab.command import Parser, run_lab
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from schedules import (
 )
 
 from hvdtrain.comm.mpirun import available_cores
-from hvdtrain.core.figure import COLOURS, DASHES, new_figure
+from hvdtrain.extras.figures.figure import COLOURS, DASHES, new_figure
 from hvdtrain.extras.lab.command import Parser, run_lab
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from runs import Job, events_of, side_by_side, start, train, write_table
 
-from hvdtrain.core.figure import COLOURS, DASHES, GREY, new_figure
+from hvdtrain.extras.figures.figure import COLOURS, DASHES, GREY, new_figure
 from hvdtrain.extras.lab.command import Parser, run_lab
 
 if TYPE_CHECKING:

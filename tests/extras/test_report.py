@@ -22,8 +22,8 @@ from run_events import COMPLETE, CONFIG, end, epoch, record_of, start, step, wri
 from test_report_summary import run_on
 
 from hvdtrain.__main__ import main
-from hvdtrain.core.figure import COLOURS, png
 from hvdtrain.core.process import command_line
+from hvdtrain.extras.figures.figure import COLOURS, png
 from hvdtrain.extras.report import page_tables
 from hvdtrain.extras.report.command import ProgressPrinter
 from hvdtrain.extras.report.figures import canvas, draw, ranks, speed

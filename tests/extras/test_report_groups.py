@@ -13,7 +13,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from run_events import end, epoch, record_of, start, step
 
-from hvdtrain.core.figure import new_figure
+from hvdtrain.extras.figures.figure import new_figure
 from hvdtrain.extras.report import page_tables
 from hvdtrain.extras.report.figures import canvas, draw, ranks, speed
 from hvdtrain.extras.report.figures.seeds import draw_mean, mean_curve

@@ -107,14 +107,15 @@ def extra_of(module: str) -> str | None:
 
 
 def other_extras() -> dict[str, dict[str, str]]:
-    """extra -> the other extras that its modules import or name in a text -> one such module."""
+    """extra -> the other extras that its files import or name in a text -> one such file."""
+    files = {path: extra_of(module) for module, path in MODULES.items()}
+    files |= dict.fromkeys(sorted((ROOT.parent / "labs").rglob("*.py")), "lab")  # it runs them
     found: dict[str, dict[str, str]] = {name: {} for name in extras()}
-    for module, path in MODULES.items():
-        extra = extra_of(module)
-        if extra is not None:
-            names = {extra_of(target) for target in imported_modules(path)}
-            names |= set(re.findall(r"\bhvdtrain\.extras\.(\w+)", path.read_text()))
-            found[extra] |= dict.fromkeys(names - {extra, None}, module)
+    for path, extra in files.items():
+        if extra in found:
+            names = set(re.findall(r"\bhvdtrain\.extras\.(\w+)", path.read_text()))
+            name = str(path.relative_to(ROOT.parent))
+            found[extra] |= dict.fromkeys(names - {extra}, name)
     return found
 
 
@@ -125,8 +126,8 @@ def between_extras() -> list[str]:
     for name, others in other_extras().items():
         needs = extras()[name].needs
         wrong += [
-            f"{module} uses {other}, which is not in `needs` of the extra {name}"
-            for other, module in sorted(others.items())
+            f"{file} uses {other}, which is not in `needs` of the extra {name}"
+            for other, file in sorted(others.items())
             if other not in needs
         ]
         wrong += [

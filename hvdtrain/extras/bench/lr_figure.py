@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvdtrain.core.figure import COLOURS, GREY, literal, new_figure, save_png
+from hvdtrain.extras.figures.figure import COLOURS, GREY, literal, new_figure, save_png
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

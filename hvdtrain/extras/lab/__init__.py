@@ -5,6 +5,7 @@ from hvdtrain.core.extras import Command, Extra
 EXTRA = Extra(
     status="stable",
     says="Runs an experiment of the course in labs/.",
+    needs=("figures",),
     commands={
         "lab": Command(
             "hvdtrain.extras.lab.command",

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hvdtrain.core.figure import COLOURS, GREY, literal, new_figure, save_png
+from hvdtrain.extras.figures.figure import COLOURS, GREY, literal, new_figure, save_png
 from hvdtrain.extras.landscape.surface import Sharpness
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hvdtrain.core.arrays import shown_bytes
-from hvdtrain.core.figure import GREY, literal, new_figure, run_style, save_png
+from hvdtrain.extras.figures.figure import GREY, literal, new_figure, run_style, save_png
 from hvdtrain.extras.plan.forecast.layers import LayerRange, LayoutRow, ParallelLayout
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.config.read import expand
-from hvdtrain.core.figure import png
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.process import command_line, print_stderr
 from hvdtrain.errors import DONE, UserError, nearest, short
+from hvdtrain.extras.figures.figure import png
 from hvdtrain.extras.report.figures import canvas, draw
 from hvdtrain.extras.report.measures.groups import run_labels
 from hvdtrain.extras.report.page import PageImage, render_page

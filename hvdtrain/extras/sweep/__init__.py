@@ -6,6 +6,7 @@ from hvdtrain.core.extras import Command, Extra
 EXTRA = Extra(
     status="stable",
     says="Trains with many settings side by side, and reports the best.",
+    needs=("figures",),
     commands={
         "sweep": Command(
             "hvdtrain.extras.sweep.command",

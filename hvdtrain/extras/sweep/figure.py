@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hvdtrain.core.figure import COLOURS, literal, new_figure, run_style, save_png
+from hvdtrain.extras.figures.figure import COLOURS, literal, new_figure, run_style, save_png
 from hvdtrain.records.run import RunMetric
 
 if TYPE_CHECKING:

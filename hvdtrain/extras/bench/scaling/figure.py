@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hvdtrain.core.figure import new_figure, run_style, save_png
+from hvdtrain.extras.figures.figure import new_figure, run_style, save_png
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hvdtrain.core.figure import GREY, LineStyle, drawn_values, literal, render, run_style
+from hvdtrain.extras.figures.figure import GREY, LineStyle, drawn_values, literal, render, run_style
 from hvdtrain.extras.report.measures.groups import RunGroup
 from hvdtrain.records.run import RunRecord
 

@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from hvdtrain.core.figure import (
+from hvdtrain.errors import UserError
+from hvdtrain.extras.figures.figure import (
     GREY,
     HEIGHT,
     LineStyle,
@@ -18,7 +19,6 @@ from hvdtrain.core.figure import (
     new_figure,
     run_style,
 )
-from hvdtrain.errors import UserError
 from hvdtrain.extras.report.figures import ranks, speed
 from hvdtrain.extras.report.figures.canvas import (
     EACH_SEED,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hvdtrain.core.figure import (
+from hvdtrain.extras.figures.figure import (
     COLOURS,
     GREY,
     HEIGHT,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hvdtrain.core.figure import COLOURS, GREY, HEIGHT, LineStyle, new_figure, run_style
+from hvdtrain.extras.figures.figure import COLOURS, GREY, HEIGHT, LineStyle, new_figure, run_style
 from hvdtrain.extras.report.figures.canvas import (
     MEAN_OF_SEEDS,
     LegendEntry,
