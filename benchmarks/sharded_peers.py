@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.extras.bench.trainer import Trainer
+from hvdtrain.extras.divided.blocks import units
 from hvdtrain.frameworks.torch.inputs import DeviceBatch
-from hvdtrain.frameworks.torch.parallel.blocks import units
 from hvdtrain.tasks.task import DeviceAndDtype, part_of
 
 OneStep = Callable[[DeviceBatch], torch.Tensor]  # returns the mean loss of this rank's samples

@@ -38,6 +38,7 @@ ALLOWED = {  # the only files that may import these
         "extras/context_parallel/",
         "extras/dense/",
         "extras/diloco/",
+        "extras/divided/",
         "extras/export/graph/",
         "extras/export/saved_folder.py",
         "extras/fully_sharded/torch/",

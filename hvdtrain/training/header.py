@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.comm.mesh import AXES, coordinates
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
+from hvdtrain.config.sections.parallel import ParallelConfig
 from hvdtrain.core.extras import shows_run
 from hvdtrain.core.metrics import Metric
 from hvdtrain.core.process import command_line, path_argument
@@ -20,7 +22,6 @@ from hvdtrain.data.sampler import share_bounds
 from hvdtrain.errors import DONE, REQUEUE, short
 from hvdtrain.events import redaction
 from hvdtrain.features.every_feature import FEATURES
-from hvdtrain.features.mesh import mesh_fields
 from hvdtrain.frameworks.by_name import decay
 from hvdtrain.frameworks.learner import Gpu
 from hvdtrain.recipe.summary import batch_summary, lr_summary, noise_summary
@@ -130,7 +131,23 @@ def fields_of_ranks(config: Config, engine: str, hosts: list[str]) -> dict[str, 
         "ranks": len(hosts),
         "hosts": sorted(set(hosts)),
     }
-    return {**whole, "host_of_rank": hosts, **mesh_fields(config.parallel, len(hosts))}
+    return {**whole, "host_of_rank": hosts, **_mesh_fields(config.parallel, len(hosts))}
+
+
+def _mesh_fields(parallel: ParallelConfig, ranks: int) -> dict[str, Any]:
+    """Returns fields of the event "start": the number of ranks along each axis, and [stage, data,
+    tensor] of each rank if several ranks share one model."""
+    readers = ranks // parallel.ranks
+    sizes = (parallel.pipe_ranks, readers, parallel.part_ranks)
+    axes = dict(zip(AXES, sizes, strict=True))
+    if parallel.ranks == 1:
+        return {"mesh": axes}
+    return {
+        "mesh": axes,
+        "coordinates_of_rank": [
+            list(coordinates(rank, readers, parallel.part_ranks)) for rank in range(ranks)
+        ],
+    }
 
 
 def lines_of_ranks(

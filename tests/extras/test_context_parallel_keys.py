@@ -14,7 +14,7 @@ from hvdtrain.comm.mesh import place_of
 from hvdtrain.config.read import configure, to_yaml
 from hvdtrain.config.sections.parallel import ParallelConfig
 from hvdtrain.extras.context_parallel.features import CONTEXT
-from hvdtrain.features.mesh import mesh_lines
+from hvdtrain.extras.divided.features import mesh_lines
 
 LANGUAGE = "parallel.context=2 task.name=language"
 # (the configuration, the engine, ranks, what the message says, the key that it names, how to fix

@@ -9,9 +9,9 @@ import numpy as np
 
 from hvdtrain.config.read import configure
 from hvdtrain.events.log import Log
+from hvdtrain.extras.divided.gauge import MeshGauge
 from hvdtrain.extras.pipeline.gauge import PipelineGauge, on_one_clock
 from hvdtrain.frameworks.learner import TimedPass, Waited
-from hvdtrain.training.telemetry.mesh import MeshGauge
 
 
 def test_the_gauge_of_a_pipeline_says_how_long_its_ranks_wait() -> None:

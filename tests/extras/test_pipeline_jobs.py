@@ -27,11 +27,11 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.extras import extras
 from hvdtrain.errors import STALLED, UserError
+from hvdtrain.extras.divided.features import mesh_lines
 from hvdtrain.extras.pipeline.costs import agreed_seconds, samples_of_pass
 from hvdtrain.extras.pipeline.cuts import first_units, planned_first_units
 from hvdtrain.extras.pipeline.schedule import Seconds
 from hvdtrain.extras.pipeline.stages import units_of
-from hvdtrain.features.mesh import mesh_lines
 from hvdtrain.frameworks.torch.units import Unit
 from hvdtrain.training.input import passes_of_step
 

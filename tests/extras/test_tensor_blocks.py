@@ -10,9 +10,8 @@ from model_in_blocks import made, whole
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.core.arrays import Cut
+from hvdtrain.extras.divided import block_by_block, deferred
 from hvdtrain.extras.tensor.plan import TensorParallelLayers
-from hvdtrain.frameworks.torch import deferred
-from hvdtrain.frameworks.torch.parallel import block_by_block
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from ranks import FULL, HIGHEST_STAGE, needs_horovod, needs_mpirun, of_this_copy
 from same_curve import check_same
 
 from hvdtrain.config.read import configure
+from hvdtrain.extras.divided.features import mesh_lines
 from hvdtrain.extras.tensor.features import TENSOR
-from hvdtrain.features.mesh import mesh_lines
 
 slow = pytest.mark.slow
 FOUR = [

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
+from hvdtrain.extras.divided.block_by_block import BlockByBlock, make_block_by_block
 from hvdtrain.frameworks.torch.models.gpt import GPT
-from hvdtrain.frameworks.torch.parallel.block_by_block import BlockByBlock, make_block_by_block
 
 TOKENS = torch.arange(12).view(2, 6) % 17
 ALONE = SingleProcessCommunicator()

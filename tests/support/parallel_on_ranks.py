@@ -24,8 +24,7 @@ import torch
 from hvdtrain.comm.communicator import Buffer, Communicator, Op
 from hvdtrain.core.arrays import digest
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch import deferred
-from hvdtrain.frameworks.torch.parallel import block_by_block
+from hvdtrain.extras.divided import block_by_block, deferred
 
 GPT = (
     "task.name=language data.name=digit_tokens:windows model.name=gpt model.layers=2 "

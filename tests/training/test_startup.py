@@ -281,6 +281,7 @@ def test_nothing_is_imported_that_the_job_does_not_use(tmp_path: Path) -> None:
                 "transformers",
                 "tables",
                 "columns.encoded_table",
+                "divided_model",
                 "shown_masks",
                 "stored.source",
             )

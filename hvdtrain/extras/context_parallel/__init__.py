@@ -6,4 +6,5 @@ from hvdtrain.core.extras import Extra
 EXTRA = Extra(
     status="experimental",
     says="Divides the positions of long sequences among ranks, also in attention.",
+    needs=("divided",),
 )

@@ -18,15 +18,15 @@ from hvdtrain.errors import UserError
 from hvdtrain.extras.context_parallel.division import DivisionByPositions, Outside
 from hvdtrain.extras.context_parallel.keys import ContextKeys
 from hvdtrain.extras.context_parallel.link import ContextLink
+from hvdtrain.extras.divided.divided_model import DividedModel
+from hvdtrain.extras.divided.same_weights import take_from_rank_0
 from hvdtrain.features.shards import fully_sharded
 from hvdtrain.frameworks.torch.arrangement import Arrangement, Making
 from hvdtrain.frameworks.torch.buffers import copied_buffers
 from hvdtrain.frameworks.torch.call import Called, call, each_of
 from hvdtrain.frameworks.torch.forward import whole_outputs
-from hvdtrain.frameworks.torch.parallel.divided_model import DividedModel
 from hvdtrain.frameworks.torch.parallel.whole_model import WholeModel
 from hvdtrain.frameworks.torch.private_api import BatchNorm
-from hvdtrain.frameworks.torch.same_weights import take_from_rank_0
 from hvdtrain.frameworks.torch.strategy import runs_ahead
 
 # positions for which the divided model is compared with the whole one, and of them at least for

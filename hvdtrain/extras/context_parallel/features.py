@@ -26,7 +26,7 @@ def _arrangement(config: Config) -> str:
 
 def _divides_ranks(job: PlannedJob) -> Iterator[UserError]:
     context = ContextKeys.of(job.config).context
-    if job.config.parallel.ranks == 1 and job.ranks % context:  # otherwise features/mesh.py
+    if job.config.parallel.ranks == 1 and job.ranks % context:  # otherwise SHARED_MODEL
         yield UserError(
             f"parallel.context={context} does not divide the {job.ranks} ranks of the job",
             job.where("parallel.context"),
@@ -37,7 +37,7 @@ def _divides_ranks(job: PlannedJob) -> Iterator[UserError]:
 def _lines(config: Config, hosts: Sequence[str]) -> Sequence[str]:
     keys = ContextKeys.of(config)
     positions = f"the positions of each sample ({keys.context_by})"
-    if config.parallel.ranks > 1:  # features/mesh.py shows the mesh
+    if config.parallel.ranks > 1:  # SHARED_MODEL shows the mesh
         lines = [f"context {keys.context} ranks divide {positions}"]
     else:
         readers = len(hosts) // keys.context

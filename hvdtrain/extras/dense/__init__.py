@@ -6,4 +6,5 @@ from hvdtrain.core.extras import Extra
 EXTRA = Extra(
     status="stable",
     says="Divides the neurons of dense layers among ranks; each computes its part for all samples.",
+    needs=("divided",),
 )

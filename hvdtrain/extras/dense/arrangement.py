@@ -13,10 +13,10 @@ from hvdtrain.extras.dense.hybrid import Hybrid, HybridModel
 from hvdtrain.extras.dense.keys import DenseKeys
 from hvdtrain.extras.dense.layout import dense_cuts
 from hvdtrain.extras.dense.passes import DenseUpdates
-from hvdtrain.frameworks.torch.arrangement import Arrangement
-from hvdtrain.frameworks.torch.communicators import timed
+from hvdtrain.extras.divided.communicators import timed, timed_making
+from hvdtrain.extras.divided.same_weights import take_from_rank_0
+from hvdtrain.frameworks.torch.arrangement import Arrangement, Making
 from hvdtrain.frameworks.torch.layer import Layer, LayerCut
-from hvdtrain.frameworks.torch.same_weights import take_from_rank_0
 from hvdtrain.frameworks.torch.step import Passes
 from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy
 
@@ -28,6 +28,9 @@ class Dense(Arrangement):
     divides = True
     divides_state = True
     without_samples = "call"
+
+    def __init__(self, making: Making) -> None:
+        super().__init__(timed_making(making))
 
     def cut(self) -> None:
         """Divides the dense part. Raises UserError if the model does not name one that can be

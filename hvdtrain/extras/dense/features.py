@@ -7,6 +7,7 @@ from hvdtrain.config.exclusion import Exclusion, Values, above, among, no_effect
 from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config
 from hvdtrain.extras.dense.keys import DenseKeys
+from hvdtrain.extras.divided.features import GAUGE
 from hvdtrain.features import data, frameworks, lost, optim, shards, tasks
 from hvdtrain.features.job_feature import Conflict, JobFeature
 from hvdtrain.features.of_extras import Added, AddedRows
@@ -21,6 +22,7 @@ DENSE = JobFeature(
     key="parallel.dense",
     keys_of_custom_loops=("parallel.dense",),
     arrangement="hvdtrain.extras.dense.arrangement:Dense",
+    gauge=GAUGE,
     on=_is_on,
     examples=("parallel.dense=a", "parallel.dense=b", "parallel.dense=c"),
     off="parallel.dense=none",

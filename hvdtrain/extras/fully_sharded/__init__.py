@@ -6,5 +6,6 @@ from hvdtrain.core.extras import Extra
 EXTRA = Extra(
     status="stable",
     says="Divides all weights among ranks (ZeRO 3): FSDP2 in torch, and the same in JAX.",
+    needs=("divided",),
     implements={"shard.stage=3": "hvdtrain.extras.fully_sharded.by_framework"},
 )

@@ -10,5 +10,6 @@ hvdtrain plan --pipeline [--ranks 2] [--json [FILE]] [key=value ...]
 EXTRA = Extra(
     status="stable",
     says="Divides a model's layers among ranks as the stages of a pipeline.",
+    needs=("divided",),
     modes={"plan --pipeline": Mode("hvdtrain.extras.pipeline.plan", _USAGE)},
 )

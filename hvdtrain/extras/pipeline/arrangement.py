@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from hvdtrain.config.schema import Config
+from hvdtrain.extras.divided.divided import Divided
+from hvdtrain.extras.divided.divided_model import DividedModel
 from hvdtrain.extras.pipeline.costs import agreed_seconds, samples_of_pass
 from hvdtrain.extras.pipeline.cuts import first_units, planned_first_units
 from hvdtrain.extras.pipeline.executor import planned_forms
@@ -21,8 +23,6 @@ from hvdtrain.extras.pipeline.schedule import Seconds, timeline
 from hvdtrain.extras.pipeline.stages import stages_of, units_of
 from hvdtrain.frameworks.torch.call import only_one
 from hvdtrain.frameworks.torch.loop_passes import LoopPasses
-from hvdtrain.frameworks.torch.parallel.divided import Divided
-from hvdtrain.frameworks.torch.parallel.divided_model import DividedModel
 from hvdtrain.frameworks.torch.parallel.whole_model import WholeModel
 from hvdtrain.frameworks.torch.step import Passes
 from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy

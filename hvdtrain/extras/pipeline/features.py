@@ -9,11 +9,11 @@ from dataclasses import replace
 from hvdtrain.config.exclusion import Exclusion, Values, above, among, as_yaml, options, other_than
 from hvdtrain.config.schema import known_keys
 from hvdtrain.errors import UserError
+from hvdtrain.extras.divided.features import SHARED_MODEL
 from hvdtrain.extras.pipeline.keys import PipelineKeys
 from hvdtrain.features import data, frameworks, lost, optim, shards
 from hvdtrain.features.comm import not_on_horovod
 from hvdtrain.features.job_feature import Conflict, JobFeature, PlannedJob, needs_engine
-from hvdtrain.features.mesh import SHARED_MODEL
 from hvdtrain.features.of_extras import Added, AddedRows
 
 

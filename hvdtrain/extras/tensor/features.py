@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hvdtrain.config.exclusion import Exclusion, above, among
+from hvdtrain.extras.divided.features import SHARED_MODEL
 from hvdtrain.extras.tensor.keys import TensorKeys
 from hvdtrain.features import data, frameworks, lost, optim, shards
 from hvdtrain.features.job_feature import JobFeature
-from hvdtrain.features.mesh import SHARED_MODEL
 from hvdtrain.features.of_extras import Added, AddedRows
 
 SEQUENCE = JobFeature(

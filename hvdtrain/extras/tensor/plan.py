@@ -16,6 +16,7 @@ from hvdtrain.comm.order import SameOrder
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError
+from hvdtrain.extras.divided.divided_model import outputs_of
 from hvdtrain.extras.tensor.collectives import (
     SequenceLength,
     SplitLogits,
@@ -31,7 +32,6 @@ from hvdtrain.extras.tensor.layers import (
     VocabularyEmbedding,
     VocabularyHead,
 )
-from hvdtrain.frameworks.torch.parallel.divided_model import outputs_of
 from hvdtrain.frameworks.torch.private_api import BatchNorm
 from hvdtrain.frameworks.torch.strategy import runs_ahead
 from hvdtrain.tasks.task import Task

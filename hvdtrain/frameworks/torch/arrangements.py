@@ -1,15 +1,11 @@
-"""The arrangement of a model on ranks, and the division of its layers: the classes that features
-name."""
+"""The arrangement of a model on ranks: the class that a feature names."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from hvdtrain.config.plugins import named
 from hvdtrain.config.schema import Config
 from hvdtrain.features.every_feature import FEATURES
-from hvdtrain.frameworks.torch.arrangement import Arrangement, SampleDivision
-from hvdtrain.frameworks.torch.layer_division import LayerDivision
+from hvdtrain.frameworks.torch.arrangement import Arrangement
 
 WHOLE = "hvdtrain.frameworks.torch.parallel.whole_model:WholeModel"
 
@@ -29,17 +25,9 @@ def is_arranged(config: Config) -> bool:
     return any(feature.arrangement_in(config) for feature in FEATURES)
 
 
-def layer_division_of(config: Config) -> type[LayerDivision] | None:
-    """Returns the class that divides layers over the ranks of mesh.tensor; None if every rank has
-    whole layers."""
-    asked = (feature.layer_division_in(config) for feature in FEATURES)
-    name = next(filter(None, asked), "")
-    division: type[LayerDivision] | None = named(name) if name else None
-    return division
-
-
-def sample_division_of(config: Config) -> Callable[[Arrangement], SampleDivision]:
-    """Returns the function that divides samples over the ranks of mesh.same_samples."""
-    name = next(f.sample_division for f in FEATURES if f.sample_division and f.on(config))
-    divide: Callable[[Arrangement], SampleDivision] = named(name)
-    return divide
+def load_classes(config: Config) -> None:
+    """Imports the classes with which a job arranges its model and divides its layers."""
+    arrangement_of(config)
+    for name in (feature.layer_division_in(config) for feature in FEATURES):
+        if name:
+            named(name)

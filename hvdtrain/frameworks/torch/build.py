@@ -22,10 +22,9 @@ from hvdtrain.frameworks.footprint import Footprint, PlannedStep, PlannedWork
 from hvdtrain.frameworks.learner import Learner, fair_threads
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch.arrangement import Making
-from hvdtrain.frameworks.torch.arrangements import arrangement_of, layer_division_of
+from hvdtrain.frameworks.torch.arrangements import arrangement_of, load_classes
 from hvdtrain.frameworks.torch.assemble import assemble, make_optimizer
 from hvdtrain.frameworks.torch.check_outputs import check_outputs
-from hvdtrain.frameworks.torch.communicators import timed_mesh
 from hvdtrain.frameworks.torch.device import (
     all_on_gpus,
     check_compiler,
@@ -57,7 +56,7 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     making = Making(
         config,
         task,
-        timed_mesh(make_mesh(communicator, config), config, device, stopwatch),
+        make_mesh(communicator, config),
         device,
         precision,
         stopwatch,
@@ -115,8 +114,7 @@ def load_libraries(config: Config) -> None:
     parallel.* they take some 70 MB; no tensors of the job are allocated."""
     if config.model.recompute != "none" or config.shard.stage == 3:
         import torch._dynamo  # noqa: F401  # torch.utils.checkpoint imports it when it is first called, and fully_shard()
-    arrangement_of(config)
-    layer_division_of(config)
+    load_classes(config)
 
 
 def check_optimizer(config: Config) -> None:

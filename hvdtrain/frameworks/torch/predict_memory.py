@@ -23,7 +23,6 @@ from hvdtrain.frameworks.stopwatch import PhaseTimes, ReplaceableStopwatch
 from hvdtrain.frameworks.torch.arrangement import Making
 from hvdtrain.frameworks.torch.arrangements import arrangement_of, is_arranged
 from hvdtrain.frameworks.torch.assemble import assemble
-from hvdtrain.frameworks.torch.communicators import timed_mesh
 from hvdtrain.frameworks.torch.learner import TorchLearner
 from hvdtrain.frameworks.torch.planned import planned_mesh
 from hvdtrain.frameworks.torch.precision import pick_precision
@@ -222,7 +221,7 @@ def _learner(
     making = Making(
         config,
         task,
-        timed_mesh(mesh, config, device, stopwatch),
+        mesh,
         device,
         precision,
         stopwatch,

@@ -1,5 +1,4 @@
-"""Measurements of ranks that share one model: how long they wait for each other, and which one is
-slowest."""
+"""The slowest rank, compared with those of its pipeline stage."""
 
 from __future__ import annotations
 
@@ -10,10 +9,6 @@ import numpy as np
 
 from hvdtrain.comm.mesh import coordinates
 from hvdtrain.config.sections.parallel import ParallelConfig
-from hvdtrain.core.metrics import Sums
-from hvdtrain.frameworks.learner import Learner
-from hvdtrain.frameworks.stopwatch import PhaseTimes
-from hvdtrain.training.telemetry.gauge import Gauge
 
 
 def stages_of_ranks(parallel: ParallelConfig, ranks: int) -> np.ndarray:
@@ -42,24 +37,3 @@ def slowest(work_ms: np.ndarray, stages: np.ndarray, hosts: Sequence[str]) -> di
     if len(medians) == 1:
         return fields
     return fields | {"stage_work_ms": medians.tolist(), "slowest_stage": int(medians.argmax())}
-
-
-class MeshGauge(Gauge):
-    """Measures each rank's communication time."""
-
-    def __init__(self, ranks: int, learner: Learner) -> None:
-        self._ranks = ranks
-        self._learner = learner
-        self._of_epoch = np.zeros(ranks)
-
-    def values(self, phases: PhaseTimes) -> dict[str, float]:
-        return {"rank.communication": phases.get("communication", 0.0)}
-
-    def fields(self, sums: Sums, steps: int) -> dict[str, Any]:
-        self._of_epoch = self._of_epoch + sums["rank.communication"]
-        return {}
-
-    def epoch_fields(self, steps: int) -> dict[str, Any]:
-        found = {"rank_communication_ms": 1e3 * self._of_epoch / steps}
-        self._of_epoch = np.zeros(self._ranks)
-        return found if self._learner.waits_only_in_communication else {}

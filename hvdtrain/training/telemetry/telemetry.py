@@ -30,7 +30,7 @@ from hvdtrain.training.progress.event_fields import energy_fields
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.telemetry.energy import EnergyMeter, find_counters
 from hvdtrain.training.telemetry.gauge import Gauge
-from hvdtrain.training.telemetry.mesh import MeshGauge, slowest, stages_of_ranks
+from hvdtrain.training.telemetry.mesh import slowest, stages_of_ranks
 from hvdtrain.training.telemetry.startup import FirstStep
 from hvdtrain.training.telemetry.utilization import Utilization
 
@@ -89,8 +89,6 @@ def make_gauges(
     """Creates the gauges of a configuration's features, for a job that continues with `step`. Every
     rank calls it."""
     gauges: list[Gauge] = []
-    if config.parallel.cuts:
-        gauges.append(MeshGauge(communicator.size, learner))
     for feature in FEATURES:
         if feature.gauge and feature.on(config):
             make = named(feature.gauge)

@@ -9,6 +9,11 @@ import torch
 from hvdtrain.comm.engines import Feature
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
+from hvdtrain.extras.divided.blocks import units
+from hvdtrain.extras.divided.communicators import timed_making
+from hvdtrain.extras.divided.deferred import make_deferred
+from hvdtrain.extras.divided.divided import Divided
+from hvdtrain.extras.divided.divisions import layer_division_of
 from hvdtrain.extras.fully_sharded.torch.gathered_types import REDUCES_UNREACHED
 from hvdtrain.extras.fully_sharded.torch.planned import PlannedMesh
 from hvdtrain.extras.fully_sharded.torch.process_group import start_process_group
@@ -18,14 +23,10 @@ from hvdtrain.extras.fully_sharded.torch.strategy import (
     local_part,
     shard_model,
 )
-from hvdtrain.frameworks.torch.arrangement import Arrangement, bytes_of
-from hvdtrain.frameworks.torch.arrangements import layer_division_of
+from hvdtrain.frameworks.torch.arrangement import Arrangement, Making, bytes_of
 from hvdtrain.frameworks.torch.buffers import copied_buffers
 from hvdtrain.frameworks.torch.call import call
-from hvdtrain.frameworks.torch.deferred import make_deferred
 from hvdtrain.frameworks.torch.layer import Layer, LayerCut
-from hvdtrain.frameworks.torch.parallel.blocks import units
-from hvdtrain.frameworks.torch.parallel.divided import Divided
 from hvdtrain.frameworks.torch.private_api import unset_fake_temporarily
 from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy
 
@@ -36,6 +37,9 @@ class ShardedRows(Arrangement):
     divides = True
     keeps_memory_order = True
     without_samples = "call with zeros"
+
+    def __init__(self, making: Making) -> None:
+        super().__init__(timed_making(making))
 
     def make(self) -> torch.nn.Module:
         self._sharded = (

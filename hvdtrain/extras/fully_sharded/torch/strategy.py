@@ -25,6 +25,11 @@ from hvdtrain.comm.order import SameOrder
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError
+from hvdtrain.extras.divided.blocks import units
+from hvdtrain.extras.divided.communicators import Communicating
+from hvdtrain.extras.divided.deferred import Deferred
+from hvdtrain.extras.divided.divisions import layer_division_of
+from hvdtrain.extras.divided.same_weights import as_on_rank_0
 from hvdtrain.extras.fully_sharded.torch.gathered_types import (
     REDUCES_UNREACHED,
     Pass,
@@ -32,13 +37,8 @@ from hvdtrain.extras.fully_sharded.torch.gathered_types import (
     group_of,
     reduce_all_of,
 )
-from hvdtrain.frameworks.torch.arrangements import layer_division_of
-from hvdtrain.frameworks.torch.communicators import Communicating
-from hvdtrain.frameworks.torch.deferred import Deferred
-from hvdtrain.frameworks.torch.parallel.blocks import units
 from hvdtrain.frameworks.torch.parallel.zero_1_and_2 import of_shards, shard_summary, total_over
 from hvdtrain.frameworks.torch.private_api import in_backward, storage_of, tree_leaves
-from hvdtrain.frameworks.torch.same_weights import as_on_rank_0
 from hvdtrain.frameworks.torch.strategy import Shard, Strategy, Wrapped, runs_ahead
 
 

@@ -6,12 +6,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-
 from hvdtrain.comm.communicator import AroundCommunicator, Buffer, Communicator, Handle
-from hvdtrain.comm.mesh import Mesh
-from hvdtrain.config.schema import Config
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
+from hvdtrain.frameworks.torch.arrangement import Making
 
 Communicating = Callable[[], AbstractContextManager[None]]
 
@@ -26,13 +23,18 @@ def timed(communicator: Communicator, stopwatch: ReplaceableStopwatch) -> Commun
     return result
 
 
-def timed_mesh(
-    mesh: Mesh, config: Config, device: torch.device, stopwatch: ReplaceableStopwatch
-) -> Mesh:
-    """Returns the mesh with timed communicators for divided layers, if the host waits in them."""
-    if device.type != "cpu" or not config.parallel.cuts:
-        return mesh
-    return mesh._replace(tensor=timed(mesh.tensor, stopwatch), parts=timed(mesh.parts, stopwatch))
+def timed_making(making: Making) -> Making:
+    """Returns the inputs of an arrangement whose ranks share one model, with timed communicators,
+    if the host waits in them; a custom loop does not time its steps."""
+    is_timed = making.device.type == "cpu" and making.config.parallel.cuts
+    if not is_timed or making.user_model is not None:
+        return making
+    mesh = making.mesh
+    return making._replace(
+        mesh=mesh._replace(
+            tensor=timed(mesh.tensor, making.stopwatch), parts=timed(mesh.parts, making.stopwatch)
+        )
+    )
 
 
 class _TimedHandle:

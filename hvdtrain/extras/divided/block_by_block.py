@@ -1,7 +1,7 @@
 """BlockByBlock: a large model before it is partitioned over ranks. A forward pass has the weights
 of one block at a time, and each rank then takes its part of them.
 
-The values are bit-identical to a model that is created as a whole (frameworks/torch/deferred.py).
+The values are bit-identical to a model that is created as a whole (deferred.py).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import nn
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.core.arrays import WHOLE, Cut
+from hvdtrain.extras.divided.blocks import units
+from hvdtrain.extras.divided.deferred import Deferred, make_deferred
+from hvdtrain.extras.divided.same_weights import as_on_rank_0
 from hvdtrain.frameworks.torch.arrangement import bytes_of
-from hvdtrain.frameworks.torch.deferred import Deferred, make_deferred
 from hvdtrain.frameworks.torch.foreign.counted import counted
-from hvdtrain.frameworks.torch.parallel.blocks import units
 from hvdtrain.frameworks.torch.private_api import TorchDispatchMode, tree_leaves
-from hvdtrain.frameworks.torch.same_weights import as_on_rank_0
 
 # a smaller model is created as a whole, so that its weights are drawn only once and not for each
 # pass

@@ -9,19 +9,20 @@ import torch
 
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Cut
-from hvdtrain.frameworks.torch.arrangement import SampleDivision
-from hvdtrain.frameworks.torch.arrangements import layer_division_of, sample_division_of
-from hvdtrain.frameworks.torch.call import call, only_one
-from hvdtrain.frameworks.torch.layer import Layer, LayerCut
-from hvdtrain.frameworks.torch.layer_division import LayerDivision
-from hvdtrain.frameworks.torch.parallel.block_by_block import (
+from hvdtrain.extras.divided.block_by_block import (
     BlockByBlock,
     make_block_by_block,
     start_bytes_of,
 )
-from hvdtrain.frameworks.torch.parallel.divided import Divided
+from hvdtrain.extras.divided.communicators import timed_making
+from hvdtrain.extras.divided.divided import Divided
+from hvdtrain.extras.divided.divisions import layer_division_of, sample_division_of
+from hvdtrain.extras.divided.layer_division import LayerDivision
+from hvdtrain.extras.divided.same_weights import take_from_rank_0
+from hvdtrain.frameworks.torch.arrangement import Making, SampleDivision
+from hvdtrain.frameworks.torch.call import call, only_one
+from hvdtrain.frameworks.torch.layer import Layer, LayerCut
 from hvdtrain.frameworks.torch.parallel.whole_model import WholeModel
-from hvdtrain.frameworks.torch.same_weights import take_from_rank_0
 from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy
 
 
@@ -30,6 +31,9 @@ class DividedModel(WholeModel):
 
     divides = True
     samples: SampleDivision | None = None  # where ranks also divide each sample
+
+    def __init__(self, making: Making) -> None:
+        super().__init__(timed_making(making))
 
     def make(self) -> torch.nn.Module:
         """Creates the model, a large one block by block, so that no rank holds all its weights."""

@@ -1,16 +1,17 @@
-"""The mesh: ranks that share one model and read the same samples."""
+"""The feature that all ways to share one model among ranks have in common, and the mesh of these
+ranks in the header."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from hvdtrain.comm.mesh import AXES, coordinates, mesh_summary
+from hvdtrain.comm.mesh import coordinates, mesh_summary
 from hvdtrain.config.exclusion import Exclusion, above, among, other_than
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.parallel import ParallelConfig
 from hvdtrain.errors import UserError
 from hvdtrain.features.job_feature import JobFeature, PlannedJob
+from hvdtrain.features.of_extras import Added, AddedRows
 
 
 def _divides_ranks(job: PlannedJob) -> Iterator[UserError]:
@@ -30,7 +31,8 @@ def _whole(config: Config) -> str:
     return " ".join(f"parallel.{name}=1" for name, size in config.parallel.axes.items() if size > 1)
 
 
-PARTS = "hvdtrain.frameworks.torch.parallel.divided_model:DividedModel"
+PARTS = "hvdtrain.extras.divided.divided_model:DividedModel"
+GAUGE = "hvdtrain.extras.divided.gauge:mesh_gauge"
 _NAMES = 10  # columns of the header
 
 
@@ -76,22 +78,6 @@ def mesh_lines(parallel: ParallelConfig, hosts: Sequence[str]) -> list[str]:
     return lines
 
 
-def mesh_fields(parallel: ParallelConfig, ranks: int) -> dict[str, Any]:
-    """Returns fields of the event "start": the number of ranks along each axis, and [stage, data,
-    tensor] of each rank if several ranks share one model."""
-    readers = ranks // parallel.ranks
-    sizes = (parallel.pipe_ranks, readers, parallel.part_ranks)
-    axes = dict(zip(AXES, sizes, strict=True))
-    if parallel.ranks == 1:
-        return {"mesh": axes}
-    return {
-        "mesh": axes,
-        "coordinates_of_rank": [
-            list(coordinates(rank, readers, parallel.part_ranks)) for rank in range(ranks)
-        ],
-    }
-
-
 def _row(data: int, positions: int) -> str:
     """Returns the name of a place in `data`; positions: the ranks that divide the positions of a
     sample."""
@@ -113,6 +99,7 @@ SHARED_MODEL = JobFeature(
     key="",
     on=lambda config: config.parallel.ranks > 1,
     arrangement=lambda config: "" if config.parallel.has_stages else PARTS,
+    gauge=GAUGE,
     chosen=lambda config: config.parallel.summary(),
     off=_whole,
     why="no rank has the whole model",
@@ -143,3 +130,6 @@ SHARED_MODEL = JobFeature(
     ),
     lines_of_ranks=lambda config, hosts: mesh_lines(config.parallel, hosts),
 )
+
+FEATURES: tuple[Added, ...] = ()  # extras that need this one add SHARED_MODEL with their keys
+ROWS: tuple[AddedRows, ...] = ()

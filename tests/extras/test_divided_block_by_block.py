@@ -13,11 +13,10 @@ from rank_threads import ThreadRank, in_threads
 from torch import nn
 
 from hvdtrain.comm.on_all_ranks import same_on_all_ranks
-from hvdtrain.frameworks.torch import deferred
-from hvdtrain.frameworks.torch.parallel import block_by_block
-from hvdtrain.frameworks.torch.parallel.block_by_block import make_block_by_block
-from hvdtrain.frameworks.torch.parallel.blocks import units
-from hvdtrain.frameworks.torch.same_weights import as_on_rank_0
+from hvdtrain.extras.divided import block_by_block, deferred
+from hvdtrain.extras.divided.block_by_block import make_block_by_block
+from hvdtrain.extras.divided.blocks import units
+from hvdtrain.extras.divided.same_weights import as_on_rank_0
 
 
 @pytest.fixture(autouse=True)

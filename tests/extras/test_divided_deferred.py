@@ -13,10 +13,10 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.mesh import make_mesh, number_hosts
 from hvdtrain.config.read import configure
 from hvdtrain.errors import UserError
+from hvdtrain.extras.divided.blocks import units
+from hvdtrain.extras.divided.deferred import Deferred, make_deferred
 from hvdtrain.frameworks.torch.build import check_optimizer
-from hvdtrain.frameworks.torch.deferred import Deferred, make_deferred
 from hvdtrain.frameworks.torch.models import gpt
-from hvdtrain.frameworks.torch.parallel.blocks import units
 
 
 class Odd(nn.Module):
