@@ -270,8 +270,8 @@ def measure_links(communicator: Any, folder: Path) -> None:
     subtracted: ranks that share a core also wait until the others have computed."""
     import torch
 
-    from hvdtrain.core.link import IN_PARTS
     from hvdtrain.extras.bench.allreduce import _in_parts
+    from hvdtrain.extras.plan.meshes.link import IN_PARTS
 
     inside = communicator.split(communicator.rank // PER_HOST)
     for name, group, product in (("inside", inside, PRODUCT), ("between", communicator, 1)):

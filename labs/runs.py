@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import hvdtrain
-from hvdtrain.comm.mpirun import available_cores
 from hvdtrain.core.ends_with_parent import end_with_parent
 from hvdtrain.errors import DIVERGED, REQUEUE, UserError
 from hvdtrain.extras.lab.command import start_process, wait_for
+from hvdtrain.extras.launch.mpirun import available_cores
 
 ANOTHER = "another --out begins anew"
 # the most of a log that an error shows

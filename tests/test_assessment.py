@@ -20,13 +20,24 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from ranks import FULL, HANG_S, ROOT, Result, environment, needs_horovod, needs_mpirun, python
+from ranks import (
+    FULL,
+    HANG_S,
+    ROOT,
+    Result,
+    environment,
+    needs_extra,
+    needs_horovod,
+    needs_mpirun,
+    python,
+)
 from safetensors.torch import save_file
 from scipy.stats import ranksums
 from waiting import wait_until
 
 from hvdtrain.errors import UserError
 
+pytestmark = needs_extra("launch")  # which finds mpirun
 FOLDER = ROOT / "labs" / "assessment"
 SCRIPTS = ("data", "grade", "job", "judge", "model_file", "net", "share")
 

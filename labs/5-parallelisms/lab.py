@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from runs import Job, event, launch, write_table
 
-from hvdtrain.comm.mpirun import available_cores
 from hvdtrain.extras.figures.figure import COLOURS, new_figure
 from hvdtrain.extras.lab.command import Parser, run_lab
+from hvdtrain.extras.launch.mpirun import available_cores
 
 HERE = Path(__file__).resolve().parent
 JOB = (

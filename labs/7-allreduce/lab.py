@@ -29,9 +29,9 @@ from schedules import (
     simulate,
 )
 
-from hvdtrain.comm.mpirun import available_cores
 from hvdtrain.extras.figures.figure import COLOURS, DASHES, new_figure
 from hvdtrain.extras.lab.command import Parser, run_lab
+from hvdtrain.extras.launch.mpirun import available_cores
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -29,8 +29,8 @@ from job import run_job
 from judge import CODES, Verdict, judge, seen_z
 from net import Net
 
-from hvdtrain.comm.mpirun import available_cores
 from hvdtrain.errors import USER, UserError
+from hvdtrain.extras.launch.mpirun import available_cores
 
 HERE = Path(__file__).resolve().parent
 MOST_SCRIPT_BYTES = 100_000  # a script has no room for weights

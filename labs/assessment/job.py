@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from hvdtrain.comm.mpirun import (
+from hvdtrain.extras.launch.mpirun import (
     LaunchRequest,
     available_cores,
     find_launcher,

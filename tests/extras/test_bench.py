@@ -11,7 +11,6 @@ import pytest
 from ranks import mpirun, needs_horovod, needs_mpirun, python
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
-from hvdtrain.core.link import IN_PARTS, link_points
 from hvdtrain.errors import UserError
 from hvdtrain.extras.bench import allreduce
 from hvdtrain.extras.bench.allreduce import (
@@ -32,6 +31,7 @@ from hvdtrain.extras.bench.allreduce import (
 from hvdtrain.extras.bench.command import bench
 from hvdtrain.extras.bench.options import format_bytes, format_seconds, read_rank_counts, read_sizes
 from hvdtrain.extras.bench.trainer import median_speedup, quartiles
+from hvdtrain.extras.plan.meshes.link import IN_PARTS, link_points
 
 BENCH = ["-m", "hvdtrain.extras.bench.command"]
 QUICK = ["--sizes", "3,4KiB", "--budget", "0.1", "comm.bucket_mb=0.0009765625"]

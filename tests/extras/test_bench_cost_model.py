@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 
-from hvdtrain.core.link import BACKWARD, Link, MeasuredAllreduce, fit_link
 from hvdtrain.errors import UserError
 from hvdtrain.extras.bench.cost_model import (
     ALGORITHMS,
@@ -25,6 +24,7 @@ from hvdtrain.extras.bench.cost_model import (
     step_s,
     tree_s,
 )
+from hvdtrain.extras.plan.meshes.link import BACKWARD, Link, MeasuredAllreduce, fit_link
 
 SLOW = Link("slow", 0.5, 100.0)  # half a second a message, 100 bytes a second
 FAST = Link("fast", 0.25, 1000.0)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from ranks import needs_mpirun, python
 
-from hvdtrain.core.link import Link
 from hvdtrain.errors import UserError
 from hvdtrain.extras.bench.command import bench
 from hvdtrain.extras.bench.cost_model import Cluster, StepModel
@@ -23,6 +22,7 @@ from hvdtrain.extras.bench.scaling.report import (
     efficiency,
     predictions,
 )
+from hvdtrain.extras.plan.meshes.link import Link
 
 BENCH = ["-m", "hvdtrain.extras.bench.command"]
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from ranks import HANG_S, environment, mpirun_path, needs_mpirun
 
-from hvdtrain.comm.mpirun import Host, LaunchRequest, MpiKind
 from hvdtrain.comm.rendezvous import PORTS
 from hvdtrain.core.early_signals import STOPPING
 from hvdtrain.errors import REQUEUE, UserError
@@ -27,6 +26,7 @@ from hvdtrain.extras.launch.launch_commands import (
     select_pmi,
     srun_command,
 )
+from hvdtrain.extras.launch.mpirun import Host, LaunchRequest, MpiKind
 
 # SLURM 22.05.8
 PMI_LIST = (

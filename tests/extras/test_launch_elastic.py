@@ -19,7 +19,6 @@ import pytest
 import yaml
 from ranks import HANG_S, ROOT, environment, needs_mpirun
 
-from hvdtrain.comm.mpirun import Host
 from hvdtrain.errors import BUG, DIVERGED, DONE, LOST, MEMORY, REQUEUE, STALLED, USER, UserError
 from hvdtrain.extras.launch import hosts, supervisor
 from hvdtrain.extras.launch.command import USAGE, launch
@@ -41,6 +40,7 @@ from hvdtrain.extras.launch.hosts import (
     reason_to_give_up,
     this_machine,
 )
+from hvdtrain.extras.launch.mpirun import Host
 from hvdtrain.extras.launch.program import value_of
 from hvdtrain.extras.launch.run import LauncherRun
 from hvdtrain.extras.launch.supervisor import JobEvents, Record

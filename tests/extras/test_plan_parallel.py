@@ -15,7 +15,7 @@ from ranks import needs_extra
 from hvdtrain.__main__ import main
 from hvdtrain.comm.counted import Kind, Moved
 from hvdtrain.config.read import configure
-from hvdtrain.core.link import IN_PARTS, Link
+from hvdtrain.extras.plan.meshes.link import IN_PARTS, Link
 from hvdtrain.extras.plan.meshes.machine import Machine, machine_of, read_link
 from hvdtrain.extras.plan.meshes.meshes import (
     MeshShape,

@@ -5,7 +5,7 @@ from hvdtrain.core.extras import Command, Extra
 EXTRA = Extra(
     status="stable",
     says="Measures steps, allreduces, data loading and scaling, and proposes a learning rate.",
-    needs=("figures",),
+    needs=("figures", "launch", "plan"),
     commands={
         "lr-find": Command(
             "hvdtrain.extras.bench.lr_find",

@@ -20,10 +20,10 @@ import numpy as np
 from hvdtrain.cli.output import align, plural, print_result
 from hvdtrain.comm.communicator import Communicator, part_of
 from hvdtrain.comm.launcher_variables import Placement, placement
-from hvdtrain.core.link import IN_PARTS
 from hvdtrain.errors import UserError
 from hvdtrain.extras.bench.options import BenchParser, format_bytes, format_seconds, read_sizes
 from hvdtrain.extras.bench.trainer import median_speedup, quartiles, run_on_ranks
+from hvdtrain.extras.plan.meshes.link import IN_PARTS
 from hvdtrain.features.every_feature import configure
 
 SIZES = "1,64,1KiB,16KiB,256KiB,1MiB,4MiB,16MiB,64MiB,100MB"

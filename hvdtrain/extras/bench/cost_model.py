@@ -13,8 +13,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvdtrain.core.link import BACKWARD, Link, MeasuredAllreduce, fit_link, least_squares
 from hvdtrain.errors import UserError
+from hvdtrain.extras.plan.meshes.link import (
+    BACKWARD,
+    Link,
+    MeasuredAllreduce,
+    fit_link,
+    least_squares,
+)
 
 _PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}

@@ -5,7 +5,7 @@ from hvdtrain.core.extras import Command, Extra
 EXTRA = Extra(
     status="stable",
     says="Runs an experiment of the course in labs/.",
-    needs=("figures",),
+    needs=("figures", "launch"),
     commands={
         "lab": Command(
             "hvdtrain.extras.lab.command",

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hvdtrain.comm.launcher_variables import tasks_per_node
-from hvdtrain.comm.mpirun import Host
 from hvdtrain.comm.rendezvous import expand_nodes
 from hvdtrain.errors import UserError, short
+from hvdtrain.extras.launch.mpirun import Host
 
 LARGEST_BYTES = 2**24  # limit for a hostfile
 _HOST = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::([0-9]{1,6}))?")

@@ -13,22 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hvdtrain.cli.options import CommandParser
-from hvdtrain.cli.program import Program, check_exists, read_program
 from hvdtrain.comm.cores.shares import BINDS
 from hvdtrain.comm.driver_files import HERE
 from hvdtrain.comm.launcher_variables import placement
-from hvdtrain.comm.mpirun import (
-    Host,
-    LaunchRequest,
-    MpiLauncher,
-    available_cores,
-    find_launcher,
-    identify_mpi,
-    mpi_library_version,
-    mpirun_command,
-    output_of,
-    ranks_per_host,
-)
 from hvdtrain.comm.rendezvous import SECRET, free_port, new_secret
 from hvdtrain.config.read import expand
 from hvdtrain.errors import DONE, UserError, nearest, short
@@ -48,8 +35,21 @@ from hvdtrain.extras.launch.launch_commands import (
     select_pmi,
     srun_command,
 )
+from hvdtrain.extras.launch.mpirun import (
+    Host,
+    LaunchRequest,
+    MpiLauncher,
+    available_cores,
+    find_launcher,
+    identify_mpi,
+    mpi_library_version,
+    mpirun_command,
+    output_of,
+    ranks_per_host,
+)
 from hvdtrain.extras.launch.program import rank_command, value_of
 from hvdtrain.extras.launch.run import LauncherRun
+from hvdtrain.extras.launch.words import Program, check_exists, read_program
 
 USAGE = """\
 hvdtrain launch [-np 8] [-H n1:4,n2:4 | --hostfile FILE] [--dry-run] -- [train | check] [--config FILE] [key=value ...]

@@ -8,17 +8,17 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hvdtrain.cli.program import Program
-from hvdtrain.comm.mpirun import Host, LaunchRequest, MpiLauncher, mpirun_command
 from hvdtrain.config.read import expand
 from hvdtrain.core.lengths import parse_duration
 from hvdtrain.errors import DONE, UserError, short
 from hvdtrain.extras.launch import hosts
 from hvdtrain.extras.launch.allocation import Allocation, read_hosts
 from hvdtrain.extras.launch.hosts import PROGRAM, Offer, choose
+from hvdtrain.extras.launch.mpirun import Host, LaunchRequest, MpiLauncher, mpirun_command
 from hvdtrain.extras.launch.program import value_of
 from hvdtrain.extras.launch.run import LauncherRun
 from hvdtrain.extras.launch.supervisor import Limits, Supervisor
+from hvdtrain.extras.launch.words import Program
 
 _WHERE = "command line of launch --elastic"
 # Open MPI 5 notices a lost host after time + probes x intvl seconds; without these after 8 minutes,

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from hvdtrain.comm.mpirun import Host, ranks_per_host
 from hvdtrain.errors import DONE, LOST, REQUEUE, USER, UserError, short
 from hvdtrain.extras.launch.allocation import read_hostfile
+from hvdtrain.extras.launch.mpirun import Host, ranks_per_host
 
 SCRIPT_S = 10.0  # time limit of the program
 _LARGEST_BYTES = 2**24

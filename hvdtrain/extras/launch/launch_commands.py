@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from hvdtrain.comm.mpirun import (
+from hvdtrain.errors import UserError, short
+from hvdtrain.extras.launch.mpirun import (
     MPI_NAMES,
     Host,
     LaunchRequest,
@@ -14,7 +15,6 @@ from hvdtrain.comm.mpirun import (
     mpirun_command,
     ranks_per_host,
 )
-from hvdtrain.errors import UserError, short
 from hvdtrain.training.replicas.software import variables
 
 # Environment variables for ranks on other hosts, unless their name looks like a secret.

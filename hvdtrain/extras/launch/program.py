@@ -7,9 +7,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cli.program import Program
 from hvdtrain.config.read import expand, read_argument, read_file
 from hvdtrain.errors import UserError, short
+from hvdtrain.extras.launch.words import Program
 
 RANK = "hvdtrain.extras.launch.rank"
 

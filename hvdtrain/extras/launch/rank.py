@@ -28,7 +28,6 @@ from hvdtrain.comm.launcher_variables import (
     placement,
     torchrun_variables,
 )
-from hvdtrain.comm.mpirun import Host
 from hvdtrain.comm.rendezvous import LOOPBACK, step_nodes
 from hvdtrain.core.early_signals import EarlySignals
 from hvdtrain.core.ends_with_parent import end_with_parent
@@ -36,6 +35,7 @@ from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
 from hvdtrain.core.process import exit_now, flush_output, print_stderr
 from hvdtrain.errors import LOST, USER, UserError, exit_code_of, short
 from hvdtrain.extras.launch.allocation import read_hosts
+from hvdtrain.extras.launch.mpirun import Host
 from hvdtrain.training.failure import (
     ECHO_S,
     abort_every_rank,

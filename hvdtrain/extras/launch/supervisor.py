@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdtrain.comm.mpirun import Host
 from hvdtrain.core.early_signals import STOPPING, EarlySignals
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.process import print_stderr
@@ -30,6 +29,7 @@ from hvdtrain.extras.launch.hosts import (
     reason_to_give_up,
     slots_of,
 )
+from hvdtrain.extras.launch.mpirun import Host
 from hvdtrain.extras.launch.run import LauncherRun
 
 LOOK_S = 0.2  # interval of checks of the job and the hosts

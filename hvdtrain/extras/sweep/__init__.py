@@ -6,7 +6,7 @@ from hvdtrain.core.extras import Command, Extra
 EXTRA = Extra(
     status="stable",
     says="Trains with many settings side by side, and reports the best.",
-    needs=("figures",),
+    needs=("figures", "launch"),
     commands={
         "sweep": Command(
             "hvdtrain.extras.sweep.command",

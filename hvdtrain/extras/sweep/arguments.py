@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.output import with_json_value
-from hvdtrain.cli.program import Program, check_exists, read_program
 from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import assignments, expand, to_yaml
 from hvdtrain.config.schema import Config
 from hvdtrain.core.process import command_line
 from hvdtrain.errors import UserError, closest, nearest, short
+from hvdtrain.extras.launch.words import Program, check_exists, read_program
 from hvdtrain.extras.sweep import optuna_study
 from hvdtrain.extras.sweep.space import (
     GRID_EXAMPLE,

@@ -18,12 +18,12 @@ from typing import Protocol
 from hvdtrain.cli.output import STANDARD_OUTPUT, print_result
 from hvdtrain.comm.driver_files import HERE
 from hvdtrain.comm.launcher_variables import listed_devices, placement
-from hvdtrain.comm.mpirun import available_cores
 from hvdtrain.core.early_signals import ECHO_S, STOPPING, EarlySignals
 from hvdtrain.core.extras import shows_run
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.process import command_line, path_argument, start_child
 from hvdtrain.errors import BUG, DIVERGED, DONE, REQUEUE, UserError
+from hvdtrain.extras.launch.mpirun import available_cores
 from hvdtrain.extras.sweep.arguments import USAGE, SweepOptions, read_options, split_script
 from hvdtrain.extras.sweep.figure import SweepPoint, draw_sweep
 from hvdtrain.extras.sweep.optuna_study import OptunaStudy

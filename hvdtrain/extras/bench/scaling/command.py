@@ -16,18 +16,9 @@ from typing import NamedTuple
 
 from hvdtrain.cli.output import plural, print_result
 from hvdtrain.comm.launcher_variables import placement
-from hvdtrain.comm.mpirun import (
-    LaunchRequest,
-    MpiKind,
-    available_cores,
-    find_launcher,
-    mpi_library_version,
-    mpirun_command,
-)
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
-from hvdtrain.core.link import Link, MeasuredAllreduce, fit_link, link_points
 from hvdtrain.data.configured.unwritten import unstaged
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.extras.bench.cost_model import (
@@ -51,6 +42,15 @@ from hvdtrain.extras.bench.scaling.report import (
     to_text,
 )
 from hvdtrain.extras.bench.trainer import quartiles
+from hvdtrain.extras.launch.mpirun import (
+    LaunchRequest,
+    MpiKind,
+    available_cores,
+    find_launcher,
+    mpi_library_version,
+    mpirun_command,
+)
+from hvdtrain.extras.plan.meshes.link import Link, MeasuredAllreduce, fit_link, link_points
 from hvdtrain.features.every_feature import configure
 from hvdtrain.training.build import planned_task
 from hvdtrain.training.datasets import build_source

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hvdtrain.cli.output import align, plural
-from hvdtrain.core.link import Link
 from hvdtrain.extras.bench.cost_model import ALGORITHMS, Cluster, StepModel, comm_s, step_s
 from hvdtrain.extras.bench.options import format_bytes, format_seconds
 from hvdtrain.extras.bench.scaling.figure import EfficiencyLine
 from hvdtrain.extras.bench.trainer import quartiles
+from hvdtrain.extras.plan.meshes.link import Link
 
 SCALING_KINDS = ("weak", "strong")
 PREDICTED_RANKS = [2**power for power in range(3, 14)]

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdtrain.core.link import IN_PARTS, Link, fit_link, link_points
 from hvdtrain.errors import UserError
+from hvdtrain.extras.plan.meshes.link import IN_PARTS, Link, fit_link, link_points
 from hvdtrain.frameworks.footprint import PlannedWork
 
 INSIDE = Link("inside", 5e-6, 10e9)  # ranks of one host

@@ -15,9 +15,9 @@ from hvdtrain.config.exclusion import value_of
 from hvdtrain.config.schema import Config, known_keys
 from hvdtrain.config.sections.parallel import ParallelConfig
 from hvdtrain.config.sections.shard import ShardConfig
-from hvdtrain.core.link import BACKWARD, Link
 from hvdtrain.errors import UserError
 from hvdtrain.extras.plan.forecast.job import Forecast, Infeasible, forecast
+from hvdtrain.extras.plan.meshes.link import BACKWARD, Link
 from hvdtrain.extras.plan.meshes.machine import Machine
 from hvdtrain.frameworks.footprint import PlannedWork
 from hvdtrain.recipe.batch import resolve_batch_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdtrain.comm.mpirun import (
+from hvdtrain.extras.launch.mpirun import (
     Host,
     LaunchRequest,
     MpiKind,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hvdtrain.cli.program import Program, read_program
 from hvdtrain.core.extras import commands
 from hvdtrain.errors import UserError
+from hvdtrain.extras.launch.words import Program, read_program
 
 
 @pytest.mark.parametrize(
