@@ -83,7 +83,7 @@ ALLOWED = {  # the only files that may import these
     "mpi4py": ("comm/mpi.py", "comm/horovod.py"),
     "matplotlib": ("extras/",),
     "rich": ("events/progress_display.py",),
-    "jinja2": ("extras/report/page.py", "data/texts/chat_template.py"),
+    "jinja2": ("extras/report/page.py", "extras/tokenizer_folders/chat_template.py"),
     "pandas": ("records/run.py", "api.py"),
     "tensorboard": ("extras/trackers/",),
     "mlflow": ("extras/trackers/",),

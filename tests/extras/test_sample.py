@@ -13,11 +13,11 @@ from ranks import needs_extra
 from hvdtrain.__main__ import main
 from hvdtrain.config.read import configure
 from hvdtrain.core.extras import document_files, token_images
-from hvdtrain.data.texts.tokenizer_folder import read_folder
 from hvdtrain.errors import UserError
 from hvdtrain.extras.sample.command import USAGE, sample
 from hvdtrain.extras.sample.grid import grid
 from hvdtrain.extras.sample.prompt import read_prompt
+from hvdtrain.extras.tokenizer_folders.folder import read_folder
 
 MODEL = [
     "task.name=language",

@@ -18,9 +18,9 @@ from hvdtrain.cli.run_model.fit import fit
 from hvdtrain.config.read import configure
 from hvdtrain.core.extras import tables
 from hvdtrain.data.source import Source
-from hvdtrain.data.texts.chat_template import ChatTemplate, compiled
-from hvdtrain.data.texts.tokenizer_folder import read_folder
 from hvdtrain.errors import UserError
+from hvdtrain.extras.tokenizer_folders.chat_template import ChatTemplate, compiled
+from hvdtrain.extras.tokenizer_folders.folder import read_folder
 from hvdtrain.training.common_array import CommonArray
 from hvdtrain.training.datasets import build_source, open_datasets
 from hvdtrain.training.input import lengths_to_sort_by

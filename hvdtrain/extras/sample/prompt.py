@@ -8,8 +8,8 @@ import numpy as np
 
 from hvdtrain.config.read import expand
 from hvdtrain.config.sections.data import DataConfig
-from hvdtrain.data.texts.tokenizer_folder import TokenizerFolder, read_folder
 from hvdtrain.data.tokenizer import Tokenizer, read_tokenizer
+from hvdtrain.extras.tokenizer_folders.folder import TokenizerFolder, read_folder
 
 
 class PromptTokens(NamedTuple):

@@ -6,6 +6,7 @@ from hvdtrain.core.extras import Extra
 EXTRA = Extra(
     status="stable",
     says="Trains on CSV, Parquet, npz, HDF5, netCDF-4 and Zarr files, one block at a time.",
+    needs=("split_files",),
     aliases={"data/datasets": {"hdf5": "hdf5", "netcdf": "hdf5"}},
     data_files={
         ".h5": "hdf5",

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdtrain.data.files.split_files import cut_off
 from hvdtrain.errors import UserError
 from hvdtrain.extras.science.stored.stored_array import check_shape
+from hvdtrain.extras.split_files.files import cut_off
 
 _MOST_CHUNKS = 2**25
 _MOST_CHUNK_BYTES = 2**32  # the limit of HDF5

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdtrain.data.files.split_files import files_of_split
 from hvdtrain.data.option_error import OptionError, expanded
 from hvdtrain.data.source import Source, Split
 from hvdtrain.errors import UserError, first_line
+from hvdtrain.extras.split_files.files import files_of_split
 from hvdtrain.extras.texts.document_reader import document_reader
 from hvdtrain.extras.texts.documents import Documents, paths_of
 from hvdtrain.extras.texts.lines import Lines, LinesOfFile

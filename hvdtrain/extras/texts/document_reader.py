@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdtrain.data.option_error import OptionError, expanded
-from hvdtrain.data.texts.chat_template import ChatTemplate
-from hvdtrain.data.texts.tokenizer_folder import TokenizerFolder, read_folder
 from hvdtrain.data.tokenizer import Tokenizer
 from hvdtrain.errors import UserError
 from hvdtrain.extras.texts.options import TextOptions
 from hvdtrain.extras.texts.record import messages_of, record_of, text_of
+from hvdtrain.extras.tokenizer_folders.chat_template import ChatTemplate
+from hvdtrain.extras.tokenizer_folders.folder import TokenizerFolder, read_folder
 
 _BYTES = 256
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdtrain.data.files.split_files import FileOnDisk
+from hvdtrain.extras.split_files.files import FileOnDisk
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdtrain.data.texts.chat_template import Message
 from hvdtrain.errors import UserError, nearest, short
+from hvdtrain.extras.tokenizer_folders.chat_template import Message
 
 Label = str | int | float
 _REMOVE = "correct or remove it"

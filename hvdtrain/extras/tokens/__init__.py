@@ -5,6 +5,7 @@ from hvdtrain.core.extras import Command, Extra
 EXTRA = Extra(
     status="stable",
     says="Trains on files of token ids, mixes several sets, and creates them from texts.",
+    needs=("split_files",),
     commands={
         "tokenize": Command(
             "hvdtrain.extras.tokens.command",

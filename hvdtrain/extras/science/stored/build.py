@@ -11,7 +11,6 @@ import numpy as np
 from hvdtrain.data.array_files import name_and_words
 from hvdtrain.data.declared import CheckedSource
 from hvdtrain.data.field import Field
-from hvdtrain.data.files.split_files import FileOnDisk, files_of_split
 from hvdtrain.data.option_error import NoValidationSet, OptionError, expanded
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.subset import subset
@@ -30,6 +29,7 @@ from hvdtrain.extras.science.stored.stored_array import (
     MOST_ROWS,
     StoredFile,
 )
+from hvdtrain.extras.split_files.files import FileOnDisk, files_of_split
 
 Open = Callable[[Path], StoredFile]
 

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from hvdtrain.data.field import TARGETS
-from hvdtrain.data.files.split_files import FileOnDisk, cut_off
 from hvdtrain.data.grid import Grid
 from hvdtrain.errors import UserError
 from hvdtrain.extras.science.stored.selection import SelectionBox
+from hvdtrain.extras.split_files.files import FileOnDisk, cut_off
 
 
 class Blocks(Protocol):

@@ -15,7 +15,6 @@ import numpy as np
 from hvdtrain.data.array_files import name_and_words
 from hvdtrain.data.field import TARGETS
 from hvdtrain.data.files.selection import Staging
-from hvdtrain.data.files.split_files import FileOnDisk
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.user_data.arrays import is_index
@@ -50,6 +49,7 @@ from hvdtrain.extras.science.stored.text_tables.lines import (
     without_blank_lines,
 )
 from hvdtrain.extras.science.texts_of_table import texts_of_table
+from hvdtrain.extras.split_files.files import FileOnDisk
 
 _MOST_HEADER = 2**20
 _WORDS = {"tab": "\t", "space": " "}

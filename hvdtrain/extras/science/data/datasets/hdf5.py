@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.data.files.selection import Staging
-from hvdtrain.data.files.split_files import FileOnDisk, cut_off
 from hvdtrain.data.grid import Grid, GridVariable
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import Source, Split
@@ -35,6 +34,7 @@ from hvdtrain.extras.science.stored.stored_array import (
     check_shape,
     no_such,
 )
+from hvdtrain.extras.split_files.files import FileOnDisk, cut_off
 
 # HDF5's filter numbers
 _SHUFFLE = 2

@@ -16,7 +16,6 @@ from typing import IO, Any
 import numpy as np
 
 from hvdtrain.data.files.selection import Staging
-from hvdtrain.data.files.split_files import FileOnDisk, cut_off
 from hvdtrain.data.source import Source, Split
 from hvdtrain.errors import UserError, first_line
 from hvdtrain.extras.science.stored.build import build_stored
@@ -30,6 +29,7 @@ from hvdtrain.extras.science.stored.stored_array import (
     check_shape,
     no_such,
 )
+from hvdtrain.extras.split_files.files import FileOnDisk, cut_off
 
 # header of a zip file's member: signature, length of the name, length of the extra field
 _LOCAL_HEADER = struct.Struct("<4s22xHH")

@@ -13,7 +13,6 @@ import numpy as np
 
 from hvdtrain.data.field import TARGETS, padded_by
 from hvdtrain.data.files.selection import Staging
-from hvdtrain.data.files.split_files import FileOnDisk, cut_off
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.user_data.arrays import from_arrow, is_index
@@ -33,6 +32,7 @@ from hvdtrain.extras.science.stored.stored_array import (
     whole,
 )
 from hvdtrain.extras.science.texts_of_table import texts_of_table
+from hvdtrain.extras.split_files.files import FileOnDisk, cut_off
 
 STAGING = Staging(is_of_user=True, may_be_a_file=True)
 

@@ -20,7 +20,6 @@ import numpy as np
 
 from hvdtrain.core.folder import WrongKind, check_regular
 from hvdtrain.data.files.selection import Staging
-from hvdtrain.data.files.split_files import FileOnDisk, cut_off
 from hvdtrain.data.grid import Grid, GridVariable
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import Source, Split
@@ -38,6 +37,7 @@ from hvdtrain.extras.science.stored.stored_array import (
     check_dtype,
     no_such,
 )
+from hvdtrain.extras.split_files.files import FileOnDisk, cut_off
 
 _CODEC_KEYS = ("filters", "compressor", "codecs", "index_codecs")
 # codecs of numcodecs and zarr, without pickle, which may run code, and msgpack2

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdtrain.data.files.split_files import FileOnDisk
 from hvdtrain.errors import UserError
+from hvdtrain.extras.split_files.files import FileOnDisk
 
 _BLOCK_BYTES = 2**17  # bytes of text to parse at a time
 _PIECE_BYTES = 2**22  # bytes of text to search for line ends at a time

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.data.files.selection import Staging
-from hvdtrain.data.files.split_files import FileOnDisk
 from hvdtrain.data.source import Source, Split
 from hvdtrain.errors import UserError
+from hvdtrain.extras.split_files.files import FileOnDisk
 from hvdtrain.extras.texts.build import build_texts, lines_of_rows
 from hvdtrain.extras.texts.lines import LinesOfFile
 from hvdtrain.extras.texts.options import text_options

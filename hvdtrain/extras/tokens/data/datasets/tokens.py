@@ -11,10 +11,10 @@ from typing import Literal
 
 from hvdtrain.data.declared import bounded_alike
 from hvdtrain.data.files.selection import Staging
-from hvdtrain.data.files.split_files import files_of_split
 from hvdtrain.data.option_error import NoValidationSet, OptionError, expanded
 from hvdtrain.data.source import Source, Split
 from hvdtrain.errors import UserError
+from hvdtrain.extras.split_files.files import files_of_split
 from hvdtrain.extras.tokens.manifest import Manifest, read_json, read_manifest
 from hvdtrain.extras.tokens.mixture import Mixture, parts_of_period
 from hvdtrain.extras.tokens.token_files import SUFFIXES, TokenSet, open_file

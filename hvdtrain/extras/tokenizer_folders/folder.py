@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.core.folder import check_regular
-from hvdtrain.data.texts.chat_template import ChatTemplate, compiled
 from hvdtrain.data.tokenizer import Tokenizer, read_tokenizer
 from hvdtrain.errors import UserError, first_line
+from hvdtrain.extras.tokenizer_folders.chat_template import ChatTemplate, compiled
 
 _CONFIG = "tokenizer_config.json"
 _SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))

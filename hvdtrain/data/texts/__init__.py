@@ -1,1 +1,0 @@
-"""Chats as text, by the template of a tokenizer's folder."""
