@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from hvdtrain.context.context import Context
     from hvdtrain.tasks.transform import Transform, Transforms
     from hvdtrain.training.hooks import Hook
-    from hvdtrain.training.run_rank import ConnectedRank
 
 T = TypeVar("T")
 
@@ -261,29 +260,13 @@ def predict(
     checkpoint: newest, best (by the objective), or the name of one; default: newest, or best if the
         run has stop.restore_best
     """
-    from hvdtrain.cli.run_model.of_data import WITHOUT_TARGETS, AskedData, predict_data
+    from hvdtrain.core.extras import implementing_module
 
     script = _script_of(run, model, {})
-    given = {section: one for section, one in script.given.items() if section == "model"}
-    has_loss = "task" in script.given and script.given["task"].name is not None
-    names = [
-        word
-        for word in script.names
-        if word.startswith("model.name=") or (":" in word and not has_loss)
-    ]
-    if not any(
-        word.startswith("task.name=") for word in (*arguments, *names)
-    ):  # else the code of a task of the user's own
-        given["task"] = WITHOUT_TARGETS
-    asked = AskedData(data, "data", "hvdtrain.predict()")
-    return _ask(
-        run,
-        [*names, *arguments],
-        given,
-        data,
-        lambda rank: predict_data(rank, asked, checkpoint)[1],
-        "prediction",
+    found: np.ndarray = implementing_module("hvdtrain.predict()").predict(
+        _folder_of(run), data, arguments, script, checkpoint
     )
+    return found
 
 
 def evaluate(
@@ -302,18 +285,17 @@ def evaluate(
     loss, metrics: default: the run's own, if `run` is the result of train()
     arguments, model, checkpoint: as in predict()
     """
-    from hvdtrain.cli.run_model.of_data import AskedData, evaluate_data
+    from hvdtrain.core.extras import implementing_module
 
     script = _script_of(run, model, {"loss": loss, "metrics": metrics})
-    asked = AskedData(data, "data", "hvdtrain.evaluate()")
-    return _ask(
-        run,
-        [*script.names, *arguments],
-        dict(script.given),
-        data,
-        lambda rank: evaluate_data(rank, asked, checkpoint),
-        "evaluation",
+    found: dict[str, float] = implementing_module("hvdtrain.evaluate()").evaluate(
+        _folder_of(run), data, arguments, script, checkpoint
     )
+    return found
+
+
+def _folder_of(run: Run | str | Path) -> str:
+    return str(run.folder if isinstance(run, Run) else run)
 
 
 def _script_of(run: Run | str | Path, model: Any, task: Mapping[str, Any]) -> Script:
@@ -333,51 +315,6 @@ def _script_of(run: Run | str | Path, model: Any, task: Mapping[str, Any]) -> Sc
     if task.get("loss") is not None:
         names.append(f"task.name={given['task'].name}")
     return Script(given, tuple(names))
-
-
-def _ask(
-    run: Run | str | Path,
-    arguments: list[str],
-    given: dict[str, Given],
-    data: Any,
-    work: Callable[[ConnectedRank], T],
-    what: str,
-) -> T:
-    """Runs the work on the ranks of this script, with the run's configuration. Raises as
-    train()."""
-    from hvdtrain.cli.run_model.arguments import Arguments, read_former_run
-    from hvdtrain.config.sections.section import COMMAND_LINE
-    from hvdtrain.training.given import given_data
-    from hvdtrain.training.run_rank import on_connected_ranks
-
-    given["data"] = given_data(data, None)
-    words = [
-        *arguments,
-        *(
-            f"{section}.name={one.name}"
-            for section, one in given.items()
-            if section != "model" and one.name is not None
-        ),
-    ]
-    folder = str(run.folder if isinstance(run, Run) else run)
-    try:
-        of_job = Arguments(folder, {}, words).of_job()
-        return on_connected_ranks(
-            work,
-            None,
-            of_job,
-            read_former_run=read_former_run,
-            from_script=True,
-            given=given,
-            what=what,
-        )
-    except UserError as error:
-        error.where = error.where.replace(
-            COMMAND_LINE, f"hvdtrain.{'predict' if what == 'prediction' else 'evaluate'}()"
-        )
-        raise
-    except RankFailed as failed:
-        sys.exit(failed.code)
 
 
 def init(config: Mapping[str, Any] | str | Path | None = None, *arguments: str) -> Context:

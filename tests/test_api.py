@@ -305,6 +305,7 @@ def test_letters_that_the_output_has_not_end_no_job(monkeypatch: pytest.MonkeyPa
     )
 
 
+@needs_extra("trained_models")
 @needs_mpirun
 def test_each_rank_of_a_script_gets_the_same_and_one_that_fails_ends_all(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

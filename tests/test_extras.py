@@ -126,6 +126,14 @@ if implementation("ctx.prepare(name=)") is None:
         assert error.where == "ctx.prepare(..., name=)", error
     else:
         raise AssertionError("several models are trained without an extra")
+if implementation("hvdtrain.predict()") is None:
+    for ask in (hvdtrain.predict, hvdtrain.evaluate):
+        try:
+            ask("run", [1.0])
+        except UserError as error:
+            assert f"no extra that does hvdtrain.{ask.__name__}()" in error.what, error
+        else:
+            raise AssertionError("a model is asked without an extra")
 if library_metrics() is None:
     metric = type("Metric", (), {"__module__": "torchmetrics.metric"})()
     try:

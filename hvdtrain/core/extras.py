@@ -70,12 +70,12 @@ class Extra(NamedTuple):
     takes; map_files, whose check(), maps_of() and write() store what `predict --to` writes.
     streams: what to set so that data that only give their next sample are read.
     column_encoder: the module that encodes columns of text, dates and missing cells for
-    data/input_encoding.py. implements: a key of hvdtrain, a value as in shard.stage=3, or an
-    argument as in ctx.prepare(name=) -> the module that does what it selects; without the extra it
-    is an error. maps: the package whose modules moved_masks, pictures and mask_files serve tasks
-    with masks or maps. library_metrics: the module whose metric_of() converts a metric of
-    torchmetrics. words: the module with tables of other tools' keys and values for
-    config/words_of_other_tools.py. libraries: library of torch models -> the module whose
+    data/input_encoding.py. implements: a key of hvdtrain, a value as in shard.stage=3, an argument
+    as in ctx.prepare(name=), or a function as hvdtrain.predict() -> the module that does what it
+    selects; without the extra it is an error. maps: the package whose modules moved_masks, pictures
+    and mask_files serve tasks with masks or maps. library_metrics: the module whose metric_of()
+    converts a metric of torchmetrics. words: the module with tables of other tools' keys and values
+    for config/words_of_other_tools.py. libraries: library of torch models -> the module whose
     model_of() makes those of model.name=LIBRARY:NAME, and whose in_names_of() renames the arrays of
     a file for one of them.
     """
@@ -243,15 +243,15 @@ def column_encoder() -> str | None:
 
 
 def implementation(name: str) -> str | None:
-    """Returns the module of an extra that implements a key or value of hvdtrain; None if there is
-    none."""
+    """Returns the module of an extra that implements a key, value or function of hvdtrain; None if
+    there is none."""
     found = (extra.implements[name] for extra in extras().values() if name in extra.implements)
     return next(found, None)
 
 
 def implementing_module(key: str) -> Any:
-    """Returns the module of an extra that implements a key. Raises UserError without that extra,
-    which features reject before the first step."""
+    """Returns the module of an extra that implements a key or function. Raises UserError without
+    that extra; features reject such keys before the first step."""
     module = implementation(key)
     if module is None:
         what = f"this copy of hvdtrain has no extra that does {key}"

@@ -287,3 +287,19 @@ def _one_part(name: str) -> str:
     if not name or "/" in name or "\0" in name or name in (".", ".."):
         raise ValueError(f"{name!r:.100} is not a name in a folder")
     return name
+
+
+def put_in_place(unfinished: Path, to: Path) -> None:
+    """Renames a complete file or folder to its name. What has the name is removed afterwards; after
+    an error it still has it. Raises OSError."""
+    if not os.path.isdir(to) or os.path.islink(to):
+        unfinished.replace(to)
+        return
+    former = to.with_name(f".{to.name}.former-{os.getpid()}")
+    to.rename(former)
+    try:
+        unfinished.rename(to)
+    except OSError:
+        former.rename(to)
+        raise
+    shutil.rmtree(former)

@@ -200,6 +200,7 @@ def test_a_mask_goes_to_a_parameter_that_has_a_default(
     )
 
 
+@needs_extra("trained_models")
 def test_what_a_run_is_asked_has_any_length_and_no_masks() -> None:
     data = sequence_jobs.sentences()
     keys: dict[str, Any] = {

@@ -13,7 +13,7 @@ import pytest
 import sequence_jobs
 import torch
 from pool import alone
-from ranks import mpirun, needs_mpirun
+from ranks import mpirun, needs_extra, needs_mpirun
 from sequence_jobs import JOB, PAD_ROWS, PAD_TOKENS, Sequences, made, tokens
 
 import hvdtrain
@@ -120,6 +120,7 @@ def test_the_loss_is_that_of_samples_padded_to_the_longest_of_the_data() -> None
         np.testing.assert_allclose(padded.weights[name], weight, rtol=0, atol=1e-12)
 
 
+@needs_extra("trained_models")
 def test_evaluations_and_predictions_of_other_data() -> None:
     run = hvdtrain.train(
         {"run": "run", "max_steps": 3, "task.name": "language"},

@@ -6,7 +6,6 @@ import math
 import subprocess
 import sys
 import tracemalloc
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from hvdtrain.data.channel_stats import channel_stats
 from hvdtrain.data.datasets import cifar, digits, idx, synthetic
 from hvdtrain.data.labels import smallest
 from hvdtrain.data.source import ArraySource, NamedArrays, Source
-from hvdtrain.data.subset import SubsetOfImages, divide, relabelled, smaller, validation_mask
+from hvdtrain.data.subset import SubsetOfImages, divide, smaller, validation_mask
 from hvdtrain.data.user_data import arrays
 from hvdtrain.data.user_data.as_source import as_source
 from hvdtrain.data.user_data.dataset import labels_of
@@ -300,22 +299,6 @@ def test_the_two_parts_of_a_divided_set_have_each_sample_once(in_memory: bool) -
     if not in_memory:
         with pytest.raises(IndexError):
             val.read(np.array([10]))
-
-
-@pytest.mark.parametrize("in_memory", [True, False])
-def test_labels_are_numbered_anew_by_name(in_memory: bool) -> None:
-    source: Source = replace(images(6), class_names=("ant", "bee", "cat"))
-    found = relabelled(
-        source if in_memory else SubsetOfImages(source, np.arange(6)), ["cat", "dog", "ant", "bee"]
-    )
-    assert found.labels().tolist() == found.read(np.arange(6))["y"].tolist() == [2, 3, 0, 2, 3, 0]
-    assert (found.classes, found.class_names, found.shape, len(found)) == (
-        4,
-        ("cat", "dog", "ant", "bee"),
-        (5, 4, 3),
-        6,
-    )
-    assert (found.read(np.array([4]))["x"] == source.read(np.array([4]))["x"]).all()
 
 
 def test_names_of_classes_are_those_of_torchvision() -> None:

@@ -20,8 +20,6 @@ from safetensors.numpy import load_file
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from hvdtrain.__main__ import main
-from hvdtrain.cli.run_model.arguments import read_former_run
-from hvdtrain.cli.run_model.saved_weights import find_checkpoint
 from hvdtrain.comm import on_all_ranks
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import Assignment, configure, read_argument, read_file
@@ -30,11 +28,13 @@ from hvdtrain.core.process import command_line
 from hvdtrain.data.datasets import digits
 from hvdtrain.errors import UserError
 from hvdtrain.extras.evaluate.command import USAGE, evaluate
+from hvdtrain.extras.trained_models.arguments import read_former_run
+from hvdtrain.extras.trained_models.saved_weights import find_checkpoint
+from hvdtrain.extras.trained_models.trained_model import load_trained_model, task_of
 from hvdtrain.training.checkpoint.files import Checkpoint, Damaged
 from hvdtrain.training.checkpoint.resume import Reading
 from hvdtrain.training.conflicts import refuse_conflicts
 from hvdtrain.training.progress.train_state import Progress, TrainState
-from hvdtrain.training.trained_model import load_trained_model, task_of
 
 TRAIN = ["model.name=linear", "speed.precision=fp64", "epochs=1", "optim.base_lr=0.05"]
 

@@ -132,6 +132,7 @@ def loaded(path: Path) -> tuple[nn.Module, dict[str, str]]:
     return model, json.loads(files[FACTS])
 
 
+@needs_extra("trained_models")
 def test_pt2_of_a_model_of_images(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The outputs are those that `predict` gives for the same images; the file needs no model."""
     to = written(runs / "convnet", ".pt2")
@@ -170,6 +171,7 @@ def test_pt2_of_tokens_has_any_length(runs: Path, capsys: pytest.CaptureFixture[
     assert model(torch.zeros(2, 5, dtype=torch.int64)).shape == (2, 5, 256)
 
 
+@needs_extra("trained_models")
 def test_pt2_of_padded_sequences_with_a_mask(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from hvdtrain.__main__ import main
-from hvdtrain.cli.run_model.saved_weights import read_checkpoint
 from hvdtrain.config.read import configure
 from hvdtrain.extras.landscape.surface import BETWEEN, filter_normalized
+from hvdtrain.extras.trained_models.saved_weights import read_checkpoint
 from hvdtrain.training.build import restore_task
 
 JOB = [

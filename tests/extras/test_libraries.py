@@ -44,6 +44,7 @@ def train(run: Path, *words: str) -> Any:
 
 
 @needs_extra("pretrained")
+@needs_extra("trained_models")
 def test_outputs_are_those_of_timm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Made for the channels and classes of the data; weights from a file."""
     import timm

@@ -312,6 +312,7 @@ class Next(torch.nn.Module):
 
 
 @needs_extra("export")
+@needs_extra("trained_models")
 @pytest.mark.parametrize("way", ["sdpa", "eager", "object", "user"])
 def test_padding_is_masked_by_name(way: str, tmp_path: Path) -> None:
     """The gradient of a step and the outputs after it are those of each sequence alone."""
@@ -360,6 +361,7 @@ def test_padding_is_masked_by_name(way: str, tmp_path: Path) -> None:
         assert all(np.array_equal(x.numpy(), run.weights[key]) for key, x in state.items())
 
 
+@needs_extra("trained_models")
 @pytest.mark.parametrize("make", [gpt2, llama])
 def test_the_last_token_before_padding_is_classified(
     make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from pool import alone
 from pretrained_on_ranks import LIBRARY
-from ranks import HIGHEST_STAGE, mpirun, needs_mpirun
+from ranks import HIGHEST_STAGE, mpirun, needs_extra, needs_mpirun
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -112,6 +112,7 @@ def train(run: Path, words: list[str], data: Any) -> Any:
     )
 
 
+@needs_extra("trained_models")
 @pytest.mark.parametrize("make", [vit, gpt2, bert])
 def test_outputs_are_those_of_the_library(
     make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -265,6 +266,7 @@ def test_a_class_that_the_library_cannot_make(
     assert "28 of 28 arrays are loaded" in capsys.readouterr().out
 
 
+@needs_extra("trained_models")
 @pytest.mark.parametrize("around", [False, True])
 def test_a_model_of_a_script(
     around: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]

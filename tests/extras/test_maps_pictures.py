@@ -13,6 +13,7 @@ import own_data
 import pytest
 from PIL import Image
 from rank_threads import in_threads
+from ranks import needs_extra
 
 import hvdtrain
 from hvdtrain.__main__ import main
@@ -127,6 +128,7 @@ def test_ranks_make_one_picture_of_their_masks(tmp_path: Path) -> None:
     )
 
 
+@needs_extra("trained_models")
 def test_a_job_ends_with_a_picture_and_has_more_of_them_where_it_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -794,6 +794,7 @@ def _without_masks(folder: Path) -> Path:
 
 
 @needs_extra("predict")
+@needs_extra("trained_models")
 def test_predict_writes_a_mask_for_each_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

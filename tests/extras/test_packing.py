@@ -15,7 +15,7 @@ import pytest
 import sequence_jobs
 import torch
 from packing_jobs import PACK, ROW, gpt
-from ranks import HIGHEST_STAGE, mpirun, needs_mpirun
+from ranks import HIGHEST_STAGE, mpirun, needs_extra, needs_mpirun
 from sequence_jobs import JOB, Sequences, tokens
 
 import hvdtrain
@@ -128,6 +128,7 @@ def test_steps_are_those_of_sequences_alone_on_ranks_and_resumed(tmp_path: Path)
         packing_jobs.packed("two", "data.pack=30", "stop.steps=20")
 
 
+@needs_extra("trained_models")
 def test_evaluations_predictions_and_continuations() -> None:
     run = packing_jobs.packed("run")
     model = gpt()

@@ -125,6 +125,7 @@ def test_numbers(loss: Callable[..., Any] | None) -> None:
     np.testing.assert_allclose(np.array(rows, float)[:, 1:], outputs(), rtol=1e-4, atol=1e-5)
 
 
+@needs_extra("trained_models")
 def test_tokens() -> None:
     tokens = (np.arange(40)[:, None] + np.arange(9)) % 7
     source = NamedArrays({"tokens": tokens}, {"tokens": 7})
@@ -225,6 +226,7 @@ def _evaluated(*words: str) -> tuple[float, float]:
 
 
 @needs_extra("evaluate")
+@needs_extra("trained_models")
 def test_columns_of_every_file_are_found_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     """A validation set, a set to evaluate and rows to predict with other columns first."""
     _table("same.csv", "a", "b", "c", "y")

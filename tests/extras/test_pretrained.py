@@ -587,6 +587,7 @@ def test_a_run_without_adapters_has_nothing_to_merge(
     assert "has no adapters" in capsys.readouterr().err
 
 
+@needs_extra("trained_models")
 def test_a_net_of_torchvision_gives_what_the_library_gives(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,6 +68,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return train(folder / "run", *NET, *lora, "stop.steps=20", "optim.base_lr=0.5")
 
 
+@needs_extra("trained_models")
 def test_adapters_of_a_run_are_merged(
     adapted: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,6 +130,7 @@ class Encoder(nn.Module):
         return y
 
 
+@needs_extra("trained_models")
 @pytest.mark.parametrize("padded", [False, True])
 def test_evaluation_sees_the_adapters_of_an_encoder(padded: bool, tmp_path: Path) -> None:
     net = Encoder(padded).double()
@@ -148,6 +150,7 @@ def test_evaluation_sees_the_adapters_of_an_encoder(padded: bool, tmp_path: Path
 
 
 @needs_extra("export")
+@needs_extra("trained_models")
 def test_export_of_adapters_is_merged_or_an_error(
     adapted: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -230,6 +230,7 @@ def test_the_kind_of_a_column_is_that_of_most_texts(texts: tuple[str, ...], kind
 @needs_extra("export")
 @needs_extra("predict")
 @needs_extra("evaluate")
+@needs_extra("trained_models")
 def test_a_run_keeps_what_it_has_learned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

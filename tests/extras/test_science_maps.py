@@ -84,6 +84,7 @@ def array(file: StoredFile, name: str) -> np.ndarray:
 
 
 @needs_extra("export")
+@needs_extra("trained_models")
 @pytest.mark.parametrize("end", [".nc", ".zarr"])
 def test_predicted_maps_keep_the_coordinates(end: str, capsys: pytest.CaptureFixture[str]) -> None:
     weather(f"all{end}")
@@ -155,6 +156,7 @@ def test_a_group_of_version_3_lists_its_arrays() -> None:
     assert [one.name for one in grid.coordinates] == ["time", "lat"]
 
 
+@needs_extra("trained_models")
 def test_maps_without_a_known_grid_have_plain_axes() -> None:
     data = {"x": FIELDS[:, 1:], "y": np.nan_to_num(FIELDS)}
     config = {key: value for key, value in CONFIG.items() if key.startswith("model.")}
@@ -170,6 +172,7 @@ def test_maps_without_a_known_grid_have_plain_axes() -> None:
 
 
 @needs_extra("maps")
+@needs_extra("trained_models")
 def test_masks_of_fields_are_classes_with_coordinates() -> None:
     weather("all.nc")
     masks = (FIELDS[:, 1] > 0).astype("u1")

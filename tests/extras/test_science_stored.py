@@ -210,6 +210,7 @@ def test_stored_pixels_are_images_as_arrays_in_memory_are(
         pytest.param("segmentation", marks=needs_extra("maps")),
     ],
 )
+@needs_extra("trained_models")
 def test_pixels_with_their_channels_first_are_images_of_every_task(
     task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

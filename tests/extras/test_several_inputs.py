@@ -17,7 +17,6 @@ from torch.nn import functional
 
 import hvdtrain
 from hvdtrain.__main__ import main
-from hvdtrain.cli.run_model.fit import fit
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.plugins import files as files_of_plugins
 from hvdtrain.config.read import configure
@@ -27,6 +26,7 @@ from hvdtrain.data.field import Field
 from hvdtrain.data.source import ArraySource
 from hvdtrain.data.user_data.as_source import as_source
 from hvdtrain.errors import UserError
+from hvdtrain.extras.trained_models.fit import fit
 from hvdtrain.training.build import build_learner, restore_task
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.datasets import open_datasets

@@ -14,13 +14,13 @@ from combinations import CHATS, OF_CHATS
 from rank_threads import in_threads
 from ranks import needs_extra
 
-from hvdtrain.cli.run_model.fit import fit
 from hvdtrain.config.read import configure
 from hvdtrain.core.extras import tables
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
 from hvdtrain.extras.tokenizer_folders.chat_template import ChatTemplate, compiled
 from hvdtrain.extras.tokenizer_folders.folder import read_folder
+from hvdtrain.extras.trained_models.fit import fit
 from hvdtrain.training.common_array import CommonArray
 from hvdtrain.training.datasets import build_source, open_datasets
 from hvdtrain.training.input import lengths_to_sort_by

@@ -183,6 +183,7 @@ def test_metrics_are_the_librarys_own_on_any_number_of_ranks(name: str) -> None:
     assert all(np.isfinite(list(expected.values())))
 
 
+@needs_extra("trained_models")
 def test_a_job_decides_by_a_metric_of_the_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +211,7 @@ def test_a_job_decides_by_a_metric_of_the_library(
     )
 
 
+@needs_extra("trained_models")
 def test_a_job_gathers_at_its_evaluations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -411,6 +411,7 @@ def same(a: hvdtrain.Run, b: hvdtrain.Run, tolerance: float = 1e-14) -> bool:
     )
 
 
+@needs_extra("trained_models")
 def test_a_script_gives_the_transformation_itself(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

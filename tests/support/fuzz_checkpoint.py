@@ -15,11 +15,10 @@ import numpy as np
 from fuzz_bytes import chance, mutated, odd, pick
 from numpy.random import Generator
 
-from hvdtrain.cli.run_model.saved_weights import read_checkpoint as read_for_export
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Arrays, digest, whole
-from hvdtrain.core.extras import commands
+from hvdtrain.core.extras import commands, implementation
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.sampler import indices
 from hvdtrain.frameworks.learner import Learner
@@ -214,7 +213,11 @@ def go_on(run: Path) -> None:
 
 
 def export(run: Path) -> None:
-    checkpoint, arrays, _ = read_for_export(run, "newest")
+    trained_models = implementation("hvdtrain.predict()")
+    if trained_models is None:
+        return
+    read: Any = importlib.import_module(".saved_weights", trained_models.rpartition(".")[0])
+    checkpoint, arrays, _ = read.read_checkpoint(run, "newest")
     if "export" not in commands():
         return
     package = commands()["export"].module.rpartition(".")[0]

@@ -31,6 +31,18 @@ class ThreadRank(ThreadCommunicator):
         return CompletedHandle(self.allgather(x[part_of(len(x), self.rank, self.size)], name))
 
 
+class Counting(ThreadRank):
+    """Counts the bytes that this rank sends to all others."""
+
+    def __init__(self, ranks: ThreadRanks, rank: int) -> None:
+        super().__init__(ranks, rank)
+        self.sent = 0
+
+    def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
+        self.sent += x.nbytes * (root == self.rank)
+        return super().broadcast(x, name, root)
+
+
 def in_threads(size: int, of_rank: Callable[[ThreadRank], T]) -> list[T]:
     """What of_rank(communicator) returns on each of `size` ranks. Raises the first error of any."""
     ranks = ThreadRanks(size)

@@ -37,7 +37,6 @@ from hvdtrain.tasks import class_metrics, classification
 from hvdtrain.tasks.labels import notes_on_counts
 from hvdtrain.tasks.task import DeviceAndDtype, Task
 from hvdtrain.training.build import build_learner
-from hvdtrain.training.evaluate import labels_as_read
 
 SHARES = {1: [0, 47], 2: [0, 30, 47], 3: [0, 5, 6, 47]}  # where the ranks' samples begin and end
 WEIGHTS = (0.5, 2.0, 3.0)
@@ -313,22 +312,6 @@ def test_memory_is_predicted_with_metrics_that_gather_scores() -> None:
         batch = {"x": torch.zeros(4, 6, dtype=torch.float64), "y": torch.zeros(4, dtype=torch.long)}
         each = part.each(torch.zeros(4, 3, dtype=torch.float64), batch, training=False)
     assert each.parts == {} and "right" in each.terms
-
-
-def test_labels_that_a_dataset_lists_are_not_counted_as_those_that_it_reads() -> None:
-    class Remapped(torch.utils.data.Dataset):  # type: ignore[type-arg]
-        targets = np.arange(6)
-
-        def __len__(self) -> int:
-            return 6
-
-        def __getitem__(self, i: int) -> Any:
-            return np.zeros(2, np.float32), i % 2
-
-    source = as_source(Remapped(), "mine", "data.name")
-    assert labels_as_read(source) is None
-    arrays = as_source(own_data.classes("val"), "mine", "data.name")
-    assert labels_as_read(arrays) is not None
 
 
 def test_too_many_classes_for_scores_are_refused() -> None:

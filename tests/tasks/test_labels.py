@@ -22,7 +22,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Hyper
 from hvdtrain.data.declared import as_declared
-from hvdtrain.data.source import ArraySource, Source
+from hvdtrain.data.source import Source
 from hvdtrain.data.user_data.as_source import as_source
 from hvdtrain.errors import UserError
 from hvdtrain.tasks import classification
@@ -32,9 +32,7 @@ from hvdtrain.training.build import build_learner, build_task, planned_task, res
 from hvdtrain.training.conflicts import refuse_conflicts
 from hvdtrain.training.data_notes import notes
 from hvdtrain.training.datasets import Datasets, open_datasets
-from hvdtrain.training.evaluate import evaluate
 from hvdtrain.training.given import given_data, given_task, with_given
-from hvdtrain.training.health.heartbeat import Heartbeat
 
 N = 24
 COLUMNS = np.random.default_rng(0).normal(size=(N, 5))
@@ -365,23 +363,6 @@ def test_a_plan_is_of_the_classes_without_the_ignored_label() -> None:
         and planned.fields["y"].ignored == 255
     )
     assert planned_task(configure(None, []), images).sizes["classes"] == 256
-
-
-def test_unlabelled_images_are_in_no_count_of_an_evaluation() -> None:
-    y = np.where(np.arange(N) % 4 == 0, 255, LABELS)
-    found, task = declared({"x": IMAGES, "y": y}, ignore_label=255)
-    assert isinstance(found, ArraySource)
-    config = configure(None, ["model.name=linear", "batch.evaluate=7"])
-    learner = build_learner(config, task, SingleProcessCommunicator())  # of zeros: it says class 0
-    result = evaluate(config, learner, found, task, SingleProcessCommunicator(), Heartbeat())
-    assert (
-        result.classes is not None
-        and result.classes.samples.tolist() == np.bincount(y[y < 255]).tolist()
-    )
-    assert result.classes.right.tolist() == [int((y == 0).sum()), 0, 0]
-    assert result.metrics == pytest.approx(
-        {"loss": math.log(3), "accuracy": (y == 0).sum() / (y < 255).sum()}, rel=1e-6
-    )
 
 
 def test_what_does_not_go_with_an_ignored_label() -> None:

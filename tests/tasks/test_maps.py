@@ -227,6 +227,7 @@ class TurnedNet(PixelNet):
         return self.linear(x).permute(0, 3, 1, 2)
 
 
+@needs_extra("trained_models")
 @pytest.mark.parametrize("net", [PixelNet, TurnedNet])
 def test_a_job_with_channels_last_trains_evaluates_and_predicts(tmp_path: Path, net: Any) -> None:
     x, y = in_layout(X, "last"), in_layout(Y, "last")
@@ -412,6 +413,7 @@ def test_numpy_has_the_gradient_of_points_with_a_value() -> None:
         np.testing.assert_allclose(one.state()["p.fc.weight"], expected, rtol=1e-12)
 
 
+@needs_extra("trained_models")
 def test_a_job_on_a_file_with_gaps_stores_what_replaces_them(tmp_path: Path) -> None:
     np.savez(tmp_path / "train.npz", x=X_HOLES, y=Y_HOLES)
     np.savez(tmp_path / "val.npz", x=X_HOLES[:5], y=Y_HOLES[:5])
@@ -550,6 +552,7 @@ def test_weighted_steps_and_metrics_are_those_of_numpy(
             restore_task(configure(None, ["task.name=regression"]), facts | {"weights": wrong})
 
 
+@needs_extra("trained_models")
 def test_the_cosine_of_latitudes_in_a_file_weights_rows(tmp_path: Path) -> None:
     np.savez(tmp_path / "all.npz", x=X, y=Y, lat=LATITUDES, val=np.arange(12) > 8, day=np.arange(8))
     config = {
@@ -598,6 +601,7 @@ def test_the_cosine_of_latitudes_in_a_file_weights_rows(tmp_path: Path) -> None:
 
 
 @needs_extra("forecasts")
+@needs_extra("trained_models")
 def test_a_forecast_has_x_some_steps_later_as_its_target(tmp_path: Path) -> None:
     """From files and from arrays the same weights; each set has only pairs of its own years."""
     series = np.random.default_rng(1).normal(size=(40, 2, 4, 4)).cumsum(0) * 0.3

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_threads import ThreadRank, in_threads
+from rank_threads import Counting, ThreadRank, in_threads
 
-from hvdtrain.comm.communicator import Buffer, part_of
-from hvdtrain.comm.threads import ThreadRanks
+from hvdtrain.comm.communicator import part_of
 from hvdtrain.core.arrays import Arrays, ArrayStream, Cut, Piece, elements, whole
 from hvdtrain.errors import UserError
 from hvdtrain.training.checkpoint import files, load, shards, sums
@@ -119,18 +118,6 @@ def write(run: Path, ranks: int, step: int, state: Arrays) -> None:
     files.write(run, now, by_all, {})
     for thread in threads:
         thread.join()
-
-
-class Counting(ThreadRank):
-    """Counts the bytes that this rank sends to all others."""
-
-    def __init__(self, ranks: ThreadRanks, rank: int) -> None:
-        super().__init__(ranks, rank)
-        self.sent = 0
-
-    def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
-        self.sent += x.nbytes * (root == self.rank)
-        return super().broadcast(x, name, root)
 
 
 def restore(rank: Counting, run: Path) -> tuple[LoadedState[Any], Learner]:

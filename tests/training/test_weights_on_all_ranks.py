@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_threads import ThreadRank, in_threads
+from rank_threads import Counting, ThreadRank, in_threads
 from safetensors.torch import save_file
-from test_load import CHUNK_BYTES, STATE, Counting, Learner
+from test_load import CHUNK_BYTES, STATE, Learner
 
 from hvdtrain.comm.communicator import Buffer, Handle, part_of
 from hvdtrain.config.read import configure

@@ -5,6 +5,7 @@ from hvdtrain.core.extras import Command, Extra
 EXTRA = Extra(
     status="stable",
     says="Evaluates a run's model on its own or other data: metrics, classes, curves.",
+    needs=("trained_models",),
     commands={
         "evaluate": Command(
             "hvdtrain.extras.evaluate.command",

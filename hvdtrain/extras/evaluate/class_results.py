@@ -9,17 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.tasks.class_metrics import (
-    BINS,
-    Curve,
-    auroc,
-    average_precision,
-    precision_recall_curve,
-    roc_curve,
-    thinned,
-)
+from hvdtrain.extras.evaluate.curves import Curve, precision_recall_curve, roc_curve, thinned
+from hvdtrain.extras.trained_models.evaluation import ClassCounts, ClassScores, Evaluation
+from hvdtrain.tasks.class_metrics import BINS, auroc, average_precision
 from hvdtrain.tasks.rows import name_of_class
-from hvdtrain.training.evaluate import ClassCounts, ClassScores, Evaluation
 
 _MOST_ROWS = 20  # classes on the screen, the ones with the lowest accuracy
 _MOST_MATRIX = 100  # classes up to which an event has the confusion matrix

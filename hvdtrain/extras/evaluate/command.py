@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.cli.output import print_result, with_json_value
-from hvdtrain.cli.run_model.arguments import Arguments, parse, read_former_run
-from hvdtrain.cli.run_model.fit import fit
-from hvdtrain.cli.run_model.saved_weights import load_model, run_folder
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.section import COMMAND_LINE
 from hvdtrain.core.extras import shows_run
@@ -23,16 +20,19 @@ from hvdtrain.errors import DONE, UserError, short
 from hvdtrain.events.log import Event
 from hvdtrain.events.writers import append_event, finite
 from hvdtrain.extras.evaluate.class_results import evaluation_fields, evaluation_lines
+from hvdtrain.extras.trained_models.arguments import Arguments, parse, read_former_run
+from hvdtrain.extras.trained_models.evaluation import evaluate as evaluate_samples
+from hvdtrain.extras.trained_models.fit import fit
+from hvdtrain.extras.trained_models.saved_weights import load_model, run_folder
+from hvdtrain.extras.trained_models.trained_model import TrainedModel, check_tokenizer
 from hvdtrain.features.optim import EMA
 from hvdtrain.training.common_array import CommonArray
 from hvdtrain.training.data_facts import digests
 from hvdtrain.training.datasets import build_source
-from hvdtrain.training.evaluate import evaluate as evaluate_samples
 from hvdtrain.training.failure import RankFailed
 from hvdtrain.training.header import first_names
 from hvdtrain.training.replicas.same_job import check_same_facts, facts
 from hvdtrain.training.run_rank import ConnectedRank, on_connected_ranks
-from hvdtrain.training.trained_model import TrainedModel, check_tokenizer
 
 USAGE = """\
 hvdtrain evaluate RUN [--split val] [--checkpoint newest] [--json [FILE]] [key=value ...]

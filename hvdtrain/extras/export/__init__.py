@@ -5,6 +5,7 @@ from hvdtrain.core.extras import Command, Extra
 EXTRA = Extra(
     status="stable",
     says="Writes a run's weights or model for other software: safetensors, torch.export, ONNX, ...",
+    needs=("trained_models",),
     commands={
         "export": Command(
             "hvdtrain.extras.export.command",

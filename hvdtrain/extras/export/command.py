@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cli.run_model.arguments import read_former_run
-from hvdtrain.cli.run_model.saved_weights import load_checkpoint
-from hvdtrain.cli.run_model.target import refuse_inputs
 from hvdtrain.config.read import expand, read_run_config
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.extras.export import weights
+from hvdtrain.extras.trained_models.arguments import read_former_run
+from hvdtrain.extras.trained_models.saved_weights import load_checkpoint
+from hvdtrain.extras.trained_models.target import refuse_inputs
 from hvdtrain.training.failure import RankFailed
 from hvdtrain.training.run_rank import ConnectedRank, on_connected_ranks
 

@@ -10,16 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cli.run_model.arguments import OF_A_FILE, read_former_run
-from hvdtrain.cli.run_model.of_data import WITHOUT_TARGETS, inputs_alone
-from hvdtrain.cli.run_model.saved_weights import load_checkpoint
-from hvdtrain.cli.run_model.target import put_in_place
 from hvdtrain.config import plugins
 from hvdtrain.config.read import expand, read_run_config
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.section import Given, is_object
-from hvdtrain.core.folder import check_regular
+from hvdtrain.core.folder import check_regular, put_in_place
 from hvdtrain.errors import DONE, UserError
+from hvdtrain.extras.trained_models.arguments import OF_A_FILE, read_former_run
+from hvdtrain.extras.trained_models.of_data import WITHOUT_TARGETS, inputs_alone
+from hvdtrain.extras.trained_models.saved_weights import load_checkpoint
 from hvdtrain.training.failure import RankFailed
 from hvdtrain.training.run_rank import ConnectedRank, on_connected_ranks
 from hvdtrain.version import __version__

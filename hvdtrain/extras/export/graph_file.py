@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cli.run_model.arguments import OF_A_FILE, read_former_run
-from hvdtrain.cli.run_model.of_data import WITHOUT_TARGETS, inputs_alone
-from hvdtrain.cli.run_model.saved_weights import load_checkpoint
 from hvdtrain.config.read import expand
 from hvdtrain.config.sections.section import Given
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.extras.export.metadata import metadata
 from hvdtrain.extras.export.weights import check_target, lines_of_fields
+from hvdtrain.extras.trained_models.arguments import OF_A_FILE, read_former_run
+from hvdtrain.extras.trained_models.of_data import WITHOUT_TARGETS, inputs_alone
+from hvdtrain.extras.trained_models.saved_weights import load_checkpoint
 from hvdtrain.features.optim import AVERAGES_WRITTEN
 from hvdtrain.training.failure import RankFailed
 from hvdtrain.training.run_rank import ConnectedRank, on_connected_ranks

@@ -9,13 +9,13 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdtrain.cli.run_model.saved_weights import is_set
 from hvdtrain.config.read import read_run_config
 from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.config.sections.section import is_object
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.data.input_encoding import FILE, encoding_of_run
 from hvdtrain.errors import UserError
+from hvdtrain.extras.trained_models.saved_weights import is_set
 from hvdtrain.features.optim import EMA
 from hvdtrain.optim.weight_average import averages
 from hvdtrain.tasks.several_inputs import transforms_of_facts

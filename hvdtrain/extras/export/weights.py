@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.cli.options import CommandParser
-from hvdtrain.cli.run_model.saved_weights import read_checkpoint
 from hvdtrain.config.read import expand, read_run_config
 from hvdtrain.core.adapters import merged, scale_of
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import DONE, UserError, nearest
 from hvdtrain.extras.export.metadata import has_averages, metadata, model_state, with_averages
+from hvdtrain.extras.trained_models.saved_weights import read_checkpoint
 from hvdtrain.features.optim import AVERAGES_WRITTEN
 from hvdtrain.training.checkpoint.array_file import write_arrays
 from hvdtrain.training.progress.train_state import TrainState

@@ -5,7 +5,7 @@ from hvdtrain.core.extras import Command, Extra
 EXTRA = Extra(
     status="experimental",
     says="Measures the loss around a run's weights, and on the line to those of another run.",
-    needs=("figures",),
+    needs=("figures", "trained_models"),
     commands={
         "landscape": Command(
             "hvdtrain.extras.landscape.command",

@@ -11,9 +11,6 @@ import numpy as np
 
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.output import align, print_result, with_json_value
-from hvdtrain.cli.run_model.arguments import Arguments, parse, read_former_run
-from hvdtrain.cli.run_model.fit import fit
-from hvdtrain.cli.run_model.saved_weights import find_checkpoint, load_checkpoint, run_folder
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.process import print_stderr
@@ -33,12 +30,19 @@ from hvdtrain.extras.landscape.surface import (
     filter_normalized,
     sharpness,
 )
+from hvdtrain.extras.trained_models.arguments import Arguments, parse, read_former_run
+from hvdtrain.extras.trained_models.fit import fit
+from hvdtrain.extras.trained_models.saved_weights import (
+    find_checkpoint,
+    load_checkpoint,
+    run_folder,
+)
+from hvdtrain.extras.trained_models.trained_model import TrainedModel, load_trained_model
 from hvdtrain.training.build import restore_task
 from hvdtrain.training.common_array import CommonArray
 from hvdtrain.training.datasets import build_source
 from hvdtrain.training.failure import RankFailed
 from hvdtrain.training.run_rank import ConnectedRank, on_connected_ranks
-from hvdtrain.training.trained_model import TrainedModel, load_trained_model
 
 USAGE = """\
 hvdtrain landscape RUN [RUN] [--split val] [--samples 2000] [--directions 3] [--epsilon 0.001] [--png FILE.png] [--json [FILE]] [key=value ...]

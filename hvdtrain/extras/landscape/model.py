@@ -13,9 +13,9 @@ from hvdtrain.core.arrays import Arrays, ArrayStream
 from hvdtrain.core.progress import Hyper
 from hvdtrain.data.sampler import evaluation_batches
 from hvdtrain.data.source import Source
-from hvdtrain.training.evaluate import evaluate
+from hvdtrain.extras.trained_models.evaluation import evaluate
+from hvdtrain.extras.trained_models.trained_model import TrainedModel
 from hvdtrain.training.health.heartbeat import Heartbeat
-from hvdtrain.training.trained_model import TrainedModel
 
 _ONLY_GRADIENT = Hyper(lr=1.0, momentum=0.0, weight_decay=0.0, batch=1)
 

@@ -18,9 +18,9 @@ from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError, short
 from hvdtrain.extras.maps.shown_masks import palette
-from hvdtrain.training.evaluate import predict as predict_samples
+from hvdtrain.frameworks.learner import Learner
+from hvdtrain.training.predictions import predict as predict_samples
 from hvdtrain.training.run_rank import ConnectedRank
-from hvdtrain.training.trained_model import TrainedModel
 
 if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch
@@ -58,14 +58,15 @@ class _WithoutMasks(AroundSource):
 
 def write_masks(
     rank: ConnectedRank,
-    model: TrainedModel,
+    learner: Learner,
+    y: Field,
     source: ImageSource,
     names: Sequence[str],
     to: str,
     force: bool,
 ) -> int:
     """Writes the masks of this rank's images under the images' names; returns how many there are.
-    Every rank calls it.
+    Every rank calls it. y: the masks of the task.
 
     Raises UserError if two images would have the same mask file, and if a file cannot be written.
     """
@@ -80,9 +81,9 @@ def write_masks(
     folder = Path(os.path.expanduser(to))
     on_rank_0(rank.communicator, lambda: check_folder_of_masks(to, force))
     written = 0
-    asked = _WithoutMasks(source, model.task.fields["y"])
+    asked = _WithoutMasks(source, y)
     for indices, predictions in predict_samples(
-        rank.config, model.learner, asked, rank.communicator, rank.heartbeat
+        rank.config, learner, asked, rank.communicator, rank.heartbeat
     ):
         for index, classes in zip(indices.tolist(), predictions.outputs.argmax(1), strict=True):
             _write(folder / files[index], classes)

@@ -19,8 +19,8 @@ from hvdtrain.extras.maps.shown_maps import (
 )
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.tasks.task import Task
-from hvdtrain.training.evaluate import predict
 from hvdtrain.training.health.heartbeat import Heartbeat
+from hvdtrain.training.predictions import predict
 
 
 def picture(

@@ -15,16 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.cli.run_model.arguments import (
-    OF_A_FILE,
-    OF_STORED_ARRAYS,
-    Arguments,
-    parse,
-    read_former_run,
-)
-from hvdtrain.cli.run_model.of_data import WITHOUT_TARGETS, AskedData, predict_data
-from hvdtrain.cli.run_model.saved_weights import load_model, run_folder
-from hvdtrain.cli.run_model.target import refuse_inputs
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.section import Given
@@ -41,13 +31,23 @@ from hvdtrain.data.images.image_source import (
 from hvdtrain.data.input_encoding import encoding_of_run
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.extras.predict.data_file import open_stored, read_data_file, stored_name
+from hvdtrain.extras.trained_models.arguments import (
+    OF_A_FILE,
+    OF_STORED_ARRAYS,
+    Arguments,
+    parse,
+    read_former_run,
+)
+from hvdtrain.extras.trained_models.of_data import WITHOUT_TARGETS, AskedData, predict_data
+from hvdtrain.extras.trained_models.saved_weights import load_model, run_folder
+from hvdtrain.extras.trained_models.target import refuse_inputs
+from hvdtrain.extras.trained_models.trained_model import TrainedModel
 from hvdtrain.tasks.rows import Rows
 from hvdtrain.tasks.transform import is_image
-from hvdtrain.training.evaluate import predict as predict_samples
 from hvdtrain.training.failure import RankFailed
+from hvdtrain.training.predictions import predict as predict_samples
 from hvdtrain.training.replicas.same_job import check_same_facts, facts
 from hvdtrain.training.run_rank import ConnectedRank, on_connected_ranks
-from hvdtrain.training.trained_model import TrainedModel
 
 USAGE = """\
 hvdtrain predict RUN --images DIR|--data FILE|package.module:function --to FILE.csv|FILE.nc [--checkpoint newest] [--force] [key=value ...]
@@ -225,7 +225,15 @@ def _predict(rank: ConnectedRank, parsed: Arguments) -> int:
         check_same_facts(communicator, facts(config, data, communicator.name))
     if is_of_masks:
         write_masks = maps_module("mask_files", "--to").write_masks
-        count = write_masks(rank, model, source, files.paths, to, parsed.options["force"])
+        count = write_masks(
+            rank,
+            model.learner,
+            task.fields["y"],
+            source,
+            files.paths,
+            to,
+            parsed.options["force"],
+        )
         if not communicator.rank:
             notes = [*model.notes, *left_out_note(left_out, folder)]
             print("\n".join(notes), end="\n" * bool(notes), file=sys.stderr)

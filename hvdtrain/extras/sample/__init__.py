@@ -5,7 +5,7 @@ from hvdtrain.core.extras import Command, Extra
 EXTRA = Extra(
     status="stable",
     says="Draws images or text with a language model, during training and afterwards.",
-    needs=("tokenizer_folders",),
+    needs=("tokenizer_folders", "trained_models"),
     implements={"log.samples": "hvdtrain.extras.sample.sequences"},
     commands={
         "sample": Command(

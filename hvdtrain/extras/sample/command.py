@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.cli.run_model.arguments import Arguments, parse, read_former_run
-from hvdtrain.cli.run_model.saved_weights import load_model, run_folder
 from hvdtrain.config.schema import Config
 from hvdtrain.core.extras import token_images
 from hvdtrain.core.folder import Folder
@@ -26,6 +24,9 @@ from hvdtrain.errors import DONE, UserError, short
 from hvdtrain.extras.sample.grid import grid
 from hvdtrain.extras.sample.prompt import read_prompt
 from hvdtrain.extras.sample.sampler import Sampler, draw_on_all_ranks, sampler_of
+from hvdtrain.extras.trained_models.arguments import Arguments, parse, read_former_run
+from hvdtrain.extras.trained_models.saved_weights import load_model, run_folder
+from hvdtrain.extras.trained_models.trained_model import check_tokenizer
 from hvdtrain.features.log import DRAWN
 from hvdtrain.training.checkpoint.files import Checkpoint
 from hvdtrain.training.common_array import CommonArray
@@ -33,7 +34,6 @@ from hvdtrain.training.datasets import build_source
 from hvdtrain.training.failure import RankFailed
 from hvdtrain.training.run_rank import ConnectedRank, on_connected_ranks
 from hvdtrain.training.samples import png
-from hvdtrain.training.trained_model import check_tokenizer
 
 USAGE = """\
 hvdtrain sample RUN [--count 32] [--temperature 1.0] [--top-k N] [--png FILE.png] [key=value ...]

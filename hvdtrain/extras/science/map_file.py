@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.cli.run_model.target import put_in_place
 from hvdtrain.config.schema import Config
+from hvdtrain.core.folder import put_in_place
 from hvdtrain.data.grid import Grid, GridVariable
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError

@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_threads import ThreadRank, in_threads
+from rank_threads import Counting, ThreadRank, in_threads
 from ranks import needs_extra, of_this_copy
-from test_load import Counting
 
-from hvdtrain.cli.run_model.saved_weights import find_checkpoint
 from hvdtrain.comm.communicator import (
     Buffer,
     Communicator,
@@ -22,12 +20,13 @@ from hvdtrain.comm.communicator import (
 )
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Arrays, Batch, Piece, whole
+from hvdtrain.extras.trained_models.saved_weights import find_checkpoint
+from hvdtrain.extras.trained_models.trained_model import TrainedModel, load_trained_model
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 from hvdtrain.training.checkpoint import files, load, shards, sums
 from hvdtrain.training.checkpoint.shards import CheckpointShard, WrittenByAll, write_parts
 from hvdtrain.training.progress.train_state import Progress, TrainState
-from hvdtrain.training.trained_model import TrainedModel, load_trained_model
 
 pytestmark = pytest.mark.usefixtures("jax_compilation_cache")
 

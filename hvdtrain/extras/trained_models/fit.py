@@ -9,8 +9,8 @@ from hvdtrain.config.schema import Config
 from hvdtrain.data.array_files import array_files_in
 from hvdtrain.data.declared import as_declared
 from hvdtrain.data.source import LabelledImages, Source
-from hvdtrain.data.subset import relabelled, relabelled_rows
 from hvdtrain.errors import UserError, short
+from hvdtrain.extras.trained_models.relabelled import relabelled, relabelled_rows
 from hvdtrain.tasks.labels import classes_of
 from hvdtrain.tasks.task import Task
 

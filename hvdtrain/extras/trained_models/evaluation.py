@@ -3,8 +3,6 @@ ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -14,13 +12,12 @@ from hvdtrain.comm.on_all_ranks import allreduce_sums, gather_parts
 from hvdtrain.config.schema import Config
 from hvdtrain.core.metrics import Concatenated, Sums, add_sums, zero_sums
 from hvdtrain.data.around_source import inner_source
-from hvdtrain.data.sampler import evaluation_batches
 from hvdtrain.data.source import Source
-from hvdtrain.frameworks.learner import Learner, Predictions
+from hvdtrain.frameworks.learner import Learner
 from hvdtrain.tasks.label_counts import softmax
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.health.heartbeat import Heartbeat
-from hvdtrain.training.input import device_batches, read_ahead_of, sharers_of_cores
+from hvdtrain.training.predictions import predict
 
 MOST_SCORED = 20  # classes whose probabilities are gathered: 160 bytes of a sample
 MOST_CONFUSED = 1000  # classes of a confusion matrix: 8 MB that are reduced over ranks
@@ -153,35 +150,3 @@ class _ClassCounter:
             else whole["classes.confusion"].reshape(self.classes, self.classes)
         )
         return ClassCounts(whole["classes.samples"], whole["classes.right"], confusion)
-
-
-def predict(
-    config: Config,
-    learner: Learner,
-    source: Source,
-    communicator: Communicator,
-    heartbeat: Heartbeat,
-) -> Iterator[tuple[np.ndarray, Predictions]]:
-    """Yields predictions for this rank's share of the samples, in order: the indices of a batch,
-    int64 (n,), and the model's output.
-
-    A collective if the learner is sharded: the model is then also called for empty batches, which
-    are not yielded.
-    """
-    ahead, readers = read_ahead_of(config.data, source, sharers_of_cores(config, communicator))
-    batches = evaluation_batches(
-        len(source), config.batch.evaluate, communicator.rank, communicator.size
-    )
-    pool = ThreadPoolExecutor(readers, "hvdtrain-reader") if ahead else None
-    try:
-        for indices, batch in zip(
-            batches, device_batches(source, batches, learner, pool, ahead), strict=True
-        ):
-            heartbeat.beat("evaluation", 0, 0)
-            if batch is not None:
-                predictions = learner.predict(batch)
-                if len(indices):
-                    yield indices, predictions
-    finally:
-        if pool is not None:
-            pool.shutdown(cancel_futures=True)

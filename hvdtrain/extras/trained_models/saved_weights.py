@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdtrain.cli.run_model.arguments import Arguments
 from hvdtrain.config.read import read_run_config
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.data.configured.unwritten import unstaged
 from hvdtrain.errors import UserError, nearest
+from hvdtrain.extras.trained_models.arguments import Arguments
+from hvdtrain.extras.trained_models.trained_model import TrainedModel, load_trained_model
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.build import restore_task
 from hvdtrain.training.checkpoint import files, prune
@@ -23,7 +24,6 @@ from hvdtrain.training.checkpoint.files import Checkpoint, Damaged
 from hvdtrain.training.checkpoint.ranges import CheckpointInParts
 from hvdtrain.training.checkpoint.resume import GoodCheckpoint, Reading
 from hvdtrain.training.run_rank import ConnectedRank
-from hvdtrain.training.trained_model import TrainedModel, load_trained_model
 
 
 class LoadedCheckpoint(NamedTuple):

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdtrain.cli.run_model.saved_weights import load_checkpoint, run_folder
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
@@ -18,17 +17,18 @@ from hvdtrain.data.input_encoding import encoding_of_run
 from hvdtrain.data.source import Source
 from hvdtrain.data.user_data.as_source import in_order_of
 from hvdtrain.errors import UserError, short
-from hvdtrain.tasks.only_inputs import OnlyInputs
+from hvdtrain.extras.trained_models.evaluation import evaluate as evaluate_samples
+from hvdtrain.extras.trained_models.only_inputs import OnlyInputs
+from hvdtrain.extras.trained_models.saved_weights import load_checkpoint, run_folder
+from hvdtrain.extras.trained_models.trained_model import TrainedModel, asked_source
 from hvdtrain.tasks.several_inputs import restore_inputs, with_several_inputs
 from hvdtrain.tasks.task import Task, is_users_model
 from hvdtrain.tasks.user_tasks import with_inputs_of, without_loss
 from hvdtrain.training.build import restore_task
 from hvdtrain.training.data_facts import digests
-from hvdtrain.training.evaluate import evaluate as evaluate_samples
-from hvdtrain.training.evaluate import predict as predict_samples
+from hvdtrain.training.predictions import predict as predict_samples
 from hvdtrain.training.replicas.same_job import check_same_facts, facts
 from hvdtrain.training.run_rank import ConnectedRank
-from hvdtrain.training.trained_model import TrainedModel, asked_source
 
 # replaces the task: a prediction uses the checkpoint's task
 WITHOUT_TARGETS = Given("<object of hvdtrain:predict>", lambda: None, {})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -54,19 +53,3 @@ def _is_in(path: Path, target: Path) -> bool:
         return False
     whole = path.resolve()
     return any(os.path.samefile(one, target) for one in (path, whole, *whole.parents))
-
-
-def put_in_place(unfinished: Path, to: Path) -> None:
-    """Renames a complete file or folder to its name. What has the name is removed afterwards; after
-    an error it still has it. Raises OSError."""
-    if not os.path.isdir(to) or os.path.islink(to):
-        unfinished.replace(to)
-        return
-    former = to.with_name(f".{to.name}.former-{os.getpid()}")
-    to.rename(former)
-    try:
-        unfinished.rename(to)
-    except OSError:
-        former.rename(to)
-        raise
-    shutil.rmtree(former)
