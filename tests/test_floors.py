@@ -34,6 +34,7 @@ ALLOWED = {  # the only files that may import these
         "comm/torch_groups.py",
         "extras/airbench/",
         "extras/augmentations/on_device.py",
+        "extras/batch_norms/",
         "extras/bench/of_torch.py",
         "extras/context_parallel/",
         "extras/dense/",

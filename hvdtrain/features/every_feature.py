@@ -35,9 +35,10 @@ def _plain(
     other_keys: tuple[str, ...] = (),
     gauge: str = "",
     is_extra: bool = False,
+    extra_values: tuple[str, ...] = (),
 ) -> JobFeature:
     """Returns a feature that is on if its key differs from the usual value; without, other_keys,
-    gauge and is_extra as in JobFeature."""
+    gauge, is_extra and extra_values as in JobFeature."""
 
     def on(config: Config) -> bool:
         return bool(value_of(config, key) != usual)
@@ -50,7 +51,8 @@ def _plain(
         other_keys=other_keys,
         gauge=gauge,
         is_extra=is_extra,
-        off=f"{key}={as_yaml(usual)}" if is_extra else "",
+        extra_values=extra_values,
+        off=f"{key}={as_yaml(usual)}" if is_extra or extra_values else "",
     )
 
 
@@ -60,6 +62,7 @@ PLAIN = (  # these exclude nothing themselves: other features list what they exc
         "batch",
         "norm.kind=ghost norm.ghost=3",
         without=options("norm.kind=ghost", {"norm.ghost": 16, "norm.statistics": "sequential"}),
+        extra_values=("norm.kind=ghost",),
     ),
     _plain(
         "speed.precision",

@@ -85,6 +85,7 @@ SYNC_NORM = JobFeature(
     key="norm.kind",
     is_value=True,
     on=lambda config: config.norm.kind == "sync",
+    extra_values=("norm.kind=sync",),
     examples=("norm.kind=sync",),
     off="norm.kind=ghost",
     excludes=(

@@ -20,8 +20,8 @@ from hvdtrain.comm.threads import ThreadRanks
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
+from hvdtrain.extras.batch_norms.use_norm import use_norm
 from hvdtrain.extras.fully_sharded.torch.gathered_types import REDUCES_UNREACHED
-from hvdtrain.frameworks.torch.norm import use_norm
 from hvdtrain.training.build import build_learner
 
 EXACT = [

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import needs_extra, of_this_copy
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
@@ -118,6 +119,10 @@ def test_options_mean_the_same_in_torch_and_numpy(words: list[str]) -> None:
 def test_a_model_of_the_users_may_view_its_images() -> None:
     one = learner("model.name=faulty:Views")
     one.step([one.to_device(batch(4))], hyper(4), 0)
+
+
+@needs_extra("batch_norms")
+def test_a_model_that_takes_no_empty_batch_is_refused_with_synchronized_norms() -> None:
     with pytest.raises(
         UserError, match=r"the model fails for images \(0, 2, 4, 4\): RuntimeError"
     ) as caught:
@@ -414,7 +419,10 @@ def test_a_state_of_another_model_is_refused() -> None:
             ["framework=numpy", "model.name=linear", "optim.name=torch.optim.SGD"],
             "torch.optim.SGD is a torch optimizer, but framework=numpy needs a rule",
         ),
-        (["model.name=mlp", "norm.kind=ghost"], "no batch norm layer"),
+        *(
+            (["model.name=mlp", words], "no batch norm layer")
+            for words in of_this_copy(["norm.kind=ghost"])
+        ),
         (["model.name=faulty:not_a_model"], "returned a str, not a torch.nn.Module"),
         (
             ["model.name=faulty:Faulty", "model.depth=3"],

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from host_reads import HostReads, NoReading
+from ranks import needs_extra
 
 from hvdtrain.comm.communicator import (
     Buffer,
@@ -80,7 +81,10 @@ def moved(one: object, steps: int = 1) -> np.ndarray:
     )
 
 
-@pytest.mark.parametrize("norm", ["batch", "ghost", "sync"])
+@pytest.mark.parametrize(
+    "norm",
+    ["batch", *(pytest.param(n, marks=needs_extra("batch_norms")) for n in ("ghost", "sync"))],
+)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_moves_nearly_as_single(precision: str, norm: str) -> None:
     words = ["model.name=convnet", f"norm.kind={norm}", "norm.ghost=8"]
@@ -89,6 +93,7 @@ def test_half_precision_moves_nearly_as_single(precision: str, norm: str) -> Non
     assert 1e-6 < apart < (0.2 if precision == "bf16" else 0.05), apart
 
 
+@needs_extra("batch_norms")
 def test_joined_statistics_of_half_precision() -> None:
     """norm.kind=sync in bf16 over two ranks of the same samples is norm.kind=batch on one."""
     config = configure(

@@ -73,7 +73,8 @@ class Limits(NamedTuple):
 def draw(seed: int, limits: Limits) -> DrawnJob:
     dice = random.Random(seed)
     framework = dice.choice(limits.frameworks)
-    task, model = dice.choice(MODELS[framework])
+    chosen = [pair for pair in MODELS[framework] if of_this_copy([WORDS_OF_MODEL.get(pair[1], "")])]
+    task, model = dice.choice(chosen)
     model = f"{model}-{dice.choice('ab')}" if model in ("mlp", "gpt") else model
     batch = dice.randint(6, 30)
     samples = dice.randint(35, 120)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from ranks import implemented
+from ranks import implemented, jobs_of_this_copy
 
 from hvdtrain.comm.communicator import Buffer, Communicator, CompletedHandle, Handle, Op
 from hvdtrain.config.read import configure
@@ -44,7 +44,7 @@ MIXED = implemented(
     "augment.color_jitter=[0.4,0.4] augment.erase=0.5 "
     "augment.cutmix=1.0"
 )
-JOBS = {
+ALL = {
     "numpy softmax": f"framework=numpy model.name=linear optim.base_lr=0.05 {SEEN}",
     "torch softmax": f"model.name=linear optim.base_lr=0.05 {SEEN}",
     "torch softmax, buckets": "model.name=linear optim.base_lr=0.05 comm.reduce=bucket "
@@ -80,6 +80,7 @@ JOBS = {
     "micro-batches": "model.name=mlp model.widths=[24,16] optim.base_lr=0.05 comm.reduce=bucket "
     "batch.micro=4",
 }
+JOBS = jobs_of_this_copy(ALL)
 FEW = {  # one of each way to reduce and of each framework, and what they are compared with
     job: JOBS[job]
     for job in (
@@ -102,6 +103,7 @@ FEW = {  # one of each way to reduce and of each framework, and what they are co
             "torch, mixed labels, micro-batches",
         ),
     )
+    if job in JOBS
 }
 FEW_JAX = {
     job: words

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from ranks import jobs_of_this_copy
 from torch import nn
 
 from hvdtrain.comm.communicator import Communicator
@@ -172,10 +173,11 @@ def synchronized_buffers(communicator: Communicator) -> dict[str, Any]:
 
 
 def cases(communicator: Communicator, engine: str) -> dict[str, dict[str, Any]]:
+    norms = jobs_of_this_copy({"torch, sync norm": "norm.kind=sync"})
     found = {
+        **{case: skipped(communicator, words) for case, words in norms.items()},
         "torch": skipped(communicator, "norm.kind=batch"),
         "torch, two passes": skipped(communicator, "norm.kind=batch", passes=2),
-        "torch, sync norm": skipped(communicator, "norm.kind=sync"),
         "torch, RMSprop": skipped(
             communicator, "optim.name=torch.optim.RMSprop optim.momentum=0.5"
         ),

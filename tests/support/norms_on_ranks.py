@@ -17,9 +17,9 @@ from torch.nn import functional
 
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.core.metrics import Sums, zero_sums
+from hvdtrain.extras.batch_norms.use_norm import use_norm
 from hvdtrain.frameworks.stopwatch import HostStopwatch
 from hvdtrain.frameworks.torch.models import convnet
-from hvdtrain.frameworks.torch.norm import use_norm
 from hvdtrain.frameworks.torch.parallel.buckets import Buckets
 from hvdtrain.frameworks.torch.parallel.by_library import HorovodOptimizer
 

@@ -60,8 +60,10 @@ def of_this_copy(rows: Iterable[str]) -> list[str]:
 
 
 def _is_of_this_copy(word: str) -> bool:
+    from hvdtrain.features.every_feature import FEATURES
+
     key = word.partition("=")[0]
-    if word == "shard.stage=3" and implementation(word) is None:
+    if any(word in feature.extra_values for feature in FEATURES) and implementation(word) is None:
         return False
     return "." not in key or key in known_keys() or key.partition(".")[0] in OPEN_SECTIONS
 
@@ -72,6 +74,11 @@ def implemented(words: str) -> str:
 
     gone = {feature.key for feature in FEATURES if not feature.is_installed}
     return " ".join(word for word in words.split() if word.partition("=")[0] not in gone)
+
+
+def jobs_of_this_copy(jobs: Mapping[str, str]) -> dict[str, str]:
+    """Returns the jobs, name -> words, that need no extra missing from this copy of hvdtrain."""
+    return {name: words for name, words in jobs.items() if of_this_copy([words])}
 
 
 def needs_extra(name: str) -> pytest.MarkDecorator:

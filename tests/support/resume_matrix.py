@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from ranks import implemented
+from ranks import implemented, jobs_of_this_copy
 from torch import nn
 
 from hvdtrain.comm.communicator import Communicator
@@ -57,7 +57,7 @@ POINTS = {
 TORCH = f"{DATA} epochs=2 data.shape=[8,8,2] log.every_steps=3 optim.base_lr=0.05"
 RESNET = f"{TORCH} model.name=wide_resnet model.widths=[2,2,4,4]"
 MLP = f"{TORCH} model.name=mlp model.widths=[12,8]"
-KINDS = {  # kinds of state that a job may have in the torch framework; float32 except for the last
+ALL = {  # kinds of state that a job may have in the torch framework; float32 except for the last
     "running statistics, dropout": f"{RESNET} model.dropout=0.2",
     "a user's model, its buffer, its dropout": f"{TORCH} model.name=resume_matrix:Dropping",
     "adam": f"{RESNET} optim.name=adam optim.base_lr=0.003",
@@ -88,6 +88,7 @@ KINDS = {  # kinds of state that a job may have in the torch framework; float32 
     "growth, fp64": f"{RESNET} epochs=3 speed.precision=fp64 recipe.growth=milestones "
     "recipe.grow_at=[1.2,2.2] recipe.grow_to=[40,70]",
 }
+KINDS = jobs_of_this_copy(ALL)
 
 
 class Stop(NamedTuple):

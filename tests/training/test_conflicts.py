@@ -390,7 +390,10 @@ def test_train_check_and_plan_give_the_same_message(
         ("log.noise_scale=true", "mpi", 2),
         ("comm.tune=true", "mpi", 64),
         ("comm.device_memory=host", "mpi", 2),
-        ("norm.kind=sync batch.size=64 batch.micro=32", "mpi", 2),
+        *(
+            (words, "mpi", 2)
+            for words in of_this_copy(["norm.kind=sync batch.size=64 batch.micro=32"])
+        ),
         ("shard.stage=2 log.noise_scale=true", "mpi", 2),
         ("framework=jax model.name=mlp shard.stage=2 log.noise_scale=true", "horovod", 3),
         *(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from pool import on_ranks
 from random_jobs import train
-from ranks import FULL, needs_extra, needs_mpirun
+from ranks import FULL, jobs_of_this_copy, needs_extra, needs_mpirun
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.training.checkpoint import files
@@ -35,7 +35,9 @@ JOBS = {
     "labels": f"{LABELS} model.name=mlp model.widths=[5] optim.base_lr=0.5",
     "pixels": f"{SHAPES} {MOVED} model.norm=group model.groups=2 task.dice=0.4 optim.base_lr=0.5 "
     "batch.evaluate=5 batch.micro=2",
-    "pixels, batch norm": f"{SHAPES} norm.kind=sync optim.base_lr=0.1 log.samples=2",
+    **jobs_of_this_copy(
+        {"pixels, batch norm": f"{SHAPES} norm.kind=sync optim.base_lr=0.1 log.samples=2"}
+    ),
     "classes": f"{CLASSES} task.class_weights=balanced model.name=linear optim.base_lr=0.1 "
     "batch.micro=4",
 }

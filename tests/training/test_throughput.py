@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import of_this_copy
 from torch import nn
 
 from hvdtrain.__main__ import main
@@ -88,7 +89,7 @@ def counted(*words: str, is_small: bool) -> float:
     [
         (("model.name=linear",), 2 * 2 * 64 * 10),
         ((f"{HERE}:Small",), OF_SMALL),
-        ((f"{HERE}:Small", "norm.kind=sync"), OF_SMALL),
+        *(((f"{HERE}:Small", word), OF_SMALL) for word in of_this_copy(["norm.kind=sync"])),
         # frozen layers: neither their gradients nor those of their outputs
         (
             (f"{HERE}:Small", 'model.freeze=["layers.0*","layers.1*"]'),

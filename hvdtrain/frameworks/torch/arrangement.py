@@ -12,6 +12,7 @@ from hvdtrain.comm.engines import Feature
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.comm.order import SameOrder
 from hvdtrain.config.schema import Config
+from hvdtrain.core.extras import implementing_module
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch.call import Called, any_of, each_of
@@ -19,7 +20,6 @@ from hvdtrain.frameworks.torch.check_outputs import example
 from hvdtrain.frameworks.torch.device import compiled
 from hvdtrain.frameworks.torch.forward import WhenEmpty
 from hvdtrain.frameworks.torch.model import normed_model
-from hvdtrain.frameworks.torch.norm import orders_of_norms
 from hvdtrain.frameworks.torch.precision import Precision
 from hvdtrain.frameworks.torch.step import Passes
 from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy
@@ -209,7 +209,10 @@ class Arrangement:
     @property
     def all_orders(self) -> list[SameOrder]:
         """Returns all orders, including the order of norms, which a plan omits."""
-        return [*self.orders, *(orders_of_norms(self.model) if self.making.planned is None else ())]
+        if not self.waits_in_norms or self.making.planned is not None:
+            return [*self.orders]
+        norms = implementing_module("norm.kind=sync")
+        return [*self.orders, *norms.orders_of_norms(self.model)]
 
     @property
     def waits_in_norms(self) -> bool:

@@ -19,9 +19,9 @@ from hvdtrain.frameworks.torch.check_outputs import check_outputs
 from hvdtrain.frameworks.torch.foreign.counted import TooLarge, counted, most_bytes
 from hvdtrain.frameworks.torch.foreign.downloads import watched
 from hvdtrain.frameworks.torch.frozen import check_overlaps, freeze
-from hvdtrain.frameworks.torch.norm import CPU, use_norm
 from hvdtrain.tasks.task import Task
 
+CPU = torch.device("cpu")
 # of another framework, whose models on torch it makes torch modules
 _ON_TORCH = "torch_module"
 
@@ -38,7 +38,9 @@ def normed_model(
             model, outputs, config.model.classifier_std, config.where("model.classifier_std")
         )
     norm = config.norm
-    model = use_norm(model, norm.kind, norm.ghost, norm.statistics, communicator, device)
+    if norm.kind != "batch":
+        norms = extras.implementing_module(f"norm.kind={norm.kind}")
+        model = norms.use_norm(model, norm.kind, norm.ghost, norm.statistics, communicator, device)
     if config.model.recompute != "none":
         from hvdtrain.frameworks.torch.recompute import recompute_blocks
 

@@ -20,14 +20,10 @@ from torch import nn
 
 from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle, SingleProcessCommunicator
 from hvdtrain.errors import UserError
+from hvdtrain.extras.batch_norms.ghost import GhostBatchNorm, deinterleave, interleave
+from hvdtrain.extras.batch_norms.sync import SyncBatchNorm
+from hvdtrain.extras.batch_norms.use_norm import use_norm
 from hvdtrain.frameworks.torch.models import convnet
-from hvdtrain.frameworks.torch.norm import (
-    GhostBatchNorm,
-    SyncBatchNorm,
-    deinterleave,
-    interleave,
-    use_norm,
-)
 from hvdtrain.horovod.sync_batch_norm import SyncBatchNorm as HorovodsNorm
 
 Statistics = Literal["averaged", "sequential"]

@@ -10,8 +10,10 @@ from torch import nn
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.errors import UserError
+from hvdtrain.extras.batch_norms.ghost import GhostBatchNorm
+from hvdtrain.extras.batch_norms.sync import SyncBatchNorm
+from hvdtrain.extras.batch_norms.use_norm import use_norm
 from hvdtrain.frameworks.torch.models import linear
-from hvdtrain.frameworks.torch.norm import GhostBatchNorm, SyncBatchNorm, use_norm
 
 
 def tied() -> nn.Module:
