@@ -335,6 +335,7 @@ def test_each_rank_of_a_script_gets_the_same_and_one_that_fails_ends_all(tmp_pat
     assert first.endswith(" True 1.0")
 
 
+@needs_extra("memory_forecast")
 def test_a_large_model_object_is_predicted_and_has_the_trained_weights(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

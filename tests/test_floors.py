@@ -48,6 +48,7 @@ ALLOWED = {  # the only files that may import these
         "extras/maps/torch_part.py",
         "extras/multilabel/torch_part.py",
         "extras/libraries/",
+        "extras/memory_forecast/",
         "extras/pipeline/",
         "extras/plan/of_torch/",
         "extras/powersgd/",

@@ -35,6 +35,7 @@ def _passes_of_sync_norm(job: PlannedJob) -> Iterator[UserError]:
 MICRO = JobFeature(
     key="batch.micro",
     on=lambda config: config.batch.micro is not None,
+    extra_values=("batch.micro=auto",),
     examples=("batch.micro=3", "batch.micro=auto"),
     off="batch.micro=null",
     excludes=(

@@ -21,9 +21,10 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.lengths import read_length
 from hvdtrain.core.progress import Hyper
 from hvdtrain.data.field import Field
+from hvdtrain.extras.memory_forecast.live_storages import LiveStorages
+from hvdtrain.extras.memory_forecast.predict import mark, planned_work
 from hvdtrain.frameworks.footprint import Footprint, PlannedStep
 from hvdtrain.frameworks.torch.build import footprint
-from hvdtrain.frameworks.torch.predict_memory import LiveStorages, mark, planned_work
 from hvdtrain.tasks.classification import without_statistics
 from hvdtrain.tasks.language import Language
 from hvdtrain.tasks.task import Task

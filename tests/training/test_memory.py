@@ -90,6 +90,7 @@ def test_the_largest_micro_batch_is_found_in_few_guesses(at: int) -> None:
     assert largest_micro(size, 300, 49) == 0
 
 
+@needs_extra("memory_forecast")
 def test_auto_takes_a_number_that_the_run_keeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,6 +185,7 @@ class Two(SingleProcessCommunicator):
     size = local_size = 2
 
 
+@needs_extra("memory_forecast")
 @needs_extra("tensor")
 def test_auto_takes_what_fits_on_ranks_that_have_a_model_together() -> None:
     config = configure(

@@ -5,7 +5,7 @@ from hvdtrain.core.extras import Command, Extra
 EXTRA = Extra(
     status="stable",
     says="Predicts batch, learning rate, memory, time and faults of a job on any number of ranks.",
-    needs=("figures",),
+    needs=("figures", "memory_forecast"),
     commands={
         "plan": Command(
             "hvdtrain.extras.plan.command",

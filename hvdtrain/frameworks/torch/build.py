@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Sequence
 from typing import Any, cast
@@ -15,10 +16,11 @@ from hvdtrain.comm.mesh import make_mesh
 from hvdtrain.comm.staging import KINDS, Accelerator
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
+from hvdtrain.core.extras import implementation
 from hvdtrain.core.progress import fold
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.by_name import is_made_with_the_model, makes_groups
-from hvdtrain.frameworks.footprint import Footprint, PlannedStep, PlannedWork
+from hvdtrain.frameworks.footprint import Footprint, PlannedStep
 from hvdtrain.frameworks.learner import Learner, fair_threads
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch.arrangement import Making
@@ -136,21 +138,14 @@ def footprint(
     compute shapes, and if the arrangement is not supported.
     """
     arrangement_of(config).check_predictable(config)
-    from hvdtrain.frameworks.torch.predict_memory import (
-        predict,
-    )  # tensors without numbers: commands that predict nothing do not load them
-
-    return predict(config, task, step, ranks, features)
-
-
-def planned_work(
-    config: Config, task: Task, step: PlannedStep, ranks: int, features: frozenset[Feature]
-) -> list[PlannedWork]:
-    """Returns the work in a step of one rank in each pipeline stage, or of rank 0 without a
-    pipeline. Raises UserError like footprint()."""
-    from hvdtrain.frameworks.torch import predict_memory
-
-    return predict_memory.planned_work(config, task, step, ranks, features)
+    module = implementation("batch.micro=auto")
+    if module is None:
+        what = "this copy of hvdtrain has no extra that predicts the memory of a job"
+        fix = "batch.micro=N instead of auto; `hvdtrain extras` lists the installed extras"
+        raise UserError(what, config.where("batch.micro"), fix)
+    # tensors without numbers: commands that predict nothing do not load them
+    found: Footprint = importlib.import_module(module).predict(config, task, step, ranks, features)
+    return found
 
 
 def time_of_passes(

@@ -19,6 +19,11 @@ from hvdtrain.frameworks.torch.check_outputs import example
 from hvdtrain.frameworks.torch.model import checked_model
 from hvdtrain.frameworks.torch.private_api import FakeTensorMode, tree_leaves
 from hvdtrain.frameworks.torch.step_costs import FlopCounter
+from hvdtrain.frameworks.torch.without_numbers import (
+    Answered,
+    CopiedWithoutNumbers,
+    side_effects_undone,
+)
 from hvdtrain.tasks.task import Task
 
 _SAMPLES = 2
@@ -67,12 +72,6 @@ def _same_draws() -> Iterator[None]:
 
 
 def _count_without_numbers(config: Config, task: Task) -> float:
-    from hvdtrain.frameworks.torch.predict_memory import (
-        Answered,
-        CopiedWithoutNumbers,
-        side_effects_undone,
-    )  # imported here, as in build(): jobs with small models do not load it
-
     with side_effects_undone(), FakeTensorMode(allow_non_fake_inputs=True):
         with Answered(), CopiedWithoutNumbers():
             model = checked_model(config, task)

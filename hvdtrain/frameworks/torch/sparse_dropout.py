@@ -44,8 +44,7 @@ def dropped_indices(count: int, p: float) -> torch.Tensor:
     indices: list[torch.Tensor] = []
     last = torch.tensor(-1)
     while not indices or bool(last < count):
-        # a second round is as rare as 6 sigma; predict_memory.py's tensors without numbers have
-        # none
+        # a second round is as rare as 6 sigma; tensors without numbers have none
         # a conversion cuts the fraction off
         gaps = torch.rand(most).neg_().log1p_().div_(rate).to(torch.int64).add_(1)
         indices.append(gaps.cumsum(0) + last)

@@ -297,16 +297,17 @@ def _works(
     step = forecast_memory(
         config, task, one.recipe, ranks, features, one.dataset, config.batch.evaluate, 0
     ).step()
-    works: list[PlannedWork] = framework_of(config).planned_work(
-        config, task, step, ranks, features
-    )
-    return works
+    framework_of(config)
+    # imports torch
+    from hvdtrain.extras.memory_forecast.predict import planned_work
+
+    return planned_work(config, task, step, ranks, features)
 
 
 def framework_of(config: Config) -> Any:
     """Returns the job's framework module. Raises UserError if the framework has no meshes."""
     framework: Any = plugins.load("frameworks", config.framework, config.where("framework"))
-    if not hasattr(framework, "planned_work"):
+    if not hasattr(framework, "time_of_passes"):
         raise UserError(
             f"framework={config.framework} has no meshes to plan",
             config.where("framework"),

@@ -15,9 +15,9 @@ from hvdtrain.extras.plan.forecast.layers import LayerSummary
 from hvdtrain.frameworks.torch.call import Called, call
 from hvdtrain.frameworks.torch.check_outputs import example
 from hvdtrain.frameworks.torch.model import normed_model
-from hvdtrain.frameworks.torch.predict_memory import Answered
 from hvdtrain.frameworks.torch.private_api import FakeTensorMode
 from hvdtrain.frameworks.torch.step_costs import FlopCounter
+from hvdtrain.frameworks.torch.without_numbers import Answered
 from hvdtrain.tasks.task import Task
 
 _SAMPLES = 2  # samples in the forward pass

@@ -16,9 +16,9 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.data.field import Field
 from hvdtrain.errors import UserError
+from hvdtrain.extras.memory_forecast.live_storages import LiveStorages
 from hvdtrain.frameworks.footprint import Footprint, PlannedStep
 from hvdtrain.frameworks.torch.build import footprint
-from hvdtrain.frameworks.torch.predict_memory import LiveStorages
 from hvdtrain.tasks.classification import without_statistics
 from hvdtrain.tasks.language import Language
 from hvdtrain.training.job_memory import forget_peak, resident_bytes
