@@ -49,6 +49,7 @@ ALLOWED = {  # the only files that may import these
         "extras/multilabel/torch_part.py",
         "extras/libraries/",
         "extras/memory_forecast/",
+        "extras/noise_scale/meter.py",
         "extras/pipeline/",
         "extras/plan/of_torch/",
         "extras/powersgd/",

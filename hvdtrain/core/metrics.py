@@ -44,9 +44,10 @@ class Concatenated:
 # names. Device scalars, or vectors of a fixed length, during a step; after an allreduce floats and
 # tuples. At a sync point also: "nonfinite" steps; "stop.signal", "stop.time" and "save", the flags
 # of ranks (training/health/monitor.py); "over", whether the job's time is (training/loop.py);
-# "phase.*", "rank.*" and "joules.*" (training/telemetry); and the sums of the noise scale
-# (recipe/noise.py).
+# "phase.*", "rank.*" and "joules.*" (training/telemetry); and NOISE_SCALE_KEYS.
 Sums = dict[str, Any]
+# with log.noise_scale, keys in the sums of Learner.step()
+NOISE_SCALE_KEYS = ("excess", "excess_inv", "big", "big_inv", "steps")
 Better = Literal["max", "min"]
 
 

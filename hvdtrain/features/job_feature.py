@@ -99,7 +99,7 @@ class JobFeature:
     # parts of the layers (DividedModel), and returns a SampleDivision
     sample_division: str = ""
     # "module:function" of framework=torch that creates its StepAddition, as assemble.py calls it
-    step_addition: str = ""
+    step_addition: str | Callable[[Config], str] = ""
     gauge: str = ""  # "module:function" that creates its measurement, as telemetry.py calls it
     lines_of_ranks: Callable[[Config, Sequence[str]], Sequence[str]] = lambda config, hosts: ()
     words_of_counts: Callable[[Config], str] = lambda config: ""
@@ -138,6 +138,10 @@ class JobFeature:
     def layer_division_in(self, config: Config) -> str:
         """Returns the "module:class" of how it divides layers; empty if it does not."""
         return self._class(self.layer_division, config)
+
+    def step_addition_in(self, config: Config) -> str:
+        """Returns the "module:function" of what it adds to a step; empty if it adds nothing."""
+        return self._class(self.step_addition, config)
 
     def _class(self, name: str | Callable[[Config], str], config: Config) -> str:
         if not self.on(config):

@@ -4,7 +4,7 @@ training."""
 from __future__ import annotations
 
 from hvdtrain.config.exclusion import Exclusion, Values, among, other_than
-from hvdtrain.core.extras import token_images
+from hvdtrain.core.extras import implementing_module, token_images
 from hvdtrain.features.job_feature import Conflict, JobFeature
 
 # log.noise_scale: each rank's own gradient is compared with the mean of all.
@@ -13,7 +13,8 @@ NOISE_SCALE = JobFeature(
     on=lambda config: config.log.noise_scale,
     examples=("log.noise_scale=true",),
     off="log.noise_scale=false",
-    step_addition="hvdtrain.frameworks.torch.noise_meter:addition",
+    step_addition=lambda config: implementing_module("log.noise_scale").ADDITION,
+    is_extra=True,
     first=(
         Conflict(
             lambda job: job.ranks == 1,

@@ -158,9 +158,9 @@ class Learner(HasState, Protocol):
         ranks. This is the mean over the samples, or tokens, of the global batch.
 
         Returns this rank's unweighted sums over its samples: "count" and Task.sums, and with
-        log.noise_scale the sums of recipe/noise.py. "nonfinite" is 1 / ranks if the loss of any
-        rank or the mean gradient was not finite, else 0. With guard.nonfinite=skip, a step that is
-        not finite does not change weights, buffers and optimizer state on any rank.
+        log.noise_scale NOISE_SCALE_KEYS. "nonfinite" is 1 / ranks if the loss of any rank or the
+        mean gradient was not finite, else 0. With guard.nonfinite=skip, a step that is not finite
+        does not change weights, buffers and optimizer state on any rank.
         """
 
     def sync_buffers(self, communicator: Communicator) -> None:

@@ -15,13 +15,13 @@ from hvdtrain.comm.rendezvous import allow_open_files
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.extras import implementing_module
+from hvdtrain.core.metrics import NOISE_SCALE_KEYS
 from hvdtrain.data.images.averaging import averaging_of
 from hvdtrain.data.source import LabelledImages, Source
 from hvdtrain.errors import UserError, short
 from hvdtrain.frameworks.by_name import momentum
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.recipe.from_config import recipe_from_config
-from hvdtrain.recipe.noise import NOISE_SCALE_KEYS
 from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.tasks.classification import without_statistics
 from hvdtrain.tasks.labels import classes_of

@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
+from hvdtrain.core.extras import implementing_module
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.metrics import Sums
 from hvdtrain.data.configured.split import evaluated_part
@@ -19,7 +20,6 @@ from hvdtrain.data.source import Source
 from hvdtrain.events.log import Log
 from hvdtrain.events.rank_log import RankWarnings
 from hvdtrain.frameworks.learner import Learner
-from hvdtrain.recipe.noise import NoiseScale
 from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.checkpoint.checkpoints import Checkpoints
@@ -78,7 +78,7 @@ class Job:
     telemetry: Telemetry
     samples: SampleSeries
     hooks: Hooks
-    noise: NoiseScale
+    noise: Any  # the NoiseScale of an extra; None without log.noise_scale
     memory: MemoryMeter | None  # None for a job that writes nothing
     # the state to return to when ranks are lost; None if a loss ends the job
     memory_copy: StateCopy | None
@@ -167,12 +167,21 @@ def make_job(
         hooks=Hooks(
             hooks, Training(config, communicator, learner, run, datasets.task), communicator
         ),
-        noise=NoiseScale(signal=start.noise[0], noise=start.noise[1]),
+        noise=noise_scale_of(config, start),
         memory=memory,
         memory_copy=None,
         clock=clock_from(start.seconds),
         throughput=throughput or Throughput(communicator.size),
     )
+
+
+def noise_scale_of(config: Config, now: TrainState) -> Any:
+    """Returns what smooths the measured noise scale, from its sums in a state; None without
+    log.noise_scale."""
+    if not config.log.measures_noise:
+        return None
+    signal, noise = now.noise
+    return implementing_module("log.noise_scale").NoiseScale(signal=signal, noise=noise)
 
 
 def make_health(
@@ -246,7 +255,7 @@ def on_other_ranks(job: Job, now: TrainState) -> Job:
         telemetry=telemetry,
         throughput=job.throughput.on_other_ranks(job.config, job.communicator, job.learner),
         samples=replace(job.samples, health=health),
-        noise=NoiseScale(signal=now.noise[0], noise=now.noise[1]),
+        noise=noise_scale_of(job.config, now),
     )
 
 

@@ -137,11 +137,12 @@ def record(
     ):
         # the sums are not finite, or belong to weights that were replaced on all ranks
         return now
-    measured = job.noise.update(sums)
+    measured = job.noise.update(sums) if job.noise else {}
     fields = step_fields(job.task, now, sums, seconds, job.recipe.epochs)
     fields |= job.throughput.of_device(fields) | job.hooks.fields()
     job.log.emit("step", p.step, **fields, **telemetry_fields, **measured)
-    return now.trained(sums, seconds, (job.noise.signal, job.noise.noise))
+    noise = (job.noise.signal, job.noise.noise) if job.noise else now.noise
+    return now.trained(sums, seconds, noise)
 
 
 def evaluate_and_record(job: Job, now: TrainState) -> TrainState:
@@ -161,7 +162,7 @@ def evaluate_and_record(job: Job, now: TrainState) -> TrainState:
     after = job.hooks.after_evaluation(
         after, {metric.name: metric.of(val) for metric in job.task.metrics}
     )
-    measured = job.noise.fields(is_measured=job.config.log.measures_noise)
+    measured = job.noise.fields if job.noise else {}
     fields = epoch_fields(job.task, now, after, val) | measured
     fields |= job.throughput.of_device(fields) | job.hooks.fields()
     job.log.emit(

@@ -11,15 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from ranks import needs_extra
 
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch, digest
+from hvdtrain.core.metrics import NOISE_SCALE_KEYS
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.jax.learner import largest_micro_batch, rows_for
 from hvdtrain.frameworks.learner import Learner
-from hvdtrain.recipe.noise import NOISE_SCALE_KEYS
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 
@@ -240,6 +241,7 @@ class Pair(SingleProcessCommunicator):
         return x + self.other
 
 
+@needs_extra("noise_scale")
 def test_two_ranks_sum_their_gradients_and_measure_the_noise_scale() -> None:
     other = np.linspace(-0.5, 1.0, 3 * 40 + 3)
     pair = Pair(other)

@@ -27,11 +27,10 @@ from hvdtrain.comm.communicator import (
 )
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch, digest, whole_arrays
-from hvdtrain.core.metrics import Sums
+from hvdtrain.core.metrics import NOISE_SCALE_KEYS, Sums
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.frameworks.torch.buffers import Buffers
 from hvdtrain.frameworks.torch.step import any_nonfinite, one_or_nan, zero_where
-from hvdtrain.recipe.noise import NOISE_SCALE_KEYS
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 
@@ -342,6 +341,7 @@ def test_clipping_does_not_hide_nonfinite_gradients(framework: str, words: list[
     assert same(one.state(), before)
 
 
+@ranks.needs_extra("noise_scale")
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_a_nonfinite_step_adds_nothing_to_the_noise_scale(framework: str, policy: str) -> None:

@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
+from hvdtrain.core.metrics import NOISE_SCALE_KEYS
 from hvdtrain.core.progress import Hyper
-from hvdtrain.frameworks.torch.noise_meter import NoiseMeter
+from hvdtrain.extras.noise_scale.meter import NoiseMeter
 from hvdtrain.frameworks.torch.precision import LossScale
 from hvdtrain.frameworks.torch.step import any_nonfinite, clip_, zero_where
 from hvdtrain.frameworks.torch.strategy import Shard
-from hvdtrain.recipe.noise import NOISE_SCALE_KEYS
 
 SCALED = [
     f"speed.precision=fp16 shard.stage={stage} shard.offload={offload}"

@@ -65,6 +65,8 @@ def _is_of_this_copy(word: str) -> bool:
     key = word.partition("=")[0]
     if any(word in feature.extra_values for feature in FEATURES) and implementation(word) is None:
         return False
+    if any(feature.key == key and not feature.is_installed for feature in FEATURES):
+        return False
     return "." not in key or key in known_keys() or key.partition(".")[0] in OPEN_SECTIONS
 
 

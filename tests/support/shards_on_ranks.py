@@ -14,7 +14,7 @@ import invariance
 import numpy as np
 import torch
 import torch.distributed as dist
-from ranks import implemented
+from ranks import implemented, of_this_copy
 
 from hvdtrain.comm.communicator import Buffer, Communicator, CompletedHandle, Handle
 from hvdtrain.config.read import configure
@@ -241,9 +241,8 @@ def curves(communicator: Communicator, folder: str, stages: str, *how: str) -> d
                 f"{JAX_JOBS['mlp, novograd']} shard.stage={stage}",
                 communicator,
             )
-    if (
-        "jax" in how and communicator.size > 1
-    ):  # compared on these ranks: each estimates it from its own gradient
+    # compared on these ranks: each estimates it from its own gradient
+    if "jax" in how and communicator.size > 1 and of_this_copy([NOISE_SCALE]):
         stages_and_none = ["0", *(stage for stage in stages.split(",") if stage != "3")]
         results["noise scales"] = {
             s: invariance.losses(f"{NOISE_SCALE} shard.stage={s}", communicator)["noise_scales"]

@@ -391,10 +391,11 @@ def numbers(**arrays: np.ndarray) -> NamedArrays:
             r"augment.cutmix, which pastes boxes of images with",
             marks=needs_extra("maps"),
         ),
-        (
+        pytest.param(
             "task.name=language task.ignore=0 log.noise_scale=true",
             own_data.tokens("train"),
             "log.noise_scale compares means over samples",
+            marks=needs_extra("noise_scale"),
         ),
     ],
 )

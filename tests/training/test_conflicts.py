@@ -387,15 +387,24 @@ def test_train_check_and_plan_give_the_same_message(
         ("comm.local_steps=5 checkpoint.every_steps=20", "mpi", 2),
         ("comm.local_steps=5 comm.local_from=50% comm.reduce=bucket", "mpi", 2),
         ("framework=numpy model.name=linear speed.precision=auto", "mpi", 2),
-        ("log.noise_scale=true", "mpi", 2),
         ("comm.tune=true", "mpi", 64),
         ("comm.device_memory=host", "mpi", 2),
         *(
             (words, "mpi", 2)
-            for words in of_this_copy(["norm.kind=sync batch.size=64 batch.micro=32"])
+            for words in of_this_copy(
+                [
+                    "norm.kind=sync batch.size=64 batch.micro=32",
+                    "log.noise_scale=true",
+                    "shard.stage=2 log.noise_scale=true",
+                ]
+            )
         ),
-        ("shard.stage=2 log.noise_scale=true", "mpi", 2),
-        ("framework=jax model.name=mlp shard.stage=2 log.noise_scale=true", "horovod", 3),
+        *(
+            (words, "horovod", 3)
+            for words in of_this_copy(
+                ["framework=jax model.name=mlp shard.stage=2 log.noise_scale=true"]
+            )
+        ),
         *(
             (words, "torchdist", 4)
             for words in of_this_copy(

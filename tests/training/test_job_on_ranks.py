@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import FULL, Result, mpirun, needs_horovod, needs_mpirun, python
+from ranks import FULL, Result, mpirun, needs_extra, needs_horovod, needs_mpirun, python
 
 from hvdtrain.config.read import configure
 from hvdtrain.training.datasets import open_datasets
@@ -137,6 +137,7 @@ def test_single_is_refused_under_mpirun() -> None:
     assert result.stderr.count(message) == 1, result.stderr
 
 
+@needs_extra("noise_scale")
 @pytest.mark.parametrize(
     ("engine", "more"),
     [

@@ -192,7 +192,8 @@ def test_every_stage_is_one_process(
             and np.isfinite(scales).any()
             and scales == pytest.approx(noise_scales["0"], rel=1e-9, nan_ok=True)
         )
-    assert bool(noise_scales) == ("jax" in how and size > 1)
+    measures = bool(of_this_copy(["log.noise_scale=true"]))
+    assert bool(noise_scales) == ("jax" in how and size > 1 and measures)
     for message in found.pop(
         "altered", {}
     ).values():  # of the copies of a part on the two hosts, the last rank's

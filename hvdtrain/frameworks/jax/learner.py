@@ -27,6 +27,7 @@ from hvdtrain.core.arrays import (
     digests,
     elements,
 )
+from hvdtrain.core.extras import implementing_module
 from hvdtrain.core.metrics import Sums, host_value, zero_sums
 from hvdtrain.core.progress import Hyper, fold
 from hvdtrain.data.images import augment
@@ -61,7 +62,6 @@ from hvdtrain.frameworks.learner import (
     plain_names,
 )
 from hvdtrain.frameworks.stopwatch import HostStopwatch, Stopwatch
-from hvdtrain.recipe.noise import noise_sums
 from hvdtrain.tasks.task import DeviceAndDtype, Task, counts_exactly, part_of
 
 _DROPOUT = 0x64726F70  # a stream of counters, distinct from the streams of other random numbers
@@ -205,7 +205,7 @@ class JaxLearner(Learner):
         self._phases.enter("")
         if squares:
             with self.target.enable_x64():
-                found = noise_sums(
+                found = implementing_module("log.noise_scale").noise_sums(
                     squares.own, squares.mean, sums["count"], hyper.batch, self.communicator.size
                 )
                 sums |= {key: jnp.where(nonfinite > 0, 0.0, value) for key, value in found.items()}

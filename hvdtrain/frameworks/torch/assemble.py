@@ -96,11 +96,8 @@ def additions_of(
     config: Config, mesh: Mesh, model: torch.nn.Module, parameters: list[torch.nn.Parameter]
 ) -> list[StepAddition]:
     """Returns what the configured features add to a step; imports only these."""
-    return [
-        plugins.named(feature.step_addition)(config, mesh, model, parameters)
-        for feature in FEATURES
-        if feature.step_addition and feature.on(config)
-    ]
+    names = (feature.step_addition_in(config) for feature in FEATURES)
+    return [plugins.named(name)(config, mesh, model, parameters) for name in names if name]
 
 
 def make_optimizer(

@@ -11,13 +11,13 @@ from hvdtrain.comm.mesh import Mesh
 from hvdtrain.config.schema import Config
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Hyper
+from hvdtrain.extras.noise_scale.scale import noise_sums
 from hvdtrain.frameworks.torch.step import StepAddition, Total
 from hvdtrain.frameworks.torch.strategy import Shard
-from hvdtrain.recipe.noise import noise_sums
 
 
 class NoiseMeter(StepAddition):
-    """Measures the squared norms for the gradient noise scale of recipe/noise.py, without another
+    """Measures the squared norms for the gradient noise scale, without another
     pass over the data.
 
     Construct it before the strategy, so that its hooks see the local gradient before the strategy's
