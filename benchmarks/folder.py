@@ -39,9 +39,9 @@ import PIL.Image
 import torch
 
 from hvdtrain.core.import_torchvision import import_torchvision
-from hvdtrain.data.datasets import folder
-from hvdtrain.data.images.decoded_files import pack
-from hvdtrain.data.images.image_source import ImageSource
+from hvdtrain.extras.image_files.data.datasets import folder
+from hvdtrain.extras.image_files.decoded_files import pack
+from hvdtrain.extras.image_files.image_source import ImageSource
 from hvdtrain.extras.webdataset.data.datasets import webdataset
 
 BATCH = 128

@@ -10,12 +10,13 @@ import secrets
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from hvdtrain.config import plugins
 from hvdtrain.data.channel_stats import ChannelStats, channel_stats
-from hvdtrain.data.datasets import cifar, digits, folder, idx
+from hvdtrain.data.datasets import cifar, digits, idx
 from hvdtrain.data.source import LabelledImages
 from hvdtrain.errors import DONE, USER, UserError
 
@@ -32,8 +33,10 @@ SETS = {  # README.md, "For teachers", has how the targets were found
     "digits": DataSet(digits.build, 0.95, 1),
     "fashion_mnist": DataSet(idx.build, 0.90, 6),
     "cifar10": DataSet(cifar.build, 0.70, 8),
-    "folder": DataSet(folder.build, 0.70, 8),
 }
+if "folder" in plugins.files("data/datasets"):  # the data set of an extra
+    _folder: Any = plugins.load("data/datasets", "folder", "--set")
+    SETS["folder"] = DataSet(_folder.build, 0.70, 8)
 
 
 class Samples(NamedTuple):

@@ -12,10 +12,11 @@ import pytest
 from fuzz_files import zeros_in_gzip
 from fuzz_images import png_of, rle_bmp, sound_images
 
-from hvdtrain.data.datasets import cifar, folder, idx, synthetic
+from hvdtrain.data.datasets import cifar, idx, synthetic
 from hvdtrain.data.files import folders
 from hvdtrain.data.source import Split
 from hvdtrain.errors import UserError
+from hvdtrain.extras.image_files.data.datasets import folder
 
 
 def refusal(name: str, root: Path, split: Split = "train", size: int | None = None) -> str:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from ranks import needs_extra
 
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import digest
@@ -240,9 +241,9 @@ def test_synthetic_options_out_of_range_are_errors() -> None:
 def test_datasets_import_no_framework_and_describe_their_options() -> None:
     script = """
 import sys, typing, inspect
-from hvdtrain.data.datasets import cifar, digits, folder, idx, synthetic
+from hvdtrain.data.datasets import cifar, digits, idx, synthetic
 print([name for name in ("torch", "torchvision", "sklearn", "PIL") if name in sys.modules])
-for plugin in (cifar, digits, folder, idx, synthetic):
+for plugin in (cifar, digits, idx, synthetic):
     typing.get_type_hints(plugin.build)
     for option, parameter in inspect.signature(plugin.build).parameters.items():
         if parameter.kind is parameter.KEYWORD_ONLY:
@@ -315,7 +316,11 @@ def test_names_of_classes_are_those_of_torchvision() -> None:
     ("words", "where"),
     [
         ("data.name=synthetic data.samples=0", "data.samples, command line"),
-        ("data.name=folder", "data.root, default"),
+        pytest.param(
+            "data.name=folder",
+            "data.root, default",
+            marks=needs_extra("image_files"),
+        ),
         ("data.name=digits data.root=x", "data.root, command line"),
         pytest.param(
             "data.name=csv data.root=t.csv data.delimiter=ab",

@@ -234,6 +234,7 @@ def images(root: Path, *classes: str) -> None:
             Image.fromarray(x[..., 0]).save(root / "val" / str(y) / f"{number:03}.png")
 
 
+@needs_extra("image_files")
 def test_other_data_are_matched_by_the_names_of_their_classes(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -468,6 +469,7 @@ def test_mistakes_of_predict(run: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 @needs_extra("export")
+@needs_extra("image_files")
 def test_names_of_classes_are_in_the_configuration_the_events_and_the_exported_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

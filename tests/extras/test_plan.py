@@ -256,9 +256,10 @@ def test_names_of_excluded_parameters(capsys: pytest.CaptureFixture[str]) -> Non
             ["model.name=wide_resnet has no option widhts", "did you mean widths?"],
         ),
         (["model.name=resnet500"], ["unknown name: resnet500", "did you mean resnet50?"]),
-        (
+        pytest.param(
             ["data.name=folder", "data.root=nowhere"],
             ["nowhere", "or plan without data, as in --samples"],
+            marks=needs_extra("image_files"),
         ),
         ([*SMALL, "model.name=mlp"], ["framework=numpy does not support model.name=mlp"]),
         (
@@ -277,6 +278,7 @@ def test_mistakes(
         assert message in text, text
 
 
+@needs_extra("image_files")
 def test_a_plan_downloads_nothing_and_makes_no_folder(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

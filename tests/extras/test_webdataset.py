@@ -16,11 +16,11 @@ from ranks import needs_extra
 from small_images import check_workers, colour, save, save_jpegs
 
 from hvdtrain.config.read import configure
-from hvdtrain.data.datasets import folder
 from hvdtrain.data.files.staging import stage_data
-from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.source import ArraySource, Source, Split
 from hvdtrain.errors import UserError
+from hvdtrain.extras.image_files.data.datasets import folder
+from hvdtrain.extras.image_files.image_source import ImageSource
 from hvdtrain.extras.webdataset.data.datasets import webdataset
 from hvdtrain.training.datasets import open_datasets
 

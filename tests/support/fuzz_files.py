@@ -10,16 +10,19 @@ import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from fuzz_bytes import NUMBERS, chance, mutated, odd, pick, zeros
 from fuzz_images import broken_image, sound_images
 from numpy.random import Generator
 
-from hvdtrain.data.datasets import cifar, folder, idx
+from hvdtrain.config import plugins
+from hvdtrain.data.datasets import cifar, idx
 from hvdtrain.data.source import Source
 
 BOMB_BYTES = 2**30
+HAS_FOLDERS = "folder" in plugins.files("data/datasets")  # the data set of an extra
 
 
 @functools.cache
@@ -147,6 +150,7 @@ def read_folder(rng: Generator, home: Path) -> Callable[[], None]:
                 )
                 if chance(rng, 0.02):
                     odd(rng, path)
+    folder: Any = plugins.load("data/datasets", "folder", "here")
     size = (
         pick(rng, (None, None, 1, 16, 33, 257))
         if chance(rng, 0.9)
@@ -163,6 +167,7 @@ def read_cache(rng: Generator, home: Path) -> Callable[[], None]:
     """A sound folder whose cached array was harmed."""
     (home / "train" / "a").mkdir(parents=True)
     (home / "train" / "a" / "1.png").write_bytes(sound_images()[2])
+    folder: Any = plugins.load("data/datasets", "folder", "here")
     check_source(folder.build("folder", home, "train", cache=home / "cache"))
     kept = next((home / "cache").glob("*/images.npy"))
     data = kept.read_bytes()

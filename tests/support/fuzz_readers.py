@@ -170,8 +170,11 @@ def read_options(rng: Generator, home: Path) -> Callable[[], None]:
 READERS: dict[str, fuzzing.Reader] = {
     "idx": fuzz_files.read_idx,
     "cifar": fuzz_files.read_cifar,
-    "folder": fuzz_files.read_folder,
-    "cache": fuzz_files.read_cache,
+    **(
+        {"folder": fuzz_files.read_folder, "cache": fuzz_files.read_cache}
+        if fuzz_files.HAS_FOLDERS
+        else {}
+    ),
     "yaml": fuzz_text.read_yaml,
     "words": fuzz_text.read_words,
     "names": read_names,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hvdtrain.data.images.image_source import ImageSource
+from hvdtrain.extras.image_files.image_source import ImageSource
 
 
 def colour(value: int, height: int = 6, width: int = 5) -> np.ndarray:

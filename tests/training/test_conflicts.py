@@ -225,8 +225,9 @@ OF_SEVERAL_RANKS = [
 
 # which train, check and plan would refuse, had they come so far
 DATA = [
-    "data.name=folder",
+    "data.name=cifar10",
     "data.root=nowhere",
+    "data.download=false",
 ]
 ROWS = [(feature, *row) for feature in FEATURES for row in rows(feature)]
 ROWS_WITHOUT = [(feature, *row) for feature in FEATURES for row in rows_without(feature)]

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import ONE_ENGINE, Job, Result, mpirun
+from ranks import ONE_ENGINE, Job, Result, mpirun, needs_extra
 from waiting import wait_until
 
 LIMIT_S = 20.0  # 0.5 s after a kill and 2 s after an exception where nothing else runs
@@ -89,6 +89,7 @@ def kill_rank_1(folder: Path, engine: str) -> tuple[Result, float]:
         return result, time.monotonic() - killed
 
 
+@needs_extra("image_files")
 def test_a_user_error_on_all_ranks_is_printed_once(tmp_path: Path) -> None:
     result = mpirun(
         2,
@@ -100,6 +101,7 @@ def test_a_user_error_on_all_ranks_is_printed_once(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
+@needs_extra("image_files")
 @pytest.mark.parametrize("engine", ONE_ENGINE["horovod"])
 def test_a_user_error_on_one_rank_names_it(tmp_path: Path, engine: str) -> None:
     """Rank 0 waits in the engine's start for a rank that found no data."""

@@ -43,6 +43,7 @@ from ranks import (
     Result,
     environment,
     mpirun_path,
+    needs_extra,
     needs_horovod,
     needs_mpirun,
     python,
@@ -458,6 +459,7 @@ def _cut_off_while_it_is_read(words: list[str], folder: Path) -> Result:
         return job.wait()
 
 
+@needs_extra("image_files")
 def test_a_cache_that_is_cut_off_while_it_is_mapped_is_not_silent(tmp_path: Path) -> None:
     """The system ends the process; what it was reading is printed, and the same command decodes the
     file again."""

@@ -253,7 +253,6 @@ def test_nothing_is_imported_that_the_job_does_not_use(tmp_path: Path) -> None:
         "hvdtrain.comm.cores.bind",
         "hvdtrain.comm.counted",
         "hvdtrain.data.datasets.text",
-        "hvdtrain.data.images.image_source",
         "hvdtrain.data.tokenizer",
         "hvdtrain.data.user_data.as_source",
         "hvdtrain.frameworks.host",
@@ -275,6 +274,8 @@ def test_nothing_is_imported_that_the_job_does_not_use(tmp_path: Path) -> None:
             for name in extras()
             for module in (
                 "arrangement",
+                "image_source",
+                "sequences",
                 "by_framework",
                 "survival",
                 "load",

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ranks import python
+from ranks import needs_extra, python
 from safetensors.numpy import load_file
 
 from hvdtrain.__main__ import main
@@ -760,7 +760,11 @@ def idx_root() -> str:
             ["model.name=wide_resnet has no option widhts", "did you mean widths?"],
         ),
         (["data.name=digts"], ["unknown name: digts", "did you mean digits?"]),
-        (["data.name=folder", "data.root=nowhere"], ["nowhere"]),
+        pytest.param(
+            ["data.name=folder", "data.root=nowhere"],
+            ["nowhere"],
+            marks=needs_extra("image_files"),
+        ),
         (["data.name=fashion_mnist", "data.root=IDX"], ["train-images-idx3-ubyte", "found"]),
         (["comm.engine=hovorod"], ["unknown name: hovorod", "did you mean horovod?"]),
         (["resume=nowhere"], ["there is no run folder nowhere", "where: resume, command line"]),

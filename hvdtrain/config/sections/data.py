@@ -46,7 +46,7 @@ class DataConfig(OpenSection):
     name: str = Field(
         default="digits",
         description="data set: digits (embedded), mnist, fashion_mnist, kmnist, cifar10, "
-        f"cifar100, {', '.join(['folder', *image_files(), 'synthetic', *token_images()])}, "
+        f"cifar100, {', '.join([*image_files(), 'synthetic', *token_images()])}, "
         f"{', '.join(dict.fromkeys(['text', *document_files().values()]))}; "
         f"{'scientific formats: ' if _SCIENTIFIC else ''}{', '.join(_SCIENTIFIC)}"
         f"{'; ' if _SCIENTIFIC else ''}or "

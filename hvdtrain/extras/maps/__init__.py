@@ -5,5 +5,6 @@ from hvdtrain.core.extras import Extra
 EXTRA = Extra(
     status="stable",
     says="Predicts the class of each pixel, and shows predicted masks and maps as pictures.",
+    needs=("image_files",),
     maps="hvdtrain.extras.maps",
 )

@@ -14,9 +14,9 @@ import numpy as np
 from hvdtrain.comm.on_all_ranks import on_rank_0
 from hvdtrain.data.around_source import AroundSource
 from hvdtrain.data.field import Field
-from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError, short
+from hvdtrain.extras.image_files.image_source import ImageSource
 from hvdtrain.extras.maps.shown_masks import palette
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.training.predictions import predict as predict_samples

@@ -5,7 +5,10 @@ from hvdtrain.core.extras import Command, Extra
 EXTRA = Extra(
     status="stable",
     says="Writes tables, masks and maps of a run's model for files of images and numbers.",
-    needs=("trained_models",),
+    needs=(
+        "image_files",
+        "trained_models",
+    ),
     commands={
         "predict": Command(
             "hvdtrain.extras.predict.command",

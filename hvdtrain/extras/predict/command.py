@@ -20,16 +20,16 @@ from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.section import Given
 from hvdtrain.core.extras import image_files, map_files, maps_module
 from hvdtrain.core.folder import Folder
-from hvdtrain.data.images.decode import SUFFIXES
-from hvdtrain.data.images.image_source import (
+from hvdtrain.data.input_encoding import encoding_of_run
+from hvdtrain.errors import DONE, UserError
+from hvdtrain.extras.image_files.decode import SUFFIXES
+from hvdtrain.extras.image_files.image_source import (
     FoundImages,
     ImageFiles,
     ImageSource,
     find_images,
     left_out_note,
 )
-from hvdtrain.data.input_encoding import encoding_of_run
-from hvdtrain.errors import DONE, UserError
 from hvdtrain.extras.predict.data_file import open_stored, read_data_file, stored_name
 from hvdtrain.extras.trained_models.arguments import (
     OF_A_FILE,
@@ -290,7 +290,7 @@ def _source(
     """
     sized = config.data.options.get("size") is not None
     crop = sized or (
-        config.data.name not in ("folder", "image_masks", *image_files()) and shape[0] == shape[1]
+        config.data.name not in ("image_masks", *image_files()) and shape[0] == shape[1]
     )
     return ImageSource(
         encoded=files,

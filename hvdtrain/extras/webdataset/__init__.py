@@ -6,5 +6,6 @@ from hvdtrain.core.extras import Extra
 EXTRA = Extra(
     status="stable",
     says="Trains on images in WebDataset's tar archives, which are read in place.",
+    needs=("image_files",),
     image_files=("webdataset",),
 )

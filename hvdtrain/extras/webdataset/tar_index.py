@@ -13,8 +13,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
-from hvdtrain.data.images.decode import MOST_BYTES
 from hvdtrain.errors import UserError, first_line, short
+from hvdtrain.extras.image_files.decode import MOST_BYTES
 
 _IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 _LABEL_SUFFIX = "cls"

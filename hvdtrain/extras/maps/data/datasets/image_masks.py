@@ -14,7 +14,10 @@ from hvdtrain.core.arrays import digest
 from hvdtrain.core.progress import fold
 from hvdtrain.data.field import Field
 from hvdtrain.data.files.folders import check_folder
-from hvdtrain.data.images.decode import (
+from hvdtrain.data.option_error import OptionError, expanded
+from hvdtrain.data.source import Source, Split, check_indices
+from hvdtrain.errors import UserError, short
+from hvdtrain.extras.image_files.decode import (
     Undecoded,
     centre_square,
     check_image_options,
@@ -22,10 +25,7 @@ from hvdtrain.data.images.decode import (
     mask_numbers,
     read_file,
 )
-from hvdtrain.data.images.image_source import find_images, left_out_note
-from hvdtrain.data.option_error import OptionError, expanded
-from hvdtrain.data.source import Source, Split, check_indices
-from hvdtrain.errors import UserError, short
+from hvdtrain.extras.image_files.image_source import find_images, left_out_note
 
 if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch

@@ -15,16 +15,16 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from hvdtrain.data.files.folders import cache_root, check_folder, locked
-from hvdtrain.data.files.npy import load_npy, write_npy
 from hvdtrain.data.files.selection import Staging
 from hvdtrain.data.files.staging import splits_of_images
-from hvdtrain.data.images.decode import check_image_options, height_and_width
-from hvdtrain.data.images.decoded_files import pack
-from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.labels import first_outside, smallest
 from hvdtrain.data.option_error import OptionError, expanded
 from hvdtrain.data.source import LabelledImages, Split
 from hvdtrain.errors import UserError, short
+from hvdtrain.extras.image_files.decode import check_image_options, height_and_width
+from hvdtrain.extras.image_files.decoded_files import pack
+from hvdtrain.extras.image_files.image_source import ImageSource
+from hvdtrain.extras.image_files.npy import load_npy, write_npy
 from hvdtrain.extras.webdataset.download import downloaded, is_url
 from hvdtrain.extras.webdataset.tar_index import index_samples, name_at
 

@@ -21,7 +21,12 @@ from typing import IO, TYPE_CHECKING
 import numpy as np
 
 from hvdtrain.data.files.folders import locked
-from hvdtrain.data.files.npy import (
+from hvdtrain.data.labels import read_labels
+from hvdtrain.data.source import ArraySource, LabelledImages, check_indices
+from hvdtrain.data.worker_pool import WorkerPool
+from hvdtrain.errors import UserError
+from hvdtrain.extras.image_files.image_source import ImageSource
+from hvdtrain.extras.image_files.npy import (
     MOST_ROWS,
     CheckedArray,
     checksums,
@@ -30,11 +35,6 @@ from hvdtrain.data.files.npy import (
     write_checksums,
     write_npy,
 )
-from hvdtrain.data.images.image_source import ImageSource
-from hvdtrain.data.labels import read_labels
-from hvdtrain.data.source import ArraySource, LabelledImages, check_indices
-from hvdtrain.data.worker_pool import WorkerPool
-from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch

@@ -15,25 +15,25 @@ import numpy as np
 from hvdtrain.data.files.folders import cache_root, check_folder
 from hvdtrain.data.files.selection import Staging
 from hvdtrain.data.files.staging import splits_of_images
-from hvdtrain.data.images.decode import (
+from hvdtrain.data.labels import smallest
+from hvdtrain.data.option_error import OptionError, expanded
+from hvdtrain.data.source import LabelledImages, Split
+from hvdtrain.errors import UserError, short
+from hvdtrain.extras.image_files.decode import (
     SUFFIXES,
     check_file,
     check_image_options,
     height_and_width,
     read_file,
 )
-from hvdtrain.data.images.decoded_files import pack
-from hvdtrain.data.images.image_source import (
+from hvdtrain.extras.image_files.decoded_files import pack
+from hvdtrain.extras.image_files.image_source import (
     ImageFiles,
     ImageSource,
     find_images,
     is_hidden,
     left_out_note,
 )
-from hvdtrain.data.labels import smallest
-from hvdtrain.data.option_error import OptionError, expanded
-from hvdtrain.data.source import LabelledImages, Split
-from hvdtrain.errors import UserError, short
 
 _FOLDERS: dict[Split, tuple[str, ...]] = {"train": ("train",), "val": ("val", "validation", "test")}
 # class -> names of its images in its folder, both in sorted order

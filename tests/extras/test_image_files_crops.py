@@ -15,10 +15,10 @@ from small_images import save
 from hvdtrain.config.read import configure
 from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.core.progress import Hyper
-from hvdtrain.data.images.decode import CropBox, Undecoded, coarsest_scale, read_header
-from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.images.resized_crop import crop_boxes, draw_keys
 from hvdtrain.data.sampler import Positions
+from hvdtrain.extras.image_files.decode import CropBox, Undecoded, coarsest_scale, read_header
+from hvdtrain.extras.image_files.image_source import ImageSource
 from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.input import read_batch
 

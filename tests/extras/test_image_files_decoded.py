@@ -18,15 +18,15 @@ import numpy as np
 import pytest
 from PIL import Image
 from small_images import colour, save
-from test_folder import PROJECT, fill
+from test_image_files import PROJECT, fill
 from xxhash import xxh3_64_intdigest
 
-from hvdtrain.data.datasets import folder
-from hvdtrain.data.files.npy import MOST_ROWS, checksums, rows_of_block
-from hvdtrain.data.images.decoded_files import PackedSource, pack
-from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.source import ArraySource, Source
 from hvdtrain.errors import UserError
+from hvdtrain.extras.image_files.data.datasets import folder
+from hvdtrain.extras.image_files.decoded_files import PackedSource, pack
+from hvdtrain.extras.image_files.image_source import ImageSource
+from hvdtrain.extras.image_files.npy import MOST_ROWS, checksums, rows_of_block
 
 IMAGES = 10
 SHARD_BYTES = 300  # images take 6 * 5 * 3 = 90 bytes: three in a file, 3 + 3 + 3 + 1
@@ -242,8 +242,8 @@ def test_blocks_divide_what_a_thread_decodes_at_once(shape: tuple[int, ...], row
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-sys.path[:0] = ["tests/data", "tests/support"]
-from test_pack import Counted, packed
+sys.path[:0] = ["tests/extras", "tests/support"]
+from test_image_files_decoded import Counted, packed
 
 class Mortal(Counted):
     def content(self, index):

@@ -18,9 +18,9 @@ from small_images import colour, save
 from hvdtrain.__main__ import main
 from hvdtrain.config.read import configure
 from hvdtrain.data.configured.class_names import with_class_names
-from hvdtrain.data.datasets import folder
 from hvdtrain.data.source import ArraySource, Source, Split
 from hvdtrain.errors import UserError
+from hvdtrain.extras.image_files.data.datasets import folder
 from hvdtrain.training.data_notes import notes
 from hvdtrain.training.datasets import open_datasets
 
@@ -492,7 +492,7 @@ ONE_OF_MANY = """
 import sys
 from pathlib import Path
 import numpy as np
-from hvdtrain.data.datasets import folder
+from hvdtrain.extras.image_files.data.datasets import folder
 source = folder.build("folder", Path(sys.argv[1]), "train", cache=Path(sys.argv[1]) / "cache")
 print(int(source.read(np.arange(len(source)))["x"].sum()))
 """

@@ -14,12 +14,19 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from hvdtrain.data.field import Field
-from hvdtrain.data.images.decode import SUFFIXES, CropBox, Name, Undecoded, centre_square, read_file
 from hvdtrain.data.images.resized_crop import crop_boxes, draw_keys
 from hvdtrain.data.labels import read_labels
 from hvdtrain.data.source import LabelledImages, check_indices
 from hvdtrain.data.worker_pool import WorkerPool
 from hvdtrain.errors import UserError, short
+from hvdtrain.extras.image_files.decode import (
+    SUFFIXES,
+    CropBox,
+    Name,
+    Undecoded,
+    centre_square,
+    read_file,
+)
 
 if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch

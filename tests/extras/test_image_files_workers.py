@@ -19,10 +19,10 @@ from small_images import check_workers, colour, save, save_jpegs
 from waiting import wait_until
 
 from hvdtrain.config.read import configure
-from hvdtrain.data.datasets import folder
-from hvdtrain.data.images.decoded_files import pack
-from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.errors import UserError
+from hvdtrain.extras.image_files.data.datasets import folder
+from hvdtrain.extras.image_files.decoded_files import pack
+from hvdtrain.extras.image_files.image_source import ImageSource
 from hvdtrain.training.datasets import open_datasets
 
 IMAGES = 12
@@ -148,11 +148,11 @@ def test_no_process_stays_where_workers_cannot_start(
 KILLED = """
 import os, sys
 from pathlib import Path
-sys.path[:0] = ["tests/data", "tests/support"]
+sys.path[:0] = ["tests/extras", "tests/support"]
 os.sched_getaffinity = lambda pid: {0, 1}
 from images_in_memory import InMemory
-from test_image_workers import source_of
-from hvdtrain.data.images.decoded_files import pack
+from test_image_files_workers import source_of
+from hvdtrain.extras.image_files.decoded_files import pack
 pack(source_of(InMemory(3000, endless=1500)), Path(sys.argv[1]), worth_workers=1)
 """
 

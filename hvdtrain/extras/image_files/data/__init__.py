@@ -1,0 +1,1 @@
+"""The kinds of plugins that this extra has."""

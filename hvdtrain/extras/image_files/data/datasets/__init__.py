@@ -1,0 +1,1 @@
+"""The data sets that data.name selects: one file each."""
