@@ -95,7 +95,7 @@ ALLOWED = {  # the only files that may import these
     "h5py": ("extras/science/data/datasets/hdf5.py", "extras/science/write_netcdf.py"),
     "zarr": ("extras/science/data/datasets/zarr.py", "extras/science/write_zarr.py"),
     "pyarrow": ("extras/science/data/datasets/parquet.py", "extras/tokens/inputs.py"),
-    "pynvml": ("training/telemetry/energy.py",),
+    "pynvml": ("extras/energy/counters.py",),
     # between a rank and its own workers, and between ranks: over MPI, or signed
     "pickle": ("data/worker_pool.py", "horovod/objects.py"),
 }

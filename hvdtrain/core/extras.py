@@ -78,6 +78,9 @@ class Extra(NamedTuple):
     for config/words_of_other_tools.py. libraries: library of torch models -> the module whose
     model_of() makes those of model.name=LIBRARY:NAME, and whose in_names_of() renames the arrays of
     a file for one of them.
+
+    In every job: gauges, "module:function" of each measurement that
+    training/telemetry/telemetry.py creates.
     """
 
     status: Literal["stable", "experimental"]
@@ -99,6 +102,7 @@ class Extra(NamedTuple):
     streams: str = ""
     words: str = ""
     libraries: Mapping[str, str] = MappingProxyType({})
+    gauges: tuple[str, ...] = ()
     image_files: tuple[str, ...] = ()
     token_images: tuple[str, ...] = ()
 
@@ -311,6 +315,11 @@ def words() -> str | None:
 def libraries() -> dict[str, str]:
     """Returns library -> the module of an extra that makes its models."""
     return {name: module for extra in extras().values() for name, module in extra.libraries.items()}
+
+
+def gauges_of_every_job() -> list[str]:
+    """Returns "module:function" of each measurement that extras make in every job."""
+    return [name for extra in extras().values() for name in extra.gauges]
 
 
 def map_files() -> dict[str, str]:

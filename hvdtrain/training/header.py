@@ -35,7 +35,6 @@ from hvdtrain.training.progress.event_fields import job_energy
 from hvdtrain.training.progress.train_state import Reached, TrainState
 from hvdtrain.training.progress.triggers import stop_seconds
 from hvdtrain.training.start import Start
-from hvdtrain.training.telemetry import energy
 from hvdtrain.version import __version__
 
 _MOST_HOSTS = 16  # named in the header
@@ -72,7 +71,7 @@ def emit_start(job: Job, start: Start, engine_reason: str, environment: Mapping[
         max_steps=job.config.stop.steps,
         max_seconds=stop_seconds(job.config),
         seconds=round(start.train_state.seconds, 3),
-        energy=job.telemetry.energy.reasons,
+        **job.telemetry.start_fields(),
         run=str(start.run),
         resumed_from=start.resumed_from,
         config=redaction.redact(flat(job.config.model_dump(exclude=set(PLACE)))),
@@ -165,6 +164,7 @@ def lines_of_ranks(
 def header(job: Job, start: Start, engine_reason: str) -> list[str]:
     """Describes what will run, in about ten lines."""
     config = job.config
+    gauges = job.telemetry.gauges
     readers = job.config.readers(job.communicator.size)
     counts = f"{job.prefetcher.samples:,} training and {job.val_samples:,} validation samples"
     if config.evaluate.samples is not None:
@@ -219,8 +219,8 @@ def header(job: Job, start: Start, engine_reason: str) -> list[str]:
         f"model   {config.model.name}: {job.learner.describe()}",
         *job.hooks.summary(),
         *([f"memory  {job.memory.note}"] if job.memory and job.memory.note else []),
-        job.throughput.line(),
-        energy.summary(job.telemetry.energy.reasons),
+        job.throughput.line([word for gauge in gauges for word in gauge.device_words()]),
+        *(line for gauge in gauges for line in gauge.header_lines()),
         f"run     {start.run}",
     ]
     progress = start.train_state.progress
@@ -239,7 +239,7 @@ def inputs_lines(task: Task, config: Config) -> list[str]:
 
 def end_fields(job: Job, now: TrainState) -> dict[str, Any]:
     """Returns fields of the events "end" and "stop", for the whole job over all its runs."""
-    joules = job_energy(now, job.telemetry.energy.kinds)
+    joules = job_energy(now, job.telemetry.energy_kinds)
     p = now.progress
     trained = now.trained_images + now.trained_samples
     trained_s = now.trained_s + now.epoch_s

@@ -154,7 +154,7 @@ def evaluate_and_record(job: Job, now: TrainState) -> TrainState:
     job.warnings.exchange(job.communicator)
     now = now.add_energy(val)
     after, reached = after_evaluation(
-        job.config, job.task, now, val, job.clock(), job.telemetry.energy.kinds
+        job.config, job.task, now, val, job.clock(), job.telemetry.energy_kinds
     )
     after = replace(
         after, plateau=job.recipe.judge(now.plateau, now.progress, after.last, now.better)
@@ -190,11 +190,11 @@ def evaluate(job: Job, now: TrainState) -> Sums | None:
     with job.learner.averaged():
         for index, batch in enumerate(job.prefetcher.evaluation(job.val, rows)):
             job.heartbeat.beat("evaluation", p.epoch, p.step)
-            job.telemetry.energy.keep_up()
+            job.telemetry.keep_up()
             if index % STOP_CHECK_BATCHES == 0 and job.health.agree_to_stop():
                 return None
             if batch is not None:
                 sums = add_sums(sums, job.learner.evaluate(batch))
-    sums = add_up(job, sums | job.telemetry.energy.read_sums(), "val.sums", job.task.gathered)
+    sums = add_up(job, sums | job.telemetry.read_sums(), "val.sums", job.task.gathered)
     assert sums["count"] == len(job.val), (sums["count"], len(job.val))
     return sums

@@ -276,7 +276,7 @@ def why_not(start: dict[str, Any]) -> list[str]:
     """A line for each kind that is not measured, from the event `start`."""
     return [
         f"energy of {KINDS[kind]} is not measured: {reason}"
-        for kind, reason in start["energy"].items()
+        for kind, reason in start.get("energy", {}).items()
         if reason
     ]
 

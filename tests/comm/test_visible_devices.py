@@ -24,7 +24,6 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.jax.build import pick_device as pick_device_of_jax
 from hvdtrain.frameworks.torch.device import describe_device, fork_rng, gpu, pick_device
 from hvdtrain.training.build import connect
-from hvdtrain.training.telemetry.energy import Unmeasured, gpu_counter
 
 GPU_A = "GPU-5f3c1b0e"
 GPU_B = "GPU-8a2d"
@@ -215,16 +214,6 @@ def test_nvml_is_asked_for_the_uuid_not_for_a_number(monkeypatch: pytest.MonkeyP
     Gpus(monkeypatch, 1, "NVIDIA H100 80GB HBM3", "5f3c1b0e")
     found = gpu(CUDA)
     assert found and (found.uuid, found.why) == (GPU_A, "") and describe_device(CUDA) == "cuda:0"
-
-
-def test_a_part_of_a_gpu_has_no_counter_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    Gpus(monkeypatch, 1, "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "41b3359c")
-    found = gpu(CUDA)
-    assert found and found.uuid == PARTS[0]
-    with pytest.raises(
-        Unmeasured, match=r"MIG-41b3359c is a part of a GPU \(MIG\), and NVML counts whole ones"
-    ):
-        gpu_counter(found.uuid, found.why)
 
 
 def test_a_gpu_of_amd_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:

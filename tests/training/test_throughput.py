@@ -1,5 +1,5 @@
 """Operations, MFU and rates of one device: counted by hand for a linear model, a convolutional one
-and gpt; peaks of GPUs; and utilization by an NVML of ours."""
+and gpt; and peaks of GPUs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,9 +27,7 @@ from hvdtrain.frameworks.torch.step_costs import FlopCounter
 from hvdtrain.tasks.language import Language
 from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.telemetry.peaks import peak_tflops
-from hvdtrain.training.telemetry.telemetry import _gpu_percent
 from hvdtrain.training.telemetry.throughput import Throughput, measure_throughput, with_unit
-from hvdtrain.training.telemetry.utilization import Utilization
 
 HERE = f"model.name={__name__}"
 
@@ -163,12 +160,12 @@ def test_figures_of_one_device() -> None:
     assert found.line() == (
         "flops   1 GFLOP a sample, forward and backward; MFU of 2 TFLOP/s (speed.peak_tflops)"
     )
-    without = Throughput(1, 1.5e6, "", None, "why not", "GPU utilization by NVML")
+    without = Throughput(1, 1.5e6, "", None, "why not")
     assert without.of_device({"samples_per_s": 3.0}) == {
         "device_samples_per_s": 3.0,
         "device_tflops": 4.5e-6,
     }
-    assert without.line() == (
+    assert without.line(["GPU utilization by NVML"]) == (
         "flops   1.5 MFLOP a sample, forward and backward; no MFU: why not; GPU utilization by NVML"
     )
     unknown = Throughput(2, None, "the reason")
@@ -225,64 +222,13 @@ def test_what_rank_0_says_of_its_model_and_gpu() -> None:
     alone = SingleProcessCommunicator()
     learner: Any = OneGpu()
     found = measure_throughput(config, task, alone, learner, is_small=True)
-    assert found == Throughput(
-        1, 2560.0, "", 989.5, "NVIDIA H200, bfloat16", "GPU utilization not measured: no driver"
-    )
+    assert found == Throughput(1, 2560.0, "", 989.5, "NVIDIA H200, bfloat16")
     for words, why in (
         (["framework=numpy", "model.name=linear"], "framework=numpy does not count them"),
         (["model.thaw=[{at: 1, names: ['*']}]"], "model.thaw changes their number during the job"),
     ):
         other = measure_throughput(configure(None, words), task, alone, learner, is_small=True)
         assert (other.flops, other.why_no_flops) == (None, why)
-
-
-class Driver:
-    """NVML, as far as it is used."""
-
-    class NVMLError(Exception):
-        """As pynvml has it."""
-
-    def __init__(self, *percent: float) -> None:
-        self.percent = list(percent)
-
-    def nvmlInit(self) -> None:
-        """Nothing to do."""
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-        if uuid != "GPU-a":
-            raise self.NVMLError("Not Found")
-        return uuid
-
-    def nvmlDeviceGetMigMode(self, handle: str) -> list[int]:
-        return [0, 0]
-
-    def nvmlDeviceGetUtilizationRates(self, handle: str) -> Any:
-        if not self.percent:
-            raise self.NVMLError("GPU is lost")
-        return SimpleNamespace(gpu=self.percent.pop(0), memory=1)
-
-
-def utilization(driver: Any, uuid: str, clock: list[float]) -> Utilization:
-    gpu = Gpu(uuid, "no UUID" * (not uuid), "H200", lambda: 0)
-    return Utilization(gpu, driver, lambda: clock[0])
-
-
-def test_utilization_is_read_once_a_second() -> None:
-    clock = [0.0]
-    found = utilization(Driver(70, 90), "GPU-a", clock)
-    readings = []
-    for clock[0] in (0.0, 0.9, 1.0, 1.5, 3.0, 9.0):
-        readings.append(found.percent())
-    assert found.reason == "" and readings[:4] == [70, 70, 90, 90]
-    assert all(map(math.isnan, readings[4:])), "a lost GPU has no figure, and ends no job"
-    for uuid, reason in (("", "no UUID"), ("MIG-1", "part of a GPU"), ("GPU-b", "Not Found")):
-        other = utilization(Driver(1), uuid, clock)
-        assert reason in other.reason and math.isnan(other.percent())
-    assert math.isnan(Utilization(None).percent())
-    assert _gpu_percent({"rank.gpu_percent": torch.tensor([50.0, math.nan, 100.0]).numpy()}) == {
-        "gpu_percent": 75.0
-    }
-    assert _gpu_percent({}) == {}
 
 
 def test_events_header_and_report_of_a_job(

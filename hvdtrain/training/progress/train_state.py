@@ -118,9 +118,9 @@ class TrainState:
         return replace(self, sums=total, epoch_s=self.epoch_s + seconds, noise=noise)
 
     def add_energy(self, sums: Sums) -> TrainState:
-        """Returns the state with more joules added."""
-        gpu_j = sums.get("joules.gpu", 0.0)
-        cpu_j = sums.get("joules.cpu", 0.0)
+        """Returns the state with more joules added; NaN if nothing measures them."""
+        gpu_j = sums.get("joules.gpu", math.nan)
+        cpu_j = sums.get("joules.cpu", math.nan)
         return replace(
             self,
             gpu_j=self.gpu_j + gpu_j,

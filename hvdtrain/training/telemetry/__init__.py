@@ -1,2 +1,2 @@
-"""Measurements of a job: seconds of each phase of a step, memory, energy, and the duration of the
+"""Measurements of a job: seconds of each phase of a step, memory, and the duration of the
 start."""

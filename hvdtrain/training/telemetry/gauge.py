@@ -1,8 +1,9 @@
-"""Gauges: a feature's measurements of steps on all ranks, which the telemetry reads at every sync
-point."""
+"""Gauges: measurements of steps on all ranks by a feature, or by an extra in every job, which the
+telemetry reads at every sync point."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from hvdtrain.core.metrics import Sums
@@ -10,7 +11,36 @@ from hvdtrain.frameworks.stopwatch import PhaseTimes
 
 
 class Gauge:
-    """A measurement. By default it reports nothing."""
+    """A measurement. By default it reports nothing.
+
+    energy_kinds: of hardware whose energy it measures, "gpu" and "cpu".
+    """
+
+    energy_kinds: Sequence[str] = ()
+
+    def start_fields(self) -> dict[str, Any]:
+        """Returns fields of the event "start"."""
+        return {}
+
+    def header_lines(self) -> list[str]:
+        """Returns lines of the header."""
+        return []
+
+    def device_words(self) -> list[str]:
+        """Returns words for the header's line about what devices achieve."""
+        return []
+
+    def keep_up(self) -> None:
+        """Called before each step and each batch of an evaluation."""
+
+    def sync_sums(self) -> Sums:
+        """Returns sums of this rank at a sync point; fields() gets those of all ranks."""
+        return {}
+
+    def read_sums(self) -> Sums:
+        """Returns sums of this rank at the end of an evaluation and of the job; evaluated() gets
+        those of all ranks."""
+        return {}
 
     def values(self, phases: PhaseTimes) -> dict[str, float]:
         """Returns what this rank measured since the last sync point; `phases`: seconds. fields()
@@ -25,6 +55,9 @@ class Gauge:
     def epoch_fields(self, steps: int) -> dict[str, Any]:
         """Returns fields of the event "epoch"; steps: the number of steps since the last one."""
         return {}
+
+    def evaluated(self, sums: Sums) -> None:
+        """Receives the sums of an evaluation over all ranks."""
 
     def emit(self, step: int) -> None:
         """Emits additional events after the event of an epoch. Every rank calls it."""

@@ -1,15 +1,13 @@
 """Measurements of the steps of all ranks, combined at sync points: seconds of each phase, the
-slowest rank, memory, energy."""
+slowest rank, memory, and what gauges measure."""
 
 from __future__ import annotations
 
 import logging
-import math
 import re
 import resource
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +17,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.config.plugins import named
 from hvdtrain.config.schema import Config
+from hvdtrain.core.extras import gauges_of_every_job
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Progress
 from hvdtrain.events.log import Log
@@ -28,11 +27,9 @@ from hvdtrain.frameworks.learner import Learner
 from hvdtrain.frameworks.stopwatch import PHASES, PhaseTimes, total
 from hvdtrain.training.progress.event_fields import energy_fields
 from hvdtrain.training.progress.train_state import TrainState
-from hvdtrain.training.telemetry.energy import EnergyMeter, find_counters
 from hvdtrain.training.telemetry.gauge import Gauge
 from hvdtrain.training.telemetry.mesh import slowest, stages_of_ranks
 from hvdtrain.training.telemetry.startup import FirstStep
-from hvdtrain.training.telemetry.utilization import Utilization
 
 if TYPE_CHECKING:
     from hvdtrain.training.telemetry.profiler import StepProfiler
@@ -48,13 +45,6 @@ def make_telemetry(
     gauges: Sequence[Gauge] = (),
 ) -> Telemetry:
     """Returns the telemetry of a configuration, with these gauges. Every rank calls it."""
-    gpu = learner.gpu()
-    counters = find_counters(
-        communicator, gpu.uuid or None if gpu else None, gpu.why if gpu else ""
-    )
-    energy = EnergyMeter(counters, communicator.rank, time.monotonic)
-    # on all ranks or none, because they sum the same names
-    utilization = Utilization(gpu) if "gpu" in energy.reasons else None
     profiler: StepProfiler | None = None
     if config.profile.steps is not None:
         from hvdtrain.training.telemetry.profiler import StepProfiler, parse_profile_steps
@@ -66,7 +56,6 @@ def make_telemetry(
     return Telemetry(
         communicator,
         learner,
-        energy,
         hosts,
         log,
         stages=stages_of_ranks(config.parallel, communicator.size),
@@ -74,7 +63,6 @@ def make_telemetry(
         profiler=profiler,
         first_step=first_step,
         gauges=gauges,
-        utilization=utilization,
     )
 
 
@@ -86,13 +74,12 @@ def make_gauges(
     run: Path | None,
     step: int,
 ) -> list[Gauge]:
-    """Creates the gauges of a configuration's features, for a job that continues with `step`. Every
-    rank calls it."""
+    """Creates the gauges of a configuration's features and of extras, for a job that continues with
+    `step`. Every rank calls it."""
     gauges: list[Gauge] = []
-    for feature in FEATURES:
-        if feature.gauge and feature.on(config):
-            make = named(feature.gauge)
-            gauges.append(make(config, communicator, learner, log, run, step))
+    makers = [feature.gauge for feature in FEATURES if feature.gauge and feature.on(config)]
+    for maker in (*makers, *gauges_of_every_job()):
+        gauges.append(named(maker)(config, communicator, learner, log, run, step))
     return gauges
 
 
@@ -101,15 +88,13 @@ class Telemetry:
     with the sums of training; sync_fields() converts it to an event's fields.
 
     stages: (ranks,), the stage of each, whose ranks do the same work; None: one. step_times: an
-    event for each step (log.step_times). utilization: of this rank's GPU; None on all ranks if none
-    has one.
+    event for each step (log.step_times).
     """
 
     def __init__(
         self,
         communicator: Communicator,
         learner: Learner,
-        energy: EnergyMeter,
         hosts: list[str],
         log: Log,
         *,
@@ -118,13 +103,11 @@ class Telemetry:
         profiler: StepProfiler | None = None,
         first_step: FirstStep | None = None,
         gauges: Sequence[Gauge] = (),
-        utilization: Utilization | None = None,
     ) -> None:
         self._communicator = communicator
         self._learner = learner
         self.log = log
         self._hosts = hosts  # host of each rank
-        self.energy = energy
         self.step_times = step_times
         self.profiler = profiler
         self.first_step = first_step
@@ -134,7 +117,6 @@ class Telemetry:
         self._epoch_steps = 0
         self._stages = np.zeros(communicator.size, int) if stages is None else stages
         self.gauges = gauges
-        self._utilization = utilization
 
     def before_step(self, p: Progress) -> None:
         """Called when a step begins at p."""
@@ -142,8 +124,26 @@ class Telemetry:
             self.profiler.before_step(p.step)
         if self.first_step:
             self.first_step.before_step(p)
-        self.energy.keep_up()
+        self.keep_up()
         self._learner.stopwatch.enter("data")
+
+    def keep_up(self) -> None:
+        """Called before each step and each batch of an evaluation."""
+        for gauge in self.gauges:
+            gauge.keep_up()
+
+    @property
+    def energy_kinds(self) -> list[str]:
+        """The kinds of hardware whose energy is measured."""
+        return [kind for gauge in self.gauges for kind in gauge.energy_kinds]
+
+    def start_fields(self) -> dict[str, Any]:
+        """Returns the gauges' fields of the event "start"."""
+        return _merged(gauge.start_fields() for gauge in self.gauges)
+
+    def read_sums(self) -> Sums:
+        """Returns the gauges' sums of this rank at the end of an evaluation and of the job."""
+        return _merged(gauge.read_sums() for gauge in self.gauges)
 
     def sync_sums(self) -> Sums:
         """Returns sums of this rank since the last sync point, to sum over ranks; the host waits
@@ -151,21 +151,15 @@ class Telemetry:
         self._steps = self._learner.stopwatch.read()
         phases = total(self._steps)
         gpu = self._learner.gpu()
-        of_gauges = [values for gauge in self.gauges for values in gauge.values(phases).items()]
+        of_gauges = _merged(gauge.values(phases) for gauge in self.gauges)
         return {
             **{f"phase.{phase}": phases.get(phase, 0.0) for phase in PHASES},
             "rank.work": self._of_this_rank(_work_s(phases)),
             "rank.memory": self._of_this_rank(peak_memory_bytes()),
             "rank.gpu_memory": self._of_this_rank(gpu.peak_bytes() if gpu else 0),
-            **{name: self._of_this_rank(seconds) for name, seconds in of_gauges},
-            **self._of_driver(),
-            **self.energy.sync_sums(),
+            **{name: self._of_this_rank(value) for name, value in of_gauges.items()},
+            **_merged(gauge.sync_sums() for gauge in self.gauges),
         }
-
-    def _of_driver(self) -> Sums:
-        if self._utilization is None:
-            return {}
-        return {"rank.gpu_percent": self._of_this_rank(self._utilization.percent())}
 
     def _of_this_rank(self, value: float) -> np.ndarray:
         """Returns (ranks,): the sum over ranks has every rank's value at its index."""
@@ -179,16 +173,12 @@ class Telemetry:
         steps = max(1, len(self._steps))
         self._epoch_work_s = self._epoch_work_s + sums["rank.work"]
         self._epoch_steps += steps
-        watts = self.energy.update(sums)
-        of_gauges = [field for gauge in self.gauges for field in gauge.fields(sums, steps).items()]
         fields = {
             "steps": steps,
             "phase_ms": self._phase_ms(sums, steps, window_s),
             **self._slowest(1e3 * sums["rank.work"] / steps),
             **_memory_mb(sums),
-            **_gpu_percent(sums),
-            **dict(of_gauges),
-            **({} if math.isnan(watts) else {"watts": watts}),
+            **_merged(gauge.fields(sums, steps) for gauge in self.gauges),
         }
         if LOGGER.isEnabledFor(logging.INFO):
             LOGGER.info(self._line_of_this_rank(step))
@@ -247,7 +237,6 @@ class Telemetry:
     def epoch_fields(self, now: TrainState, val: Sums, seconds: float) -> dict[str, Any]:
         """Returns fields of the event "epoch", `seconds` into the job; `val`: the sums of its
         evaluation. The next epoch begins."""
-        self.energy.update(val)
         steps = max(1, self._epoch_steps)
         of_ranks = (
             {"rank_work_ms": 1e3 * self._epoch_work_s / steps}
@@ -255,10 +244,11 @@ class Telemetry:
             else {}
         )
         for gauge in self.gauges:
+            gauge.evaluated(val)
             of_ranks |= gauge.epoch_fields(steps)
         self._epoch_work_s = np.zeros(self._communicator.size)
         self._epoch_steps = 0
-        fields = energy_fields(now, self.energy.kinds, seconds - now.evaluated_s)
+        fields = energy_fields(now, self.energy_kinds, seconds - now.evaluated_s)
         return fields | {
             name: [round(ms, 3) for ms in of_rank.tolist()] for name, of_rank in of_ranks.items()
         }
@@ -266,8 +256,9 @@ class Telemetry:
     def finish(self, now: TrainState) -> TrainState:
         """Adds the joules since the last reading, and writes a profile that has begun. Every rank
         calls it, after the last sync point."""
+        left = self.read_sums()
         now = now.add_energy(
-            allreduce_sums(self._communicator, self.energy.read_sums(), "end.joules")
+            allreduce_sums(self._communicator, left, "end.joules") if left else left
         )
         if self.profiler:
             self.profiler.close(now.progress.step)
@@ -283,11 +274,8 @@ def _memory_mb(sums: Sums) -> dict[str, float]:
     return {key: peak for key, peak in peaks.items() if peak}
 
 
-def _gpu_percent(sums: Sums) -> dict[str, float]:
-    """Returns the mean over the ranks whose GPU can be read."""
-    percent = np.asarray(sums.get("rank.gpu_percent", ()), dtype=float)
-    known = percent[np.isfinite(percent)]
-    return {"gpu_percent": float(known.mean())} if len(known) else {}
+def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def _work_s(phases: PhaseTimes) -> float:

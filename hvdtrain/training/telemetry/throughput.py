@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.tasks.task import Task
-from hvdtrain.training.telemetry.utilization import Utilization
 
 _DIGITS = 4  # digits of each number in the events
 
@@ -29,7 +28,6 @@ class Throughput:
     why_no_flops: str = ""
     peak_tflops: float | None = None  # peak of one device
     of_peak: str = ""  # describes the peak, or why it is unknown
-    utilization: str = ""  # how it is measured; empty on a CPU
 
     def of_device(self, rates: Mapping[str, Any]) -> dict[str, float]:
         """Returns fields of the events step, epoch, end and stop, computed from the rates of all
@@ -47,9 +45,9 @@ class Throughput:
                 found["mfu"] = tflops / self.peak_tflops
         return {name: float(f"{value:.{_DIGITS}g}") for name, value in found.items()}
 
-    def line(self) -> str:
+    def line(self, more: Sequence[str] = ()) -> str:
         """Formats the header line: flops 9.87 MFLOP a sample, forward and backward; MFU of 989.5
-        TFLOP/s (NVIDIA H200, bfloat16); GPU utilization by NVML."""
+        TFLOP/s (NVIDIA H200, bfloat16). more: what else measures the device."""
         if self.flops is None:
             parts = [f"not counted: {self.why_no_flops}"]
         elif self.peak_tflops:
@@ -59,7 +57,7 @@ class Throughput:
             ]
         else:
             parts = [_of_sample(self.flops), f"no MFU: {self.of_peak}"]
-        return f"flops   {'; '.join([*parts, self.utilization] if self.utilization else parts)}"
+        return f"flops   {'; '.join([*parts, *more])}"
 
     def words(self, fields: Mapping[str, Any]) -> str:
         """Formats the rates: 1.23 TFLOP/s (45.1 % MFU) of each of 8 devices."""
@@ -116,12 +114,7 @@ def _of_this_rank(
         flops = _sample_flops(config, task, is_small)
     except UserError as error:
         why = error.what
-    gpu = learner.gpu()
-    measured = ""
-    if gpu is not None:
-        reason = Utilization(gpu).reason
-        measured = f"GPU utilization {f'not measured: {reason}' if reason else 'by NVML'}"
-    return Throughput(devices, flops, why, *_peak(config, learner), measured)
+    return Throughput(devices, flops, why, *_peak(config, learner))
 
 
 def count_devices(config: Config, communicator: Communicator, learner: Learner) -> int:

@@ -1,12 +1,9 @@
-"""Telemetry of whole jobs: joules of jobs that stop and of steps that are not finite, and memory of
-a process that another one started."""
+"""Joules of whole jobs: of jobs that stop, and of steps that are not finite."""
 
 from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,9 +15,11 @@ from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.core.progress import Progress
 from hvdtrain.events.log import Log
+from hvdtrain.extras.energy.counters import POWERCAP, Counter, EnergyCounters
+from hvdtrain.extras.energy.gauge import EnergyGauge
+from hvdtrain.extras.energy.meter import EnergyMeter
 from hvdtrain.training.progress.train_state import TrainState
-from hvdtrain.training.telemetry.energy import POWERCAP, Counter, EnergyCounters, EnergyMeter
-from hvdtrain.training.telemetry.telemetry import Telemetry, peak_memory_bytes
+from hvdtrain.training.telemetry.telemetry import Telemetry
 
 
 class Metered(torch.nn.Module):
@@ -146,7 +145,10 @@ def test_where_sync_points_are_far_apart_the_counters_are_read_in_time() -> None
     meter = EnergyMeter(counters, 0, lambda: now[0])
     train_state = TrainState(Progress(10, 20))
     watts = []
-    telemetry = Telemetry(SingleProcessCommunicator(), Idle(), meter, ["n1"], Log([]))  # type: ignore[arg-type]
+    alone = SingleProcessCommunicator()
+    learner: Any = Idle()
+    gauges = [EnergyGauge(alone, learner, meter)]
+    telemetry = Telemetry(alone, learner, ["n1"], Log([]), gauges=gauges)
     for step in range(4):
         now[0] += 0.7
         sums = telemetry.sync_sums()
@@ -159,15 +161,3 @@ def test_where_sync_points_are_far_apart_the_counters_are_read_in_time() -> None
         telemetry.finish(train_state).cpu_j == pytest.approx(50 * 2.8)
         and meter.read_sums()["joules.cpu"] == 0
     )
-
-
-def test_memory_is_that_of_this_process_and_not_of_the_one_that_started_it() -> None:
-    ask = (
-        "from hvdtrain.training.telemetry.telemetry import peak_memory_bytes as most; print(most())"
-    )
-    big = (
-        "import subprocess, sys; much = bytearray(b'x') * 700_000_000; "
-        f"subprocess.run([sys.executable, '-c', {ask!r}], check=True)"
-    )
-    said = subprocess.run([sys.executable, "-c", big], capture_output=True, text=True, check=True)
-    assert 10e6 < int(said.stdout) < 600e6 and peak_memory_bytes() > 10e6

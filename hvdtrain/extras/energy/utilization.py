@@ -6,8 +6,8 @@ import math
 import time
 from collections.abc import Callable
 
+from hvdtrain.extras.energy.counters import Nvml, Unmeasured, whole_gpu
 from hvdtrain.frameworks.learner import Gpu
-from hvdtrain.training.telemetry.energy import Nvml, Unmeasured, whole_gpu
 
 # interval of readings from the driver, which computes the share about once a second
 READ_EVERY_S = 1.0

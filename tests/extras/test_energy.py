@@ -9,17 +9,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from faked_gpus import Gpus
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
-from hvdtrain.training.telemetry.energy import (
+from hvdtrain.extras.energy.counters import (
     Claim,
     Counter,
     EnergyCounters,
-    EnergyMeter,
+    Unmeasured,
     find_counters,
+    gpu_counter,
 )
-from hvdtrain.training.telemetry.energy import summary as energy_summary
+from hvdtrain.extras.energy.meter import EnergyMeter
+from hvdtrain.extras.energy.meter import summary as energy_summary
+from hvdtrain.frameworks.torch import device
 
 NO_RAPL = "no /sys/class/powercap/intel-rapl here"
 
@@ -170,6 +176,25 @@ def test_counters_are_read_once_a_second_and_nothing_is_lost(tmp_path: Path) -> 
     assert meter.read_sums()["joules.cpu"] == 1.0
 
 
+def test_power_is_of_the_time_between_two_readings_of_all_ranks() -> None:
+    """Two ranks whose counters take 100 W each; they synchronize every quarter of a second."""
+    now = [0.0]
+    counters = EnergyCounters(
+        {"cpu": ""}, {"cpu": [Counter(lambda: 100.0 * now[0])]}, lambda: now[0]
+    )
+    meter = EnergyMeter(counters, 0, lambda: now[0])
+    due = []
+    watts = []
+    for _ in range(6):
+        now[0] += 0.25
+        sums = meter.sync_sums()
+        due.append(sums["joules.due"])
+        # the other rank reads when this one does
+        watts.append(meter.update({**sums, "joules.cpu": 2 * sums["joules.cpu"]}))
+    assert due == [0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    assert np.isnan(watts[:3]).all() and watts[3:] == [200.0, 200.0, 200.0]
+
+
 def test_a_gpu_in_millijoules(tmp_path: Path) -> None:
     nvml = FakeNvml(a=1_000, b=0)
     meter = gpus_alone(SingleProcessCommunicator(), nvml, "a", tmp_path)
@@ -289,6 +314,16 @@ def test_why_a_gpu_is_not_measured(
     assert meter.reasons["gpu"] == reason
     nvml.counters_mj = dict.fromkeys(nvml.counters_mj, 2_000)
     assert meter.read()["gpu"] == (0.0 if reason else 2.0)
+
+
+def test_a_part_of_a_gpu_has_no_counter_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    Gpus(monkeypatch, 1, "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "41b3359c")
+    found = device.gpu(torch.device("cuda", 0))
+    assert found and found.uuid == "MIG-41b3359c"
+    with pytest.raises(
+        Unmeasured, match=r"MIG-41b3359c is a part of a GPU \(MIG\), and NVML counts whole ones"
+    ):
+        gpu_counter(found.uuid, found.why)
 
 
 def test_no_driver_and_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
