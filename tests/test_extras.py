@@ -46,6 +46,7 @@ from hvdtrain.data.input_encoding import encoding_of_run
 from hvdtrain.errors import UserError
 from hvdtrain.features.every_feature import FEATURES, conflicts_of
 from hvdtrain.features.job_feature import PlannedJob
+from hvdtrain.training.conflicts import refuse_conflicts
 from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.pretrained import check_weights
 assert Path(hvdtrain.__file__).parents[1] == Path(root), hvdtrain.__file__
@@ -111,6 +112,13 @@ for words in (words.split() for each in FEATURES for words in each.examples):
         each for each in FEATURES if each.on(config) and not each.is_installed_for(config)
     ]
     assert len(missing) == len(needed), (words, missing)
+if implementation("profile.steps") is None:
+    try:
+        refuse_conflicts(configure(None, ["profile.steps=1:2"]), "torchdist", 2)
+    except UserError as error:
+        assert "no extra that does profile.steps" in error.what, error
+    else:
+        raise AssertionError("steps are traced without an extra")
 if maps() is None:
     try:
         maps_module("pictures", "log.samples")

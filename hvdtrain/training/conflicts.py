@@ -13,6 +13,7 @@ from hvdtrain.comm.engines import features_of, possible_engines
 from hvdtrain.comm.launcher_variables import NO_LAUNCHER, Placement
 from hvdtrain.comm.rendezvous import parse_address
 from hvdtrain.config.schema import Config
+from hvdtrain.core.extras import implementing_module
 from hvdtrain.core.lengths import parse_duration
 from hvdtrain.errors import UserError
 from hvdtrain.features.every_feature import conflicts_of
@@ -69,8 +70,6 @@ def _check_single_options(config: Config) -> None:
     if config.comm.address is not None:
         parse_address(config.comm.address, config.where("comm.address"))
     if config.profile.steps is not None:
-        from hvdtrain.training.telemetry.profiler import parse_profile_steps
-
-        parse_profile_steps(config.profile.steps, config.where("profile.steps"))
+        implementing_module("profile.steps").steps_of(config)
     if not is_made_with_the_model(config):
         build_rule(config)

@@ -151,7 +151,7 @@ def make_job(
         warnings=warnings or RankWarnings(),
         checkpoints=checkpoints,
         health=health,
-        telemetry=make_telemetry(config, communicator, learner, hosts, log, run or Path(), gauges),
+        telemetry=make_telemetry(config, communicator, learner, hosts, log, gauges),
         samples=SampleSeries(
             config,
             datasets.task,
@@ -244,9 +244,7 @@ def on_other_ranks(job: Job, now: TrainState) -> Job:
         job.health, hosts=hosts, checkpoints=checkpoints, deadline=deadline, updated_s=None
     )
     gauges = [gauge.from_step(now.progress.step) for gauge in job.telemetry.gauges]
-    telemetry = make_telemetry(
-        job.config, job.communicator, job.learner, hosts, job.log, job.checkpoints.run, gauges
-    )
+    telemetry = make_telemetry(job.config, job.communicator, job.learner, hosts, job.log, gauges)
     return replace(
         job,
         hosts=hosts,

@@ -25,17 +25,14 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Progress
-from hvdtrain.errors import UserError
 from hvdtrain.events.log import Event, Log
 from hvdtrain.frameworks.stopwatch import PHASES, HostStopwatch, phase_times, total
 from hvdtrain.tasks.classification import Classification, without_statistics
 from hvdtrain.training.progress.event_fields import energy_fields, epoch_energy, job_energy
 from hvdtrain.training.progress.train_state import Reached, TrainState, from_json, to_json
 from hvdtrain.training.progress.triggers import after_evaluation, stop_reason
-from hvdtrain.training.run_folder import MARKER
 from hvdtrain.training.telemetry.mesh import slowest
-from hvdtrain.training.telemetry.profiler import parse_profile_steps
-from hvdtrain.training.telemetry.telemetry import Telemetry, make_telemetry, peak_memory_bytes
+from hvdtrain.training.telemetry.telemetry import Telemetry, peak_memory_bytes
 
 ROOT = Path(__file__).parents[2]
 ENV = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])}
@@ -347,22 +344,6 @@ def test_patience_counts_evaluations_in_a_row_without_a_better_one(
         )
 
 
-@pytest.mark.filterwarnings("always:no profile")
-def test_a_profile_that_cannot_be_written_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    # where the file of the trace belongs
-    (tmp_path / "run" / "profile" / "rank-00000" / "trace.json.gz").mkdir(parents=True)
-    (tmp_path / "run" / MARKER).touch()
-    assert main(["model.name=linear", "max_steps=12", "profile.steps=2:4", "run=run"]) == 0
-    assert re.search(
-        "UserWarning: no profile: .*Is a directory.*; training continues without it",
-        capfd.readouterr().err,
-    )
-    assert not [e for e in events(tmp_path / "run") if e["kind"] == "profile"]
-
-
 def test_a_checkpoint_of_an_older_version_is_read() -> None:
     now = TrainState(Progress(100, 300, 4, 120), last=0.5, best=0.5, best_epoch=1)
     tree = json.loads(json.dumps(to_json(now)))
@@ -386,17 +367,6 @@ def test_a_checkpoint_of_an_older_version_is_read() -> None:
     tree["accuracy"] = tree.pop("last")
     old = from_json(tree)
     assert old.last == 0.5 and math.isnan(old.best) and math.isnan(old.gpu_j) and old.reached == ()
-
-
-@pytest.mark.parametrize("text", ["10", "15:10", "5:5", "a:b", "1:2:3", "-1:4", ""])
-def test_profile_steps_that_are_no_range(text: str) -> None:
-    with pytest.raises(
-        UserError,
-        match=r"is not a range of steps\n.*where: profile.steps, x\n.*profile.steps=10:15 "
-        r"traces the five steps",
-    ):
-        parse_profile_steps(text, "profile.steps, x")
-    assert parse_profile_steps("10:15", "") == (10, 15)
 
 
 def test_a_range_of_steps_in_a_file_is_no_number_of_seconds(tmp_path: Path) -> None:
@@ -574,16 +544,3 @@ def test_a_step_of_every_frame_has_phases(
     assert set(step["phase_ms"]) == {"data", "other"}, "what is only started takes no time"
     assert list((tmp_path / "plain" / "profile" / "rank-00000").rglob("*.xplane.pb"))
     assert "energy  processors" in capsys.readouterr().out
-
-
-def test_telemetry_of_a_configuration(tmp_path: Path) -> None:
-    config = configure(None, ["log.step_times=true", "profile.steps=2:4"])
-    made = make_telemetry(
-        config, SingleProcessCommunicator(), TwoSteps(), ["n1"], Log([]), tmp_path
-    )  # type: ignore[arg-type]
-    assert made.step_times and made.profiler is not None
-    assert (made.profiler.first, made.profiler.last, made.profiler.folder) == (
-        2,
-        4,
-        tmp_path / "profile" / "rank-00000",
-    )

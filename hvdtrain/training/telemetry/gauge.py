@@ -30,8 +30,15 @@ class Gauge:
         """Returns words for the header's line about what devices achieve."""
         return []
 
+    def before_step(self, step: int) -> None:
+        """Called when `step` steps are done, before the next one."""
+        self.keep_up()
+
     def keep_up(self) -> None:
         """Called before each step and each batch of an evaluation."""
+
+    def close(self, step: int) -> None:
+        """Called at the end of the job, when `step` steps are done."""
 
     def sync_sums(self) -> Sums:
         """Returns sums of this rank at a sync point; fields() gets those of all ranks."""

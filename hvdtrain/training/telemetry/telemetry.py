@@ -9,7 +9,7 @@ import resource
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.config.plugins import named
 from hvdtrain.config.schema import Config
-from hvdtrain.core.extras import gauges_of_every_job
+from hvdtrain.core.extras import gauges_of_every_job, implementing_module
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Progress
 from hvdtrain.events.log import Log
@@ -31,9 +31,6 @@ from hvdtrain.training.telemetry.gauge import Gauge
 from hvdtrain.training.telemetry.mesh import slowest, stages_of_ranks
 from hvdtrain.training.telemetry.startup import FirstStep
 
-if TYPE_CHECKING:
-    from hvdtrain.training.telemetry.profiler import StepProfiler
-
 
 def make_telemetry(
     config: Config,
@@ -41,18 +38,9 @@ def make_telemetry(
     learner: Learner,
     hosts: list[str],
     log: Log,
-    run: Path,
     gauges: Sequence[Gauge] = (),
 ) -> Telemetry:
-    """Returns the telemetry of a configuration, with these gauges. Every rank calls it."""
-    profiler: StepProfiler | None = None
-    if config.profile.steps is not None:
-        from hvdtrain.training.telemetry.profiler import StepProfiler, parse_profile_steps
-
-        steps = parse_profile_steps(config.profile.steps, config.where("profile.steps"))
-        folder = run / "profile" / f"rank-{communicator.rank:05d}"
-        profiler = StepProfiler(learner, log, folder, *steps)
-    first_step = FirstStep(config, log)
+    """Returns the telemetry of a configuration, with these gauges."""
     return Telemetry(
         communicator,
         learner,
@@ -60,8 +48,7 @@ def make_telemetry(
         log,
         stages=stages_of_ranks(config.parallel, communicator.size),
         step_times=config.log.step_times,
-        profiler=profiler,
-        first_step=first_step,
+        first_step=FirstStep(config, log),
         gauges=gauges,
     )
 
@@ -77,6 +64,9 @@ def make_gauges(
     """Creates the gauges of a configuration's features and of extras, for a job that continues with
     `step`. Every rank calls it."""
     gauges: list[Gauge] = []
+    if config.profile.steps is not None:
+        profiler = implementing_module("profile.steps")
+        gauges.append(profiler.gauge(config, communicator, learner, log, run, step))
     makers = [feature.gauge for feature in FEATURES if feature.gauge and feature.on(config)]
     for maker in (*makers, *gauges_of_every_job()):
         gauges.append(named(maker)(config, communicator, learner, log, run, step))
@@ -100,7 +90,6 @@ class Telemetry:
         *,
         stages: np.ndarray | None = None,
         step_times: bool = False,
-        profiler: StepProfiler | None = None,
         first_step: FirstStep | None = None,
         gauges: Sequence[Gauge] = (),
     ) -> None:
@@ -109,7 +98,6 @@ class Telemetry:
         self.log = log
         self._hosts = hosts  # host of each rank
         self.step_times = step_times
-        self.profiler = profiler
         self.first_step = first_step
         self._steps: list[PhaseTimes] = []  # steps of this rank since the last sync point
         # seconds that each rank was busy since the last evaluation
@@ -120,15 +108,14 @@ class Telemetry:
 
     def before_step(self, p: Progress) -> None:
         """Called when a step begins at p."""
-        if self.profiler:
-            self.profiler.before_step(p.step)
+        for gauge in self.gauges:
+            gauge.before_step(p.step)
         if self.first_step:
             self.first_step.before_step(p)
-        self.keep_up()
         self._learner.stopwatch.enter("data")
 
     def keep_up(self) -> None:
-        """Called before each step and each batch of an evaluation."""
+        """Called before each batch of an evaluation."""
         for gauge in self.gauges:
             gauge.keep_up()
 
@@ -254,14 +241,14 @@ class Telemetry:
         }
 
     def finish(self, now: TrainState) -> TrainState:
-        """Adds the joules since the last reading, and writes a profile that has begun. Every rank
-        calls it, after the last sync point."""
+        """Adds the joules since the last reading, and closes the gauges. Every rank calls it, after
+        the last sync point."""
         left = self.read_sums()
         now = now.add_energy(
             allreduce_sums(self._communicator, left, "end.joules") if left else left
         )
-        if self.profiler:
-            self.profiler.close(now.progress.step)
+        for gauge in self.gauges:
+            gauge.close(now.progress.step)
         return now
 
 
