@@ -27,8 +27,8 @@ from hvdtrain.training.checkpoint.checkpoints import Checkpoints
 from hvdtrain.training.checkpoint.saver import Saver
 from hvdtrain.training.job import make_health, make_saver
 from hvdtrain.training.progress.train_state import TrainState
-from hvdtrain.training.provenance.environment import environment_fields, write_environment
 from hvdtrain.training.replicas.broadcast import broadcast_state
+from hvdtrain.training.run_folder import record_environment
 from hvdtrain.training.run_rank import ConnectedRank
 
 _SPARE_BYTES = 2**20  # bytes of a checkpoint's file besides arrays
@@ -235,9 +235,7 @@ class ScriptLoop:
         """Writes environment.json on rank 0, and returns its fields; empty elsewhere."""
         if self.communicator.rank or self.run.path is None:
             return {}
-        environment = environment_fields()
-        write_environment(self.run.path, environment)
-        return environment
+        return record_environment(self.run.path)
 
     def emit_start(self, stream: SampleStream, environment: Mapping[str, Any]) -> None:
         """Emits the event "start", and "lost" if the loop continues after a loss."""

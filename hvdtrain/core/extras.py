@@ -103,6 +103,7 @@ class Extra(NamedTuple):
     words: str = ""
     libraries: Mapping[str, str] = MappingProxyType({})
     gauges: tuple[str, ...] = ()
+    environment: str = ""
     image_files: tuple[str, ...] = ()
     token_images: tuple[str, ...] = ()
 
@@ -320,6 +321,11 @@ def libraries() -> dict[str, str]:
 def gauges_of_every_job() -> list[str]:
     """Returns "module:function" of each measurement that extras make in every job."""
     return [name for extra in extras().values() for name in extra.gauges]
+
+
+def environment_recorder() -> str:
+    """Returns "module:function" that records what a job runs with; empty if no extra does."""
+    return next((extra.environment for extra in extras().values() if extra.environment), "")
 
 
 def map_files() -> dict[str, str]:

@@ -40,7 +40,7 @@ def environment_of(run: RunRecord) -> dict[str, str]:
     """Returns name -> value of the last start, for people; empty for a run that has none. Packages
     and variables have a row each."""
     found = run.start_event.get("environment")
-    if not isinstance(found, Mapping):
+    if not isinstance(found, Mapping) or not found:
         return {}
     rows = {name: _text(run.start_event.get(name)) for name in _OF_JOB}
     for name, value in found.items():

@@ -10,9 +10,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.config.plugins import named
 from hvdtrain.config.read import to_record
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.section import class_of_object, is_object
+from hvdtrain.core.extras import environment_recorder
 from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
 from hvdtrain.errors import UserError, short
 from hvdtrain.training.checkpoint import files
@@ -189,3 +191,10 @@ def _new_folder(config: Config) -> Path:
             run.mkdir(parents=True)
             return run
     raise FileExistsError(f"runs/{name} and 998 more")
+
+
+def record_environment(run: Path) -> dict[str, Any]:
+    """Records what this process runs with, and returns it for the event "start"; empty if no extra
+    does so."""
+    name = environment_recorder()
+    return named(name)(run) if name else {}

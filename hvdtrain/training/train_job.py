@@ -40,9 +40,8 @@ from hvdtrain.training.lost import RunningJob, survival_of
 from hvdtrain.training.memory import room_of_rank
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.progress.triggers import stop_reason
-from hvdtrain.training.provenance.environment import environment_fields, write_environment
 from hvdtrain.training.replicas.probe import Probe
-from hvdtrain.training.run_folder import write_config
+from hvdtrain.training.run_folder import record_environment, write_config
 from hvdtrain.training.run_lock import RunLock
 from hvdtrain.training.start import Start, start_or_resume
 from hvdtrain.training.sync_point import close_all, fail, write_last_checkpoint
@@ -115,8 +114,7 @@ def train_job(
     start = start._replace(notes=[*start.notes, *found])
     environment: dict[str, Any] = {}
     if communicator.rank == 0 and not start.is_over:  # before a collective: other ranks wait for it
-        environment = environment_fields()
-        write_environment(start.run, environment)
+        environment = record_environment(start.run)
     log = open_log(config, communicator, start, lock)
     record_config = (
         None if start.config_is_written else lambda: write_config(config, start.run, lock)

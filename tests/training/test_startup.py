@@ -16,7 +16,7 @@ import ranks
 from ranks import HANG_S, needs_mpirun
 
 from hvdtrain.config.read import configure
-from hvdtrain.core.extras import extras, gauges_of_every_job
+from hvdtrain.core.extras import environment_recorder, extras, gauges_of_every_job
 from hvdtrain.core.progress import Progress
 from hvdtrain.events.log import Event, Log
 from hvdtrain.training.health.heartbeat import Heartbeat
@@ -309,7 +309,9 @@ def test_the_smallest_job_imports_few_modules(tmp_path: Path) -> None:
     names = done.stdout.splitlines()[-1].split()
     of_extras = [name.split(".")[2:] for name in names if name.startswith("hvdtrain.extras.")]
     assert len(names) - len(of_extras) <= 194, f"{len(names) - len(of_extras)}; 194 when written"
-    of_every_job = {name.split(".")[2] for name in gauges_of_every_job()}
+    of_every_job = {
+        name.split(".")[2] for name in (*gauges_of_every_job(), environment_recorder()) if name
+    }
     registrations = ([], ["keys"], ["features"])
     more = {path[0] for path in of_extras if path[1:] not in registrations}
     assert more == of_every_job

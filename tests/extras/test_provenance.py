@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.__main__ import main
-from hvdtrain.records.differing import environment_of
-from hvdtrain.records.run import read_run
-from hvdtrain.training.provenance import environment
-from hvdtrain.training.provenance import repositories as provenance_repositories
-from hvdtrain.training.provenance.repositories import (
+from hvdtrain.extras.provenance import environment
+from hvdtrain.extras.provenance import repositories as provenance_repositories
+from hvdtrain.extras.provenance.repositories import (
     files_of_user,
     repositories,
     repository,
     without_secrets,
 )
+from hvdtrain.records.differing import environment_of
+from hvdtrain.records.run import read_run
 
 SECRETS = {
     "password": 'password = "hunter2-in-a-file"',

@@ -19,7 +19,7 @@ from hvdtrain.config.plugins import PACKAGE
 from hvdtrain.core.folder import Folder
 from hvdtrain.events import redaction
 from hvdtrain.events.terminal import warn
-from hvdtrain.training.provenance.repositories import files_of_user, repositories
+from hvdtrain.extras.provenance.repositories import files_of_user, repositories
 from hvdtrain.training.replicas.software import variables
 from hvdtrain.version import __version__
 
@@ -32,6 +32,13 @@ _JOB_VARIABLES = (  # names of the job and of its allocation; other variables ma
     *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
 )
 _DIST = re.compile(r"(.+?)-([^-]+)\.(?:dist|egg)-info")
+
+
+def record(run: Path) -> dict[str, Any]:
+    """Writes environment.json, and returns its fields for the event "start"."""
+    fields = environment_fields()
+    write_environment(run, fields)
+    return fields
 
 
 def environment_fields() -> dict[str, Any]:

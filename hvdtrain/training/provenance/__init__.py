@@ -1,1 +1,0 @@
-"""What a job ran with, so that it can be cited and repeated: code, packages, hardware, launcher."""
