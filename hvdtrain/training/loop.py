@@ -23,7 +23,6 @@ from hvdtrain.training.progress.triggers import (
     time_is_over,
 )
 from hvdtrain.training.sync_point import act, make_equal
-from hvdtrain.training.telemetry import startup
 
 STOP_CHECK_BATCHES = (
     4  # batches of an evaluation between two checks whether to stop: each costs one small allreduce
@@ -125,7 +124,7 @@ def record(
     telemetry_fields = job.telemetry.sync_fields(sums, p.step, seconds)
     if job.heartbeat.limit == "start_s":  # the first sync point: the start is over
         job.warnings.exchange(job.communicator)
-        job.log.emit("started", p.step, **startup.fields(job.heartbeat))
+        job.log.emit("started", p.step, **job.telemetry.started_fields(job.heartbeat))
     now = replace(
         before, progress=p, seconds=job.clock(), lr=window.last.lr, batch=window.last.batch
     ).add_energy(sums)

@@ -10,6 +10,7 @@ from pathlib import Path
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
+from hvdtrain.core.progress import Progress
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import Log
 from hvdtrain.frameworks.learner import Learner
@@ -56,14 +57,14 @@ class StepProfiler(Gauge):
         self._trace: AbstractContextManager[None] | None = None
         self._over = False
 
-    def before_step(self, step: int) -> None:
-        """Begins or ends the trace before the step that follows `step` others."""
+    def before_step(self, p: Progress) -> None:
+        """Begins or ends the trace."""
         if self._over:
             return
-        if self.first <= step < self.last and self._trace is None:
+        if self.first <= p.step < self.last and self._trace is None:
             self._begin()
-        if step >= self.last:
-            self.close(step)
+        if p.step >= self.last:
+            self.close(p.step)
 
     def close(self, step: int) -> None:
         """Writes a trace that has begun; `step` steps are done."""

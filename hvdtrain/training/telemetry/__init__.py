@@ -1,2 +1,1 @@
-"""Measurements of a job: seconds of each phase of a step, memory, and the duration of the
-start."""
+"""Measurements of a job: seconds of each phase of a step, memory, and what gauges measure."""

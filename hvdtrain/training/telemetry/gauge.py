@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdtrain.core.metrics import Sums
+from hvdtrain.core.progress import Progress
 from hvdtrain.frameworks.stopwatch import PhaseTimes
+from hvdtrain.training.health.heartbeat import Heartbeat
 
 
 class Gauge:
@@ -30,8 +32,12 @@ class Gauge:
         """Returns words for the header's line about what devices achieve."""
         return []
 
-    def before_step(self, step: int) -> None:
-        """Called when `step` steps are done, before the next one."""
+    def started_fields(self, heartbeat: Heartbeat) -> dict[str, Any]:
+        """Returns fields of the event "started"."""
+        return {}
+
+    def before_step(self, p: Progress) -> None:
+        """Called when a step begins at p."""
         self.keep_up()
 
     def keep_up(self) -> None:

@@ -25,11 +25,11 @@ from hvdtrain.events.rank_log import LOGGER
 from hvdtrain.features.every_feature import FEATURES
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.frameworks.stopwatch import PHASES, PhaseTimes, total
+from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.progress.event_fields import energy_fields
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.telemetry.gauge import Gauge
 from hvdtrain.training.telemetry.mesh import slowest, stages_of_ranks
-from hvdtrain.training.telemetry.startup import FirstStep
 
 
 def make_telemetry(
@@ -48,7 +48,6 @@ def make_telemetry(
         log,
         stages=stages_of_ranks(config.parallel, communicator.size),
         step_times=config.log.step_times,
-        first_step=FirstStep(config, log),
         gauges=gauges,
     )
 
@@ -90,7 +89,6 @@ class Telemetry:
         *,
         stages: np.ndarray | None = None,
         step_times: bool = False,
-        first_step: FirstStep | None = None,
         gauges: Sequence[Gauge] = (),
     ) -> None:
         self._communicator = communicator
@@ -98,7 +96,6 @@ class Telemetry:
         self.log = log
         self._hosts = hosts  # host of each rank
         self.step_times = step_times
-        self.first_step = first_step
         self._steps: list[PhaseTimes] = []  # steps of this rank since the last sync point
         # seconds that each rank was busy since the last evaluation
         self._epoch_work_s = np.zeros(communicator.size)
@@ -109,9 +106,7 @@ class Telemetry:
     def before_step(self, p: Progress) -> None:
         """Called when a step begins at p."""
         for gauge in self.gauges:
-            gauge.before_step(p.step)
-        if self.first_step:
-            self.first_step.before_step(p)
+            gauge.before_step(p)
         self._learner.stopwatch.enter("data")
 
     def keep_up(self) -> None:
@@ -127,6 +122,10 @@ class Telemetry:
     def start_fields(self) -> dict[str, Any]:
         """Returns the gauges' fields of the event "start"."""
         return _merged(gauge.start_fields() for gauge in self.gauges)
+
+    def started_fields(self, heartbeat: Heartbeat) -> dict[str, Any]:
+        """Returns the gauges' fields of the event "started"."""
+        return _merged(gauge.started_fields(heartbeat) for gauge in self.gauges)
 
     def read_sums(self) -> Sums:
         """Returns the gauges' sums of this rank at the end of an evaluation and of the job."""
