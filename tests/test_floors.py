@@ -58,6 +58,7 @@ ALLOWED = {  # the only files that may import these
         "extras/sample/of_torch.py",
         "extras/servers/",
         "extras/tensor/",
+        "extras/throughput/sample_flops.py",
         "extras/torchmetrics/",
         "frameworks/keras/torch_module.py",
         "frameworks/torch/",

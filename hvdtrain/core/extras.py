@@ -104,6 +104,7 @@ class Extra(NamedTuple):
     libraries: Mapping[str, str] = MappingProxyType({})
     gauges: tuple[str, ...] = ()
     environment: str = ""
+    throughput: str = ""
     image_files: tuple[str, ...] = ()
     token_images: tuple[str, ...] = ()
 
@@ -326,6 +327,11 @@ def gauges_of_every_job() -> list[str]:
 def environment_recorder() -> str:
     """Returns "module:function" that records what a job runs with; empty if no extra does."""
     return next((extra.environment for extra in extras().values() if extra.environment), "")
+
+
+def throughput_measure() -> str:
+    """Returns "module:function" that measures a job's devices; empty if no extra does."""
+    return next((extra.throughput for extra in extras().values() if extra.throughput), "")
 
 
 def map_files() -> dict[str, str]:

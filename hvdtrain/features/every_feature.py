@@ -72,7 +72,7 @@ PLAIN = (  # these exclude nothing themselves: other features list what they exc
         gauge="hvdtrain.training.telemetry.loss_scale:loss_scale_gauge",
     ),
     _plain("speed.compile", "none", "speed.compile=default"),
-    _plain("speed.peak_tflops", None, "speed.peak_tflops=0.5"),
+    _plain("speed.peak_tflops", None, "speed.peak_tflops=0.5", is_extra=True),
     _plain("speed.channels_last", None, "speed.channels_last=true"),
     _plain("comm.bind", "none", "comm.bind=numa"),
     _plain("optim.clip_norm", None, "optim.clip_norm=0.05"),

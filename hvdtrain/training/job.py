@@ -171,7 +171,7 @@ def make_job(
         memory=memory,
         memory_copy=None,
         clock=clock_from(start.seconds),
-        throughput=throughput or Throughput(communicator.size),
+        throughput=throughput or Throughput(),
     )
 
 

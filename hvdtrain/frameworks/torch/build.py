@@ -174,14 +174,6 @@ def gpu_address(config: Config, communicator: Communicator) -> str | None:
     return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
 
 
-def sample_flops(config: Config, task: Task, *, is_small: bool) -> float:
-    """Returns the operations of the forward and backward pass of one sample. Raises UserError if
-    the model needs values to compute shapes."""
-    from hvdtrain.frameworks.torch import sample_flops as counted
-
-    return counted.sample_flops(config, task, is_small=is_small)
-
-
 def free_device_bytes(config: Config, communicator: Communicator) -> int | None:
     """Returns the free bytes of this rank's GPU, divided by the ranks that share it; None on the
     CPU."""

@@ -21,13 +21,14 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.data.field import Field
 from hvdtrain.errors import UserError
+from hvdtrain.extras.throughput.device_throughput import DeviceThroughput, with_unit
+from hvdtrain.extras.throughput.peaks import peak_tflops
+from hvdtrain.extras.throughput.sample_flops import _EagerCounter, sample_flops
 from hvdtrain.frameworks.learner import Gpu
-from hvdtrain.frameworks.torch.sample_flops import _EagerCounter, sample_flops
 from hvdtrain.frameworks.torch.step_costs import FlopCounter
 from hvdtrain.tasks.language import Language
 from hvdtrain.training.datasets import open_datasets
-from hvdtrain.training.telemetry.peaks import peak_tflops
-from hvdtrain.training.telemetry.throughput import Throughput, measure_throughput, with_unit
+from hvdtrain.training.telemetry.throughput import measure_throughput
 
 HERE = f"model.name={__name__}"
 
@@ -147,7 +148,7 @@ def test_counting_loads_no_compiler() -> None:
 
 def test_figures_of_one_device() -> None:
     """2,000 samples a second of 10^9 operations on 4 devices: 0.5 TFLOP/s each."""
-    found = Throughput(4, 1e9, "", 2.0, "speed.peak_tflops")
+    found = DeviceThroughput(4, 1e9, "", 2.0, "speed.peak_tflops")
     rates = {"samples_per_s": 2000.0, "tokens_per_s": 8000.4}
     fields = found.of_device(rates)
     assert fields == {
@@ -157,19 +158,19 @@ def test_figures_of_one_device() -> None:
         "mfu": 0.25,
     }
     assert found.words(fields) == "500 GFLOP/s (25.0% MFU) of each of 4 devices"
-    assert found.line() == (
+    assert found.header_lines() == [
         "flops   1 GFLOP a sample, forward and backward; MFU of 2 TFLOP/s (speed.peak_tflops)"
-    )
-    without = Throughput(1, 1.5e6, "", None, "why not")
+    ]
+    without = DeviceThroughput(1, 1.5e6, "", None, "why not")
     assert without.of_device({"samples_per_s": 3.0}) == {
         "device_samples_per_s": 3.0,
         "device_tflops": 4.5e-6,
     }
-    assert without.line(["GPU utilization by NVML"]) == (
+    assert without.header_lines(["GPU utilization by NVML"]) == [
         "flops   1.5 MFLOP a sample, forward and backward; no MFU: why not; GPU utilization by NVML"
-    )
-    unknown = Throughput(2, None, "the reason")
-    assert unknown.line() == "flops   not counted: the reason"
+    ]
+    unknown = DeviceThroughput(2, None, "the reason")
+    assert unknown.header_lines() == ["flops   not counted: the reason"]
     assert unknown.of_device({"samples_per_s": 3.0}) == {"device_samples_per_s": 1.5}
     assert unknown.words({}) == ""
     for rate in (None, 0.0, math.nan, math.inf):
@@ -222,7 +223,7 @@ def test_what_rank_0_says_of_its_model_and_gpu() -> None:
     alone = SingleProcessCommunicator()
     learner: Any = OneGpu()
     found = measure_throughput(config, task, alone, learner, is_small=True)
-    assert found == Throughput(1, 2560.0, "", 989.5, "NVIDIA H200, bfloat16")
+    assert found == DeviceThroughput(1, 2560.0, "", 989.5, "NVIDIA H200, bfloat16")
     for words, why in (
         (["framework=numpy", "model.name=linear"], "framework=numpy does not count them"),
         (["model.thaw=[{at: 1, names: ['*']}]"], "model.thaw changes their number during the job"),
