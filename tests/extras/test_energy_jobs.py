@@ -78,7 +78,9 @@ def joule_a_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     del Metered.before_step
 
 
-def test_a_stop_keeps_the_joules_of_all_its_steps(tmp_path: Path) -> None:
+def test_a_stop_keeps_the_joules_of_all_its_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def stop_at_27(step: int) -> float:
         if step == 27:
             signal.raise_signal(signal.SIGTERM)
@@ -89,7 +91,9 @@ def test_a_stop_keeps_the_joules_of_all_its_steps(tmp_path: Path) -> None:
     assert main(job) == 75
     Metered.before_step = lambda step: 1.0
     assert main(job) == 0
+    assert "\nenergy  processors by RAPL\n" in capsys.readouterr().out
     found = events(tmp_path)
+    assert [e["energy"] for e in found if e["kind"] == "start"] == [{"cpu": ""}] * 2
     (stop,) = (e for e in found if e["kind"] == "stop")
     assert stop["step"] >= 27 and stop["joules"] == {"cpu": stop["step"]}
     assert (found[-1]["kind"], found[-1]["joules"]) == ("end", {"cpu": 40.0})

@@ -13,6 +13,7 @@ from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import Config
+from hvdtrain.core.extras import commands
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import Log
 from hvdtrain.extras.profiler.step_profiler import StepProfiler, steps_of
@@ -65,3 +66,25 @@ def test_the_profiler_of_a_configuration(tmp_path: Path) -> None:
     assert (again.first, again.last, again.folder) == (2, 4, profiler.folder)
     made = make_gauges(configure(None, []), alone, learner, log, tmp_path, 0)
     assert not any(isinstance(gauge, StepProfiler) for gauge in made)
+
+
+def test_a_wrong_range_is_an_error_before_the_first_step(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The same of every command that reads a job's configuration."""
+    error = (
+        "hvdtrain: profile.steps=banana is not a range of steps\n"
+        "  where: profile.steps, command line\n"
+        "  fix: profile.steps=10:15 traces the five steps that follow step 10\n"
+    )
+    for command in ([], ["check"], ["plan"]):
+        if not command or command[0] in commands():
+            assert main([*command, "model.name=linear", "profile.steps=banana"]) == 2
+            assert capsys.readouterr().err == error
+
+
+def test_jax_writes_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = ["framework=jax", "model.name=linear", "max_steps=4", "run=run"]
+    assert main([*job, "profile.steps=1:3"]) == 0
+    assert list((tmp_path / "run" / "profile" / "rank-00000").rglob("*.xplane.pb"))

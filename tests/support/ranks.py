@@ -75,6 +75,7 @@ def implemented(words: str) -> str:
     from hvdtrain.features.every_feature import FEATURES
 
     gone = {feature.key for feature in FEATURES if not feature.is_installed}
+    gone |= {key for key in ("profile.steps",) if implementation(key) is None}
     return " ".join(word for word in words.split() if word.partition("=")[0] not in gone)
 
 

@@ -132,8 +132,6 @@ OF_ONE_PROCESS = [
      "stop.target", "stop.target=0.9 for 90 %"),
     ("log.targets=[0.5,95]", "log.targets=[0.5, 95.0] contains values outside 0 to 1, the range of "
      "accuracies", "log.targets", "log.targets=[0.9] for 90 %"),
-    ("profile.steps=banana", "profile.steps=banana is not a range of steps", "profile.steps",
-     "profile.steps=10:15 traces the five steps that follow step 10"),
     ("guard.max_time=soon", "'soon' is not a length of time", "guard.max_time",
      "write 90 (seconds), 45m, 3.5h, 2d, 45:00 (minutes), 1:30:00 or 2-00:00:00"),
     ("augment.crop=4 "

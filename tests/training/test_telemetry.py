@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 import pytest
 from documented_events import check_documented
-from ranks import mpirun, needs_horovod
+from ranks import implemented, mpirun, needs_horovod
 
 from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.config.read import configure
+from hvdtrain.core.extras import implementation
 from hvdtrain.core.progress import Progress
 from hvdtrain.events.log import Event, Log
 from hvdtrain.frameworks.stopwatch import PHASES, HostStopwatch, phase_times, total
@@ -35,6 +36,7 @@ from hvdtrain.training.telemetry.mesh import slowest
 from hvdtrain.training.telemetry.telemetry import Telemetry, peak_memory_bytes
 
 ROOT = Path(__file__).parents[2]
+HAS_PROFILER = implementation("profile.steps") is not None
 ENV = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])}
 
 
@@ -395,7 +397,7 @@ def late_job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
         "epochs=2",
         "batch.size=128",
         "log.step_times=true",
-        "profile.steps=3:5",
+        *implemented("profile.steps=3:5").split(),
     ]
     words += [
         "log.targets=[0.1]",
@@ -454,7 +456,7 @@ def test_each_rank_has_its_log_its_trace_and_its_name_on_its_warnings(
         assert re.search(rf"rank {rank} of 2 on \S+, process \d+: Late, 650 parameters", text), text
         assert text.count("ms of each of ") == 4 and "forward" in text
     assert "this rank is late" in logs[1] and "this rank is late" not in logs[0]
-    for rank in (0, 1):
+    for rank in (0, 1) if HAS_PROFILER else ():
         found = ranges(folder / "run" / "profile" / f"rank-0000{rank}" / "trace.json.gz")
         assert [name for name in found if name != "data"].count("forward") == 2 and found.count(
             "update"
@@ -480,8 +482,8 @@ def test_events_are_as_documented(
         "epoch",
         "target",
         "checkpoint",
-        "profile",
         "end",
+        *["profile"] * HAS_PROFILER,
     }
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "support"))
@@ -505,9 +507,7 @@ def test_events_are_as_documented(
     check_documented(events(tmp_path / "stop"))
 
 
-def test_a_step_of_every_frame_has_phases(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_of_every_frame_has_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     wanted = {
         "torch": {"data", "forward", "backward", "communication", "update", "other"},
@@ -534,13 +534,6 @@ def test_a_step_of_every_frame_has_phases(
             < sum(step["phase_ms"].values())
             == pytest.approx(1e3 * step["window_s"] / 4, abs=0.01)
         )
-    assert (
-        main(
-            ["framework=jax", "model.name=linear", "max_steps=4", "run=plain", "profile.steps=1:3"]
-        )
-        == 0
-    )
+    assert main(["framework=jax", "model.name=linear", "max_steps=4", "run=plain"]) == 0
     (step,) = [e for e in events(tmp_path / "plain") if e["kind"] == "step"]
     assert set(step["phase_ms"]) == {"data", "other"}, "what is only started takes no time"
-    assert list((tmp_path / "plain" / "profile" / "rank-00000").rglob("*.xplane.pb"))
-    assert "energy  processors" in capsys.readouterr().out
