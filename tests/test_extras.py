@@ -116,7 +116,7 @@ if implementation("profile.steps") is None:
     try:
         refuse_conflicts(configure(None, ["profile.steps=1:2"]), "torchdist", 2)
     except UserError as error:
-        assert "no extra that does profile.steps" in error.what, error
+        assert "no extra that traces steps" in error.what, error
     else:
         raise AssertionError("steps are traced without an extra")
 if maps() is None:

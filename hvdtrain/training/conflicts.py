@@ -13,7 +13,7 @@ from hvdtrain.comm.engines import features_of, possible_engines
 from hvdtrain.comm.launcher_variables import NO_LAUNCHER, Placement
 from hvdtrain.comm.rendezvous import parse_address
 from hvdtrain.config.schema import Config
-from hvdtrain.core.extras import implementing_module
+from hvdtrain.core.extras import implementation, load
 from hvdtrain.core.lengths import parse_duration
 from hvdtrain.errors import UserError
 from hvdtrain.features.every_feature import conflicts_of
@@ -70,6 +70,8 @@ def _check_single_options(config: Config) -> None:
     if config.comm.address is not None:
         parse_address(config.comm.address, config.where("comm.address"))
     if config.profile.steps is not None:
-        implementing_module("profile.steps").steps_of(config)
+        where = config.where("profile.steps")
+        profiler = load(implementation("profile.steps"), "traces steps", "profile.steps", where)
+        profiler.steps_of(config)
     if not is_made_with_the_model(config):
         build_rule(config)
