@@ -79,8 +79,10 @@ class Extra(NamedTuple):
     model_of() makes those of model.name=LIBRARY:NAME, and whose in_names_of() renames the arrays of
     a file for one of them.
 
-    In every job: gauges, "module:function" of each measurement that
-    training/telemetry/telemetry.py creates.
+    In every job, each a "module:function": gauges, the measurements that
+    training/telemetry/telemetry.py creates; environment, which records what the job runs with, and
+    returns it as fields; throughput, which measures its devices for
+    training/telemetry/throughput.py.
     """
 
     status: Literal["stable", "experimental"]

@@ -6,7 +6,12 @@ from pathlib import Path
 
 import ranks
 
-from hvdtrain.core.extras import environment_recorder, extras, gauges_of_every_job
+from hvdtrain.core.extras import (
+    environment_recorder,
+    extras,
+    gauges_of_every_job,
+    throughput_measure,
+)
 
 JOB = ["data.name=synthetic", "data.samples=64", "model.name=mlp", "max_steps=12", "resume=no"]
 
@@ -106,10 +111,8 @@ def test_the_smallest_job_imports_few_modules(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     names = done.stdout.splitlines()[-1].split()
     of_extras = [name.split(".")[2:] for name in names if name.startswith("hvdtrain.extras.")]
-    assert len(names) - len(of_extras) <= 194, f"{len(names) - len(of_extras)}; 194 when written"
-    of_every_job = {
-        name.split(".")[2] for name in (*gauges_of_every_job(), environment_recorder()) if name
-    }
+    assert len(names) - len(of_extras) <= 188, f"{len(names) - len(of_extras)}; 188 when written"
+    in_every_job = (*gauges_of_every_job(), environment_recorder(), throughput_measure())
     registrations = ([], ["keys"], ["features"])
     more = {path[0] for path in of_extras if path[1:] not in registrations}
-    assert more == of_every_job
+    assert more == {name.split(".")[2] for name in in_every_job if name}
