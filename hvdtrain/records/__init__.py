@@ -1,1 +1,1 @@
-"""Reads runs from their folders: as numbers, as a DataFrame, and what differs between them."""
+"""Reads runs from their folders: as numbers, and as a DataFrame."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.__main__ import main
+from hvdtrain.extras.compare.differing import environment_of
 from hvdtrain.extras.provenance import environment
 from hvdtrain.extras.provenance import repositories as provenance_repositories
 from hvdtrain.extras.provenance.repositories import (
@@ -19,7 +20,6 @@ from hvdtrain.extras.provenance.repositories import (
     repository,
     without_secrets,
 )
-from hvdtrain.records.differing import environment_of
 from hvdtrain.records.run import read_run
 
 SECRETS = {

@@ -12,10 +12,7 @@ from pathlib import Path
 import pytest
 from run_events import COMPLETE, CONFIG, end, epoch, record_of, start, step, write
 
-from hvdtrain.config.sections.extra_keys import defaults, key_classes
-from hvdtrain.config.sections.section import Section
 from hvdtrain.errors import UserError
-from hvdtrain.records.differing import differing_keys
 from hvdtrain.records.run import MOST_LINE_BYTES, number, numbers, read_run, to_dataframe
 
 
@@ -191,28 +188,6 @@ def test_a_run_that_cannot_be_read_is_a_user_error(tmp_path: Path) -> None:
     finally:
         os.seteuid(user)
         (tmp_path / "closed").chmod(0o700)
-
-
-def test_differing_keys() -> None:
-    first = record_of([start()], run="a", seed=1)
-    second = record_of([start()], run="b", seed=2)
-    del second.config["comm.compression"]
-    assert differing_keys([first, second]) == [
-        ("seed", [1, 2]),
-        ("comm.compression", ["same", None]),
-    ]
-
-
-@pytest.mark.parametrize("kind", key_classes(), ids=lambda kind: kind.section)
-def test_a_run_has_the_defaults_of_keys_of_extras(kind: type[Section]) -> None:
-    """It records the keys of an extra that it uses."""
-    plain = record_of([start()])
-    recorded = record_of([start()])
-    key, *others = (kind.full_key(name) for name in kind.model_fields)
-    recorded.config.update({each: defaults()[each] for each in (key, *others)})
-    assert differing_keys([plain, recorded]) == []
-    recorded.config[key] = 2
-    assert differing_keys([plain, recorded]) == [(key, [defaults()[key], 2])]
 
 
 def test_a_run_as_a_dataframe(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hvdtrain.cli.output import align, plural, print_result, with_json_value
 from hvdtrain.core.extras import commands
 from hvdtrain.errors import DONE, short
 from hvdtrain.events import redaction
-from hvdtrain.records.differing import differing_environment, differing_keys, environment_of
+from hvdtrain.extras.compare.differing import differing_environment, differing_keys, environment_of
 from hvdtrain.records.run import Fields, RunRecord, number, read_run
 from hvdtrain.records.table import cell
 

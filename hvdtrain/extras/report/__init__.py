@@ -5,7 +5,7 @@ from hvdtrain.core.extras import Command, Extra
 EXTRA = Extra(
     status="stable",
     says="Shows one run, or several side by side, as an HTML page with figures.",
-    needs=("figures",),
+    needs=("compare", "figures"),
     commands={
         "report": Command(
             "hvdtrain.extras.report.command",

@@ -13,6 +13,7 @@ from hvdtrain.core.extras import modules
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import UserError
 from hvdtrain.events.redaction import redact_urls
+from hvdtrain.extras.compare.differing import differing_environment, differing_keys
 from hvdtrain.extras.report import page_tables
 from hvdtrain.extras.report.measures import summary
 from hvdtrain.extras.report.measures.compare import (
@@ -22,7 +23,6 @@ from hvdtrain.extras.report.measures.compare import (
     scaling_comparisons,
 )
 from hvdtrain.extras.report.measures.mesh import mesh_of, stage_summary
-from hvdtrain.records.differing import differing_environment, differing_keys
 from hvdtrain.records.run import RunRecord, number, objective_of
 from hvdtrain.records.table import Table
 from hvdtrain.version import __version__

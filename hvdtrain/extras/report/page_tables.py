@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdtrain.events import redaction
+from hvdtrain.extras.compare.differing import environment_of
 from hvdtrain.extras.report.measures import mesh, summary
 from hvdtrain.extras.report.measures.compare import ScalingComparison, Spread, global_batch, spread
 from hvdtrain.extras.report.measures.groups import RunGroup, group_runs
@@ -19,7 +20,6 @@ from hvdtrain.extras.report.measures.results import (
     finite_values,
     logged_names,
 )
-from hvdtrain.records.differing import environment_of
 from hvdtrain.records.run import RunRecord, number, objective_of
 from hvdtrain.records.table import MOST_RANKS, Table, cell, percent, shown
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from hvdtrain.config.sections.extra_keys import defaults
 from hvdtrain.events.redaction import redact
+from hvdtrain.extras.compare.differing import differing_keys
 from hvdtrain.extras.report.measures import summary
 from hvdtrain.extras.report.measures.compare import is_about_training
-from hvdtrain.records.differing import differing_keys
 from hvdtrain.records.run import RunRecord, number
 
 SEED = "seed"
