@@ -176,8 +176,20 @@ def test_what_an_answer_says_to_set_is_accepted(word: str) -> None:
         assert is_right(assignment), assignment
 
 
+def is_here(key: str, value: str) -> bool:
+    """Whether this copy has the plugin of an answer, which may be in an extra that it lacks."""
+    folder = {"data.name": "data/datasets", "task.name": "tasks"}.get(key)
+    return folder is None or value in plugins.files(folder)
+
+
 @pytest.mark.parametrize(
-    ("key", "word"), [(key, word) for key, words in VALUES.items() for word in words]
+    ("key", "word"),
+    [
+        (key, word)
+        for key, words in VALUES.items()
+        for word, right in words.items()
+        if is_here(key, right)
+    ],
 )
 def test_each_value_of_other_tools_means_one_that_is_known(key: str, word: str) -> None:
     right = VALUES[key][word]
