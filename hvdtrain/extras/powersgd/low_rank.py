@@ -51,6 +51,14 @@ class _Matrix:
         self.p.grad.copy_((p_hat @ q.T).view(self.p.shape))
 
 
+def _orthonormal(columns: torch.Tensor) -> torch.Tensor:
+    """Returns an orthonormal basis of the columns of (n, rank), which have positive parts of their
+    own basis vectors. LAPACK's signs follow the first row; where that is 0 but for rounding, they
+    would depend on the number of ranks."""
+    basis, parts = torch.linalg.qr(columns)
+    return basis * torch.where(parts.diagonal() < 0, -1.0, 1.0).to(basis)
+
+
 def _is_worth_it(p: torch.nn.Parameter, rank: int) -> bool:
     """Whether two thin matrices have fewer numbers than the gradient."""
     if p.ndim < 2 or not p.numel():
@@ -106,7 +114,7 @@ class LowRank(Strategy):
         sums = self._sum([*products, *vectors], "powersgd.p")
         for gradient, total in zip(vectors, sums[len(products) :], strict=True):
             gradient.copy_(total)
-        p_hats = [torch.linalg.qr(product).Q for product in sums[: len(products)]]
+        p_hats = [_orthonormal(product) for product in sums[: len(products)]]
         shares = [
             matrix.project(p_hat) for matrix, p_hat in zip(self._matrices, p_hats, strict=True)
         ]
