@@ -19,8 +19,9 @@ from hvdtrain.data.images.resized_crop import crop_boxes, draw_keys, integers, r
 from hvdtrain.errors import UserError
 
 # Each parameter has its own counters, so that switching one augmentation on does not change the
-# parameters of another. Other files use more counters: 5 to 7 and 40 to 44: mixing.py; from 16 on:
-# resized_crop.py; from 64 on: the random_operations.py of an extra; from 104 on: its erasing.py.
+# parameters of another. Other files use more counters: 5 to 7 and 40 to 44: mixing.py; 16 to 37:
+# resized_crop.py; 64 to 103: the random_operations.py of an extra; 104 to 126 and 160: its
+# erasing.py. The first that is free is 161.
 _SHIFT = range(0, 2)
 _FLIP = range(2, 3)
 _CUTOUT = range(3, 5)
