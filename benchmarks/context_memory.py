@@ -33,8 +33,8 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.engines import features_of
 from hvdtrain.config.read import configure
 from hvdtrain.data.source import NamedArrays, Split
+from hvdtrain.extras.memory_forecast.predict import planned_work
 from hvdtrain.frameworks.footprint import PlannedStep, PlannedWork
-from hvdtrain.frameworks.torch.build import planned_work
 from hvdtrain.training.datasets import open_datasets
 
 VOCABULARY = 256

@@ -34,7 +34,8 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config.read import configure
 from hvdtrain.config.sections.log import LogConfig
-from hvdtrain.events.log import BackgroundSink, Event, Log, Sink
+from hvdtrain.events.background_sink import BackgroundSink
+from hvdtrain.events.log import Event, Log, Sink
 from hvdtrain.events.rank_log import rank_log
 from hvdtrain.events.terminal import terminal_sink
 from hvdtrain.events.writers import JsonLinesWriter

@@ -9,7 +9,7 @@ from hvdtrain.context.loop import ScriptLoop
 from hvdtrain.context.saving import Saving
 from hvdtrain.core.own_line import own_frame
 from hvdtrain.errors import UserError
-from hvdtrain.events.log import CLOSE_S
+from hvdtrain.events.background_sink import CLOSE_S
 from hvdtrain.training.sync_point import HASTY_S, close_all, fail
 
 # error texts of MPI libraries and Gloo

@@ -14,8 +14,7 @@ import numpy as np
 from hvdtrain.core.extras import column_encoder
 from hvdtrain.core.folder import Folder
 from hvdtrain.data.around_source import where_of
-from hvdtrain.data.source import Source
-from hvdtrain.data.unfinished import Unfinished
+from hvdtrain.data.source import Source, Unfinished
 from hvdtrain.errors import UserError
 
 FILE = "columns.json"  # in a run folder

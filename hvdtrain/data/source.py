@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from hvdtrain.data.labels import digest_of_labels, first_outside, read_labels
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from hvdtrain.core.arrays import Batch
     from hvdtrain.data.grid import Grid
     from hvdtrain.data.sampler import Order
@@ -518,3 +520,24 @@ def check_indices(indices: np.ndarray, samples: int) -> None:
     """Raises IndexError if an index is not in 0 ... samples - 1."""
     if len(indices) and not 0 <= indices.min() <= indices.max() < samples:
         raise IndexError(f"samples {indices.min()}..{indices.max()} of {samples}")
+
+
+class Unfinished(ABC):
+    """The result of build() if the samples depend on an array that is computed from the training
+    samples, such as a codebook.
+
+    Rank 0 computes the array once (training/common_array.py), and Source.run_files keeps it.
+    """
+
+    array: ClassVar[str]  # the name under which ranks broadcast it
+
+    @abstractmethod
+    def compute(self) -> np.ndarray:
+        """Computes the array from these samples. Raises UserError."""
+
+    @abstractmethod
+    def read(self, run: Path) -> np.ndarray:
+        """Reads the array from a run folder. Raises UserError if it is absent or damaged."""
+
+    @abstractmethod
+    def finish(self, array: np.ndarray) -> Source: ...

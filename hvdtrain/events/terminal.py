@@ -14,7 +14,8 @@ from typing import IO, TextIO
 
 from hvdtrain.config.sections.log import LogConfig
 from hvdtrain.core.process import print_stderr
-from hvdtrain.events.log import BackgroundSink, Event
+from hvdtrain.events.background_sink import BackgroundSink
+from hvdtrain.events.log import Event
 from hvdtrain.events.writers import OutputStream, Pace, TextWriter
 
 NAME = "the standard output"

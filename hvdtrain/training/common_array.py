@@ -9,8 +9,7 @@ import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.on_all_ranks import on_rank_0_only
-from hvdtrain.data.source import Source
-from hvdtrain.data.unfinished import Unfinished
+from hvdtrain.data.source import Source, Unfinished
 from hvdtrain.errors import UserError
 
 

@@ -14,12 +14,12 @@ from hvdtrain.data.array_files import ReadingRanks, array_files_in
 from hvdtrain.data.configured.columns import check_columns, with_columns
 from hvdtrain.data.configured.opened import open_split, plugin_of, root_of, with_keys
 from hvdtrain.data.configured.pad import packed_rows
-from hvdtrain.data.configured.split import divided, evaluated_part, share_of_train
+from hvdtrain.data.configured.split import Division, divided, evaluated_part, share_of_train
 from hvdtrain.data.declared import as_declared, bounded_alike
 from hvdtrain.data.input_encoding import unencoded
 from hvdtrain.data.sampler import Order
 from hvdtrain.data.source import Source, Split
-from hvdtrain.data.subset import Division, without_fields
+from hvdtrain.data.subset import without_fields
 from hvdtrain.errors import UserError
 from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.tasks.task import Task, is_users_model, tokens_of_sample

@@ -10,7 +10,8 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.errors import MEMORY, Diverged, UserError, exit_code_of
-from hvdtrain.events.log import CLOSE_S, Log
+from hvdtrain.events.background_sink import CLOSE_S
+from hvdtrain.events.log import Log
 from hvdtrain.events.terminal import warn
 from hvdtrain.frameworks.learner import HasState
 from hvdtrain.training.checkpoint.checkpoints import Checkpoints

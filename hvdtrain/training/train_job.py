@@ -16,7 +16,8 @@ from hvdtrain.comm.on_all_ranks import on_rank_0_only
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import DONE, UserError
-from hvdtrain.events.log import BackgroundSink, Log, Sink
+from hvdtrain.events.background_sink import BackgroundSink
+from hvdtrain.events.log import Log, Sink
 from hvdtrain.events.rank_log import LOGGER, RankWarnings, rank_log
 from hvdtrain.events.terminal import terminal_sink, warn
 from hvdtrain.events.writers import JsonLinesWriter

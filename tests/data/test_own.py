@@ -33,10 +33,10 @@ from waiting import wait_until
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
 from hvdtrain.data.around_source import inner_source
+from hvdtrain.data.configured.split import divide
 from hvdtrain.data.declared import as_declared
 from hvdtrain.data.field import Field
 from hvdtrain.data.source import ArraySource, LabelledImages, NamedArrays, Source
-from hvdtrain.data.subset import divide
 from hvdtrain.data.user_data.as_source import as_source
 from hvdtrain.data.user_data.dataset import DatasetSource
 from hvdtrain.data.user_data.user_source import user_source

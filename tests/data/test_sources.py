@@ -20,10 +20,11 @@ from hvdtrain.core.extras import tables
 from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.core.progress import fold
 from hvdtrain.data.channel_stats import channel_stats
+from hvdtrain.data.configured.split import divide, smaller, validation_mask
 from hvdtrain.data.datasets import cifar, digits, idx, synthetic
 from hvdtrain.data.labels import smallest
 from hvdtrain.data.source import ArraySource, NamedArrays, Source
-from hvdtrain.data.subset import SubsetOfImages, divide, smaller, validation_mask
+from hvdtrain.data.subset import SubsetOfImages
 from hvdtrain.data.user_data import arrays
 from hvdtrain.data.user_data.as_source import as_source
 from hvdtrain.data.user_data.dataset import labels_of

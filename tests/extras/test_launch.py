@@ -20,9 +20,9 @@ from hvdtrain.core.early_signals import STOPPING
 from hvdtrain.errors import REQUEUE, UserError
 from hvdtrain.extras.launch.allocation import read_hostfile, read_hosts
 from hvdtrain.extras.launch.command import USAGE, launch
+from hvdtrain.extras.launch.forwarded_variables import forwarded_variables
 from hvdtrain.extras.launch.launch_commands import (
     container_command,
-    forwarded_variables,
     select_pmi,
     srun_command,
 )

@@ -43,7 +43,7 @@ from hvdtrain.extras.pipeline.stages import (
     units_of,
 )
 from hvdtrain.frameworks.torch.models import gpt, mlp
-from hvdtrain.frameworks.torch.units import Unit
+from hvdtrain.frameworks.torch.pipeline_unit import Unit
 
 SCHEDULES: list[tuple[Schedule, int]] = [
     ("gpipe", 1),

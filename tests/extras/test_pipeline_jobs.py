@@ -32,7 +32,7 @@ from hvdtrain.extras.pipeline.costs import agreed_seconds, samples_of_pass
 from hvdtrain.extras.pipeline.cuts import first_units, planned_first_units
 from hvdtrain.extras.pipeline.schedule import Seconds
 from hvdtrain.extras.pipeline.stages import units_of
-from hvdtrain.frameworks.torch.units import Unit
+from hvdtrain.frameworks.torch.pipeline_unit import Unit
 from hvdtrain.training.input import passes_of_step
 
 slow = pytest.mark.slow

@@ -20,10 +20,10 @@ from hvdtrain.config.read import configure
 from hvdtrain.config.sections.section import Given
 from hvdtrain.core.extras import archives
 from hvdtrain.core.progress import fold
+from hvdtrain.data.configured.split import divide
 from hvdtrain.data.field import Padding
 from hvdtrain.data.sampler import WeightedDraws, parts_of_rank, positions_of_rank
 from hvdtrain.data.source import NamedArrays
-from hvdtrain.data.subset import divide
 from hvdtrain.data.user_data.as_source import as_source
 from hvdtrain.errors import UserError
 from hvdtrain.extras.sample_weights.weights import draws_of, read_weights

@@ -12,8 +12,8 @@ import pytest
 from rank_threads import in_threads
 
 from hvdtrain.data.array_files import ReadingRanks, array_files_in
+from hvdtrain.data.configured.split import divide
 from hvdtrain.data.source import Source
-from hvdtrain.data.subset import divide
 from hvdtrain.errors import UserError
 from hvdtrain.extras.science.data.datasets import npz
 from hvdtrain.extras.science.stored import statistics

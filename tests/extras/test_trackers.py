@@ -23,7 +23,8 @@ from hvdtrain.config.sections.batch import BatchConfig
 from hvdtrain.config.sections.data import DataConfig
 from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.errors import UserError
-from hvdtrain.events.log import BackgroundSink, Event
+from hvdtrain.events.background_sink import BackgroundSink
+from hvdtrain.events.log import Event
 from hvdtrain.events.redaction import HIDDEN, is_secret_key
 from hvdtrain.extras.trackers.events.trackers import mlflow, tensorboard, wandb
 from hvdtrain.extras.trackers.tracker_data import flat_config, redacted_config, scalars

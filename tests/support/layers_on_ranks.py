@@ -22,7 +22,7 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.extras.fully_sharded.torch.gathered_types import group_of
 from hvdtrain.extras.fully_sharded.torch.strategy import _AllGather, _ReduceScatter
-from hvdtrain.frameworks.torch.units import Unit
+from hvdtrain.frameworks.torch.pipeline_unit import Unit
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 

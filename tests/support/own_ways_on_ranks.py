@@ -13,7 +13,7 @@ import torch
 import hvdtrain as ht
 from hvdtrain.data.sampler import positions_of_rank
 from hvdtrain.frameworks.torch.models import gpt
-from hvdtrain.frameworks.torch.units import Unit
+from hvdtrain.frameworks.torch.pipeline_unit import Unit
 
 # uneven shares, and batches across the ends of epochs
 SAMPLES = 50

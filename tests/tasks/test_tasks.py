@@ -20,9 +20,9 @@ from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.config.read import configure
 from hvdtrain.core.metrics import Metric, add_sums, is_better, ratio, reaches, zero_sums
 from hvdtrain.core.progress import Hyper
+from hvdtrain.data.configured.split import divide
 from hvdtrain.data.field import Field
 from hvdtrain.data.source import ArraySource, NamedArrays
-from hvdtrain.data.subset import divide
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.tasks import language, regression

@@ -14,8 +14,7 @@ from hvdtrain.config.sections.section import COMMAND_LINE
 from hvdtrain.core.extras import implementing_module
 from hvdtrain.data.configured.pad import padding_of, refuse_lengths
 from hvdtrain.data.option_error import OptionError
-from hvdtrain.data.source import Source, Split
-from hvdtrain.data.unfinished import Unfinished
+from hvdtrain.data.source import Source, Split, Unfinished
 from hvdtrain.errors import UserError
 
 Finish = Callable[[Unfinished, Callable[[], Unfinished]], Source]

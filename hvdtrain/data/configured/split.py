@@ -3,18 +3,28 @@ evaluate.samples."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.section import class_of_object, is_object
+from hvdtrain.core.progress import fold
 from hvdtrain.data.configured.opened import with_keys
+from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.sampler import evaluated_samples
-from hvdtrain.data.source import Source
-from hvdtrain.data.subset import Division, divide, smaller, subset
+from hvdtrain.data.source import LabelledImages, Source
+from hvdtrain.data.subset import subset
 from hvdtrain.errors import UserError
 
+_SEED = 1618  # seed of the division, which is the same in every run, whatever the job's seed
 # torch's losses that a script passes to hvdtrain.train()
 _LOSSES_OF_CLASSES = ("CrossEntropyLoss", "NLLLoss")
+
+
+class Division(NamedTuple):
+    train: Source
+    val: Source
 
 
 def divided(config: Config, val_share: float, source: Source) -> Division:
@@ -64,3 +74,60 @@ def evaluated_part(config: Config, val: Source) -> Source:
             what, config.where("evaluate.samples"), f"{len(val)} or less, or leave it out"
         )
     return subset(val, evaluated_samples(len(val), count, config.seed))
+
+
+def divide(source: Source, val_share: float, labels: np.ndarray | None = None) -> Division:
+    """Divides a source into training and validation samples: val_share of the samples (for labelled
+    images, of each class) are for validation, the same in every run.
+
+    labels: class numbers (n,) for samples that are not labelled images.
+
+    A class with at least two samples has one in each part; the only sample of a class is for
+    training. Raises UserError if nothing is left to validate with.
+    """
+    validates = validation_mask(_numbered(source, labels), val_share)
+    if not validates.any():
+        what = f"no class has the two samples that data.val_share={val_share:g} needs"
+        raise OptionError(what, "val_share", "more samples, or a validation set of its own")
+    return Division(
+        subset(source, np.flatnonzero(~validates)), subset(source, np.flatnonzero(validates))
+    )
+
+
+def smaller(source: Source, share: float, labels: np.ndarray | None = None) -> Source:
+    """Returns a share of the samples (for labelled images, of each class), at least one of each
+    class; the same in every run, and all samples of a smaller share.
+
+    labels: as in divide().
+    """
+    labels = _numbered(source, labels)
+    count = np.bincount(labels)
+    wanted = np.minimum(np.maximum(np.rint(share * count).astype(np.int64), 1), count)
+    return subset(source, np.flatnonzero(_first_of_each_class(labels, count, wanted)))
+
+
+def _numbered(source: Source, labels: np.ndarray | None) -> np.ndarray:
+    """Returns class numbers (n,) from 0; all 0 for samples without labels."""
+    if isinstance(source, LabelledImages):
+        labels = source.labels()
+    if labels is None:
+        return np.zeros(len(source), np.int64)
+    return np.unique(labels, return_inverse=True)[1]
+
+
+def validation_mask(labels: np.ndarray, share: float) -> np.ndarray:
+    """Returns bool (n,): which samples are for validation; labels start at 0."""
+    count = np.bincount(labels)
+    # validation samples of each class; -1 for a class without samples
+    wanted = np.minimum(np.maximum(np.rint(share * count).astype(np.int64), 1), count - 1)
+    return _first_of_each_class(labels, count, wanted)
+
+
+def _first_of_each_class(labels: np.ndarray, count: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Returns bool (n,): the `wanted` samples of each class that a fixed shuffle puts first."""
+    # sorted by class, and shuffled within each class
+    order = np.lexsort((fold(_SEED, np.arange(len(labels), dtype=np.uint64)), labels))
+    first_of_class = np.cumsum(count) - count
+    mask = np.empty(len(labels), bool)
+    mask[order] = np.arange(len(labels)) - first_of_class[labels[order]] < wanted[labels[order]]
+    return mask

@@ -12,8 +12,7 @@ import numpy as np
 from hvdtrain.core.arrays import digest
 from hvdtrain.data.field import Field
 from hvdtrain.data.option_error import OptionError
-from hvdtrain.data.source import LabelledImages, Source, check_indices
-from hvdtrain.data.unfinished import Unfinished
+from hvdtrain.data.source import LabelledImages, Source, Unfinished, check_indices
 from hvdtrain.extras.image_tokens.codebook import (
     FILE,
     MOST_COLOURS,

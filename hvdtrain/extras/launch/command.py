@@ -27,11 +27,11 @@ from hvdtrain.extras.launch.allocation import (
     read_text,
 )
 from hvdtrain.extras.launch.elastic import launch_elastic
+from hvdtrain.extras.launch.forwarded_variables import forwarded_variables
 from hvdtrain.extras.launch.launch_commands import (
     MPIS,
     command_for,
     container_command,
-    forwarded_variables,
     select_pmi,
     srun_command,
 )

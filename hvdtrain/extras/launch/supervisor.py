@@ -15,7 +15,7 @@ from hvdtrain.core.early_signals import STOPPING, EarlySignals
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.process import print_stderr
 from hvdtrain.errors import DONE, LOST, REQUEUE, UserError
-from hvdtrain.events.log import CLOSE_S
+from hvdtrain.events.background_sink import CLOSE_S
 from hvdtrain.extras.launch.hosts import (
     Ended,
     Failure,

@@ -24,9 +24,9 @@ from hvdtrain.extras.pipeline.stages import stages_of, units_of
 from hvdtrain.frameworks.torch.call import only_one
 from hvdtrain.frameworks.torch.loop_passes import LoopPasses
 from hvdtrain.frameworks.torch.parallel.whole_model import WholeModel
+from hvdtrain.frameworks.torch.pipeline_unit import Unit
 from hvdtrain.frameworks.torch.step import Passes
 from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy
-from hvdtrain.frameworks.torch.units import Unit
 from hvdtrain.tasks.task import Task
 
 

@@ -25,9 +25,9 @@ from hvdtrain.frameworks.torch.call import only_one
 from hvdtrain.frameworks.torch.check_outputs import check_outputs, example
 from hvdtrain.frameworks.torch.device import pick_device
 from hvdtrain.frameworks.torch.model import normed_model
+from hvdtrain.frameworks.torch.pipeline_unit import Unit
 from hvdtrain.frameworks.torch.precision import pick_precision
 from hvdtrain.frameworks.torch.private_api import tree_leaves
-from hvdtrain.frameworks.torch.units import Unit
 from hvdtrain.tasks.task import Task
 
 # loads the weights of a unit, if they are not in memory

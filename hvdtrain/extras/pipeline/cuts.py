@@ -18,8 +18,8 @@ from hvdtrain.extras.pipeline.schedule import Seconds
 from hvdtrain.extras.pipeline.stages import units_of
 from hvdtrain.frameworks.torch.buffers import copied_buffers
 from hvdtrain.frameworks.torch.device import fork_rng
+from hvdtrain.frameworks.torch.pipeline_unit import Unit
 from hvdtrain.frameworks.torch.private_api import tree_leaves
-from hvdtrain.frameworks.torch.units import Unit
 
 
 def first_units(

@@ -27,8 +27,8 @@ from hvdtrain.extras.pipeline.stages import (
 from hvdtrain.extras.pipeline.times import MarkedRun
 from hvdtrain.frameworks.learner import CurrentPass, TimedPass, Waited
 from hvdtrain.frameworks.torch.arrangement import SampleDivision
+from hvdtrain.frameworks.torch.pipeline_unit import Unit
 from hvdtrain.frameworks.torch.strategy import NamedParameters, Shard
-from hvdtrain.frameworks.torch.units import Unit
 
 MOST_RUNS = 16  # whose times a GPU may not have reached yet
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.units import Unit
+from hvdtrain.frameworks.torch.pipeline_unit import Unit
 
 Autocast = Callable[[torch.device], AbstractContextManager[Any]]  # the autocast context of layers
 

@@ -14,9 +14,8 @@ from hvdtrain.core.arrays import digest
 from hvdtrain.data.around_source import AroundSource, inner_source
 from hvdtrain.data.field import Channels, Field
 from hvdtrain.data.input_encoding import FILE, record_of_run
-from hvdtrain.data.source import Source
+from hvdtrain.data.source import Source, Unfinished
 from hvdtrain.data.subset import Subset
-from hvdtrain.data.unfinished import Unfinished
 from hvdtrain.errors import UserError, short
 from hvdtrain.extras.science.columns.encoding import Encoded, Encoding, lines_of_unknown, numbers_of
 from hvdtrain.extras.science.columns.learning import learn

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from hvdtrain.frameworks.model_options import check_gpt
 from hvdtrain.frameworks.torch.call import positions_of
-from hvdtrain.frameworks.torch.units import Unit
+from hvdtrain.frameworks.torch.pipeline_unit import Unit
 
 STD = 0.02
 
