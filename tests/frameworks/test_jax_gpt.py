@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ranks import ROOT, mpirun, needs_mpirun, python
+from ranks import ROOT, mpirun, needs_extra, needs_mpirun, python
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch, digest
+from hvdtrain.core.extras import implementing_module
 from hvdtrain.core.progress import Hyper
 from hvdtrain.data.field import Field
 from hvdtrain.errors import UserError
@@ -44,6 +45,10 @@ def learner(framework: str, *words: str, ignore: int | None = None) -> Any:
     given += [] if any("model.name=" in word for word in words) else SIZES.split()
     task = Language(Field("uint16", (CONTEXT + 1,), VOCABULARY), ignore)
     return build_learner(configure(None, given), task, SingleProcessCommunicator())
+
+
+def sampler(one: Learner) -> Any:
+    return implementing_module("log.samples").sampler_of(one, configure(None, []))
 
 
 def batch(n: int, seed: int = 0) -> Batch:
@@ -153,6 +158,7 @@ def test_dropout_of_a_step_follows_from_its_seed_and_micro_batch() -> None:
     )
 
 
+@needs_extra("sample")
 @pytest.mark.in_turn
 @pytest.mark.parametrize("length", [7, 15])
 def test_jax_draws_the_tokens_that_torch_draws(length: int) -> None:
@@ -167,6 +173,8 @@ def test_jax_draws_the_tokens_that_torch_draws(length: int) -> None:
     )
     jaxs.load(torchs.state())
     prompts = np.array([[8, 1], [8, 2], [0, 3]])
+    drawing = [sampler(one) for one in (torchs, jaxs)]
+    of_jax = drawing[1]
     for temperature in (0.7, 0.0):
         calls: list[int] = []
         options: dict[str, Any] = {
@@ -175,15 +183,16 @@ def test_jax_draws_the_tokens_that_torch_draws(length: int) -> None:
             "seed": 4,
             "before_each": lambda calls=calls: calls.append(0),
         }
-        found = [
-            one.continue_sequences(prompts, length, first=5, **options) for one in (torchs, jaxs)
-        ]
+        found = [one.continue_sequences(prompts, length, first=5, **options) for one in drawing]
         np.testing.assert_array_equal(found[0], found[1])
         assert len({tuple(row) for row in found[1][:, 2:].tolist()}) > 1
         np.testing.assert_array_equal(
-            jaxs.continue_sequences(prompts[1:], length, first=6, **options), found[1][1:]
+            of_jax.continue_sequences(prompts[1:], length, first=6, **options), found[1][1:]
         )
-        assert jaxs.continue_sequences(prompts[:0], length, first=0, **options).shape == (0, length)
+        assert of_jax.continue_sequences(prompts[:0], length, first=0, **options).shape == (
+            0,
+            length,
+        )
         assert len(calls) == 4 * (length - 2)
 
 
@@ -192,12 +201,13 @@ def without_reader(context: int, vocabulary: int) -> Functions:
     return functions._replace(reader=None)
 
 
+@needs_extra("sample")
 def test_a_model_that_cannot_be_read_token_by_token_is_refused() -> None:
     one = learner("jax", f"model.name={__name__}:without_reader")
     with pytest.raises(
         UserError, match="without_reader has no reader, so it cannot generate token by token"
     ):
-        one.continue_sequences(
+        sampler(one).continue_sequences(
             np.ones((1, 1), int),
             3,
             tokens=8,
