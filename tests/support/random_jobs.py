@@ -242,7 +242,7 @@ def compare(one: Left, other: Left, first_step: int, rounding: float) -> Verdict
         for name, number in numbers.items()
     }
     apart |= {
-        name: _apart(*_of_ranks(name, array, other.arrays[name]))
+        name: _apart(_of_ranks(name, array), _of_ranks(name, other.arrays[name]))
         for name, array in one.arrays.items()
     }
     worst = max(apart, key=lambda name: apart[name])
@@ -256,11 +256,10 @@ def compare(one: Left, other: Left, first_step: int, rounding: float) -> Verdict
     )
 
 
-def _of_ranks(name: str, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Residuals of other numbers of ranks have the same sum; these arrays are (ranks, ...)."""
-    if name.endswith("@residual") and len(a) != len(b):
-        return a.sum(axis=0), b.sum(axis=0)
-    return a, b
+def _of_ranks(name: str, array: np.ndarray) -> np.ndarray:
+    """Returns the sum of residuals (ranks, ...): only that matters, and a resume divides it equally
+    (StrategyTensor)."""
+    return array.sum(axis=0) if name.endswith("@residual") else array
 
 
 def _apart(a: Any, b: Any) -> float:
