@@ -33,6 +33,7 @@ POWERSGD = JobFeature(
         Exclusion("shard.stage", above(0), why=_PARTS),
         Exclusion("parallel.tensor", above(1), why=_PARTS),
         Exclusion("parallel.pipeline", above(1), why=_PARTS),
+        Exclusion("parallel.context", above(1), why="not implemented yet"),
         Exclusion("parallel.dense", other_than("none", "a"), why=_PARTS),
         Exclusion("servers.count", above(0), why="gradients are not reduced over ranks"),
         Exclusion(
