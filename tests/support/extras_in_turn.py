@@ -7,6 +7,7 @@ files run each day. Without git's commits all extras are tested.
 
 from __future__ import annotations
 
+import functools
 import subprocess
 from collections.abc import Sequence
 from datetime import date
@@ -60,5 +61,10 @@ def _git(*command: str) -> list[str] | None:
 
 def is_of_extras(file: Path, chosen: Sequence[str]) -> bool:
     """Whether a file of tests/extras tests one of the chosen extras, or none by its name."""
-    tested = {name for name in names_of_extras() if is_test_of(name, file.relative_to(ROOT))}
+    tested = _extras_tested_by(file)
     return not tested or bool(tested & set(chosen))
+
+
+@functools.cache  # it is asked for each test of the file
+def _extras_tested_by(file: Path) -> frozenset[str]:
+    return frozenset(name for name in names_of_extras() if is_test_of(name, file.relative_to(ROOT)))
