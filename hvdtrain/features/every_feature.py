@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.config import read
 from hvdtrain.config.exclusion import Exclusion, as_yaml, options, value_of
@@ -22,9 +22,12 @@ from hvdtrain.features import (
     shards,
     tasks,
 )
-from hvdtrain.features.job_feature import JobFeature, PlannedJob
+from hvdtrain.features.job_feature import JobFeature, PlannedJob, TaskConflict
 from hvdtrain.features.of_extras import with_features_of_extras
 from hvdtrain.recipe.conflicts import KEYS_OF_SCHEDULES, recipe_conflicts, unread_recipe_keys
+
+if TYPE_CHECKING:
+    from hvdtrain.tasks.task import Task
 
 
 def _plain(
@@ -36,9 +39,10 @@ def _plain(
     gauge: str = "",
     is_extra: bool = False,
     extra_values: tuple[str, ...] = (),
+    excludes_tasks: tuple[TaskConflict, ...] = (),
 ) -> JobFeature:
     """Returns a feature that is on if its key differs from the usual value; without, other_keys,
-    gauge, is_extra and extra_values as in JobFeature."""
+    gauge, is_extra, extra_values and excludes_tasks as in JobFeature."""
 
     def on(config: Config) -> bool:
         return bool(value_of(config, key) != usual)
@@ -52,10 +56,14 @@ def _plain(
         gauge=gauge,
         is_extra=is_extra,
         extra_values=extra_values,
+        excludes_tasks=excludes_tasks,
         off=f"{key}={as_yaml(usual)}" if is_extra or extra_values else "",
     )
 
 
+_MIXED_LABELS = (
+    "{key} mixes the labels of classes, which task.name={config.task.name} does not have"
+)
 PLAIN = (  # these exclude nothing themselves: other features list what they exclude
     _plain(
         "norm.kind",
@@ -92,8 +100,34 @@ PLAIN = (  # these exclude nothing themselves: other features list what they exc
     _plain("recipe.sample_noise", 0.0, "recipe.sample_noise=0.5 optim.base_batch=6"),
     _plain("data.sampling", "global", "data.sampling=partition"),
     _plain("data.shift", None, "data.shift=1 task.name=regression", is_extra=True),
-    _plain("augment.mixup", 0.0, "augment.mixup=0.3"),
-    _plain("augment.cutmix", 0.0, "augment.cutmix=1.0"),
+    _plain(
+        "augment.mixup",
+        0.0,
+        "augment.mixup=0.3",
+        excludes_tasks=(
+            TaskConflict(
+                lambda task: "classes" not in task.sizes and bool(task.masks),
+                _MIXED_LABELS,
+                fix="augment.mixup=0; or augment.cutmix, which pastes boxes of images with their "
+                "masks",
+            ),
+            TaskConflict(
+                lambda task: "classes" not in task.sizes, _MIXED_LABELS, fix="augment.mixup=0"
+            ),
+        ),
+    ),
+    _plain(
+        "augment.cutmix",
+        0.0,
+        "augment.cutmix=1.0",
+        excludes_tasks=(
+            TaskConflict(
+                lambda task: "classes" not in task.sizes and not task.masks,
+                _MIXED_LABELS,
+                fix="augment.cutmix=0",
+            ),
+        ),
+    ),
     _plain("augment.flip", False, "augment.flip=true", "augment.flip=alternating"),
     _plain("augment.resized_crop", 0.0, "augment.resized_crop=0.5"),
     _plain("augment.cutout", 0, "augment.cutout=2"),
@@ -211,3 +245,9 @@ def conflicts_of(job: PlannedJob) -> Iterator[UserError]:
         yield from feature.conflicts(job)
     for feature in FEATURES:
         yield from feature.missing(job)
+
+
+def task_conflicts_of(config: Config, task: Task) -> Iterator[UserError]:
+    """Yields every conflict of a job's features with its task, in order."""
+    for feature in FEATURES:
+        yield from feature.task_conflicts(config, task)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hvdtrain.comm.engines import Feature
 from hvdtrain.config.exclusion import Exclusion, When, as_set, worded
@@ -13,6 +13,9 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.extras import implementation
 from hvdtrain.errors import UserError
 from hvdtrain.recipe.recipe import Recipe
+
+if TYPE_CHECKING:
+    from hvdtrain.tasks.task import Task
 
 
 class PlannedJob(NamedTuple):
@@ -43,6 +46,15 @@ class Conflict(NamedTuple):
     @property
     def where(self) -> str:
         return self.key
+
+
+class TaskConflict(NamedTuple):
+    """A task with which a feature does not work, by its fields, masks and weights; judged when the
+    task is known. The texts are templates, as in an Exclusion."""
+
+    when: Callable[[Task], bool]
+    what: str
+    fix: str
 
 
 Row = Exclusion | Conflict | Rule
@@ -83,6 +95,7 @@ class JobFeature:
     first: tuple[Row, ...] = ()
     excludes: tuple[Exclusion, ...] = ()
     rules: tuple[Row, ...] = ()
+    excludes_tasks: tuple[TaskConflict, ...] = ()
     updates_whole_weights: bool = True  # all ranks apply one update to full weights
     has_common_steps: bool = True  # all ranks take each step together
     reader: str = ""  # what the header calls a rank that reads samples; empty: a rank
@@ -170,6 +183,13 @@ class JobFeature:
         if is_on:
             for one in (*self.first, *self.excludes, *self.rules):
                 yield from self._errors(one, job)
+
+    def task_conflicts(self, config: Config, task: Task) -> Iterator[UserError]:
+        """Yields every conflict of this feature with the job's task."""
+        if self.on(config):
+            for row in self.excludes_tasks:
+                if row.when(task):
+                    yield worded(self.key, self.key, row.what, row.fix, config, {})
 
     def unread_keys(self, config: Config) -> list[str]:
         """Returns keys that are set but have no effect, because the feature is off."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from hvdtrain.config.exclusion import Exclusion, Values, among, other_than
 from hvdtrain.core.extras import implementing_module, token_images
-from hvdtrain.features.job_feature import Conflict, JobFeature
+from hvdtrain.features.job_feature import Conflict, JobFeature, TaskConflict
 
 # log.noise_scale: each rank's own gradient is compared with the mean of all.
 NOISE_SCALE = JobFeature(
@@ -36,6 +36,14 @@ NOISE_SCALE = JobFeature(
             what="log.noise_scale reads each rank's own gradients, which {set} scales",
             fix="speed.precision=bf16, or log.noise_scale=false",
             why="a rank's own gradients are scaled by the loss scale",
+        ),
+    ),
+    excludes_tasks=(
+        TaskConflict(
+            lambda task: task.sample_weight is None,
+            what="log.noise_scale compares means over samples, but with "
+            "task.name={config.task.name} their weights differ",
+            fix="log.noise_scale=false",
         ),
     ),
 )

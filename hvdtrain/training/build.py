@@ -19,6 +19,7 @@ from hvdtrain.core.metrics import NOISE_SCALE_KEYS
 from hvdtrain.data.images.averaging import averaging_of
 from hvdtrain.data.source import LabelledImages, Source
 from hvdtrain.errors import UserError, short
+from hvdtrain.features.every_feature import task_conflicts_of
 from hvdtrain.frameworks.by_name import momentum
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.recipe.from_config import recipe_from_config
@@ -267,30 +268,9 @@ def check_task(config: Config, task: Task) -> None:
             where,
             "another name, which is not reserved",
         )
-    has_masks = bool(task.masks)
-    for key in ("mixup", "cutmix"):
-        if (
-            getattr(config.augment, key)
-            and "classes" not in task.sizes
-            and not (key == "cutmix" and has_masks)
-        ):
-            what = (
-                f"augment.{key} mixes the labels of classes, which task.name={task.name} does not "
-                "have"
-            )
-            fix = f"augment.{key}=0" + (
-                "; or augment.cutmix, which pastes boxes of images with their masks"
-                if has_masks
-                else ""
-            )
-            raise UserError(what, config.where(f"augment.{key}"), fix)
+    for error in task_conflicts_of(config, task):
+        raise error
     averaging_of(config, task.fields)
-    if config.log.noise_scale and task.sample_weight is None:
-        what = (
-            f"log.noise_scale compares means over samples, but with task.name={task.name} their "
-            "weights differ"
-        )
-        raise UserError(what, config.where("log.noise_scale"), "log.noise_scale=false")
 
 
 def restore_task(config: Config, facts: dict[str, Any]) -> Task:
