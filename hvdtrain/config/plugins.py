@@ -12,9 +12,9 @@ import json
 import re
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -66,7 +66,8 @@ MOST_NAME = 200  # characters
 _ENTRY = re.compile(r"^def (build|connect)\(", re.MULTILINE)
 
 
-def files(folder: str) -> dict[str, Path]:
+@functools.cache  # it reads every file, and each check of a configuration asks several times
+def files(folder: str) -> Mapping[str, Path]:
     """Returns name -> file of every plugin in a folder, without importing any: NAME.py or
     NAME/build.py that defines build() or connect(), here or in the same folder of an extra."""
     paths: dict[str, Path] = {}
@@ -78,7 +79,8 @@ def files(folder: str) -> dict[str, Path]:
     }
     names = ALIASES[folder] | aliases(folder)
     shared = {alias: plugins[stem] for alias, stem in names.items() if stem in plugins}
-    return {stem: path for stem, path in plugins.items() if stem not in names.values()} | shared
+    of_names = {stem: path for stem, path in plugins.items() if stem not in names.values()}
+    return MappingProxyType(of_names | shared)
 
 
 def load(folder: str, name: str, where: str) -> ModuleType:
