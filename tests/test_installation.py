@@ -75,6 +75,7 @@ def test_an_import_of_torch_does_not_import_hvdtrain(tmp_path: Path) -> None:
     assert list(setup["options.entry_points"]) == ["console_scripts"]
 
 
+@pytest.mark.in_turn
 def test_user_modules_import_torchvision(tmp_path: Path) -> None:
     """Also its CUDA build beside a CPU build of torch: in the command line's process and in
     workers, without torch.backends."""
@@ -341,6 +342,7 @@ def test_no_torch_from_2_9_on_is_replaced(install: ModuleType) -> None:
     )
 
 
+@pytest.mark.in_turn
 def test_make_shows_a_sites_packages_to_its_environment(tmp_path: Path) -> None:
     """Of a Python in a virtual environment, too, where --system-site-packages means those of the
     Python under it."""

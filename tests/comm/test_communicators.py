@@ -111,6 +111,7 @@ def pairs() -> list[Any]:
     ]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("engine", "size"), pairs())
 def test_conformance(engine: str, size: int) -> None:
     found = conformance_of(engine, size)

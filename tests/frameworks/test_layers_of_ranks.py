@@ -109,6 +109,7 @@ def needs_torch_2_13(engine: str) -> bool:
     return engine != "torchdist" and not REDUCES_UNREACHED
 
 
+@pytest.mark.in_turn
 @needs_mpirun
 @pytest.mark.parametrize(
     "engine", ["mpi", *[pytest.param("torchdist", marks=pytest.mark.slow)] * FULL]

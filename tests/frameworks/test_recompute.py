@@ -139,6 +139,7 @@ def test_what_excludes_it(words: list[str]) -> None:
         refuse_conflicts(configure(None, ["model.recompute=2", *words]), "mpi", 2)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("name", "which"), [("mlp", 2), ("convnet", "all")])
 def test_jax_moves_alike(name: str, which: Any) -> None:
     rng = np.random.default_rng(1)

@@ -28,6 +28,7 @@ def found(engine: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("engine", ENGINES)
 def test_local_steps_end_in_the_mean_of_ranks_that_stepped_alone(engine: str) -> None:
     local = found(engine)["local"]

@@ -8,6 +8,7 @@ import ranks
 from ranks import needs_mpirun
 
 
+@pytest.mark.in_turn
 @needs_mpirun
 @pytest.mark.parametrize(
     "engine", ["mpi", *[pytest.param("torchdist", marks=pytest.mark.slow)] * ranks.FULL]

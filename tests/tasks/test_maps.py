@@ -55,6 +55,7 @@ def learner_of(task: Any, communicator: Communicator, *words: str) -> Any:
     return build_learner(configure(None, [*WORDS, *model, *words]), task, communicator)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("loss", ["squared_error", "absolute_error"])
 def test_steps_of_maps_are_those_of_torch_on_any_number_of_ranks(loss: str) -> None:
     """By hand, x (C, H, W) is standardized by channel; all layouts are the same job."""
@@ -323,6 +324,7 @@ def gaps_task(**options: Any) -> Any:
     return regression.build("regression", source, source, "task.name", **options)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("loss", ["squared_error", "absolute_error"])
 def test_points_without_a_value_are_in_no_loss_on_any_number_of_ranks(loss: str) -> None:
     """Ranks have very different numbers of values, one of them none in a step."""

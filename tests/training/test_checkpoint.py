@@ -390,6 +390,7 @@ def test_a_file_too_large_for_the_model_is_not_read(tmp_path: Path) -> None:
         read(folder)
 
 
+@pytest.mark.in_turn
 def test_a_checkpoint_of_many_arrays_is_read_back(tmp_path: Path) -> None:
     """45,000 parameters with the state of Adam: a header of 10 MB; safetensors reads 100."""
     names = [f"transformer.layers.{n}.attention.weight" for n in range(45000)]
