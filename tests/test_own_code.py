@@ -510,6 +510,7 @@ def test_a_loss_of_torch_that_is_no_mean_over_samples_is_refused(
             r"metric none fails: RuntimeError: Could not infer dtype",
         ),
         ({"metrics": {"epochs": (absolute, "min")}}, "a metric or a sum named epochs"),
+        ({"metrics": {"noise_scale": (absolute, "min")}}, "a metric or a sum named noise_scale"),
         ({"objective": "f1"}, "objective=f1 is not a metric"),
         (
             {"val_data": None},

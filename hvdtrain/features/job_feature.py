@@ -114,6 +114,7 @@ class JobFeature:
     # "module:function" of framework=torch that creates its StepAddition, as assemble.py calls it
     step_addition: str | Callable[[Config], str] = ""
     gauge: str = ""  # "module:function" that creates its measurement, as telemetry.py calls it
+    event_fields: tuple[str, ...] = ()  # it adds to the events step and epoch
     lines_of_ranks: Callable[[Config, Sequence[str]], Sequence[str]] = lambda config, hosts: ()
     words_of_counts: Callable[[Config], str] = lambda config: ""
     words_of_reading: Callable[[Config, Recipe, int], str] = lambda config, recipe, readers: ""

@@ -14,6 +14,7 @@ NOISE_SCALE = JobFeature(
     examples=("log.noise_scale=true",),
     off="log.noise_scale=false",
     step_addition=lambda config: implementing_module("log.noise_scale").ADDITION,
+    event_fields=("noise_scale",),
     is_extra=True,
     first=(
         Conflict(

@@ -19,7 +19,7 @@ from hvdtrain.core.metrics import NOISE_SCALE_KEYS
 from hvdtrain.data.images.averaging import averaging_of
 from hvdtrain.data.source import LabelledImages, Source
 from hvdtrain.errors import UserError, short
-from hvdtrain.features.every_feature import task_conflicts_of
+from hvdtrain.features.every_feature import FEATURES, task_conflicts_of
 from hvdtrain.frameworks.by_name import momentum
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.recipe.from_config import recipe_from_config
@@ -224,9 +224,6 @@ _TAKEN_FIELDS = {
     "window_s",
     "phase_ms",
     "work_ms",
-    "bubble",
-}
-_TAKEN_FIELDS |= {
     "slowest_rank",
     "slowest_host",
     "memory_mb",
@@ -234,9 +231,9 @@ _TAKEN_FIELDS |= {
     "watts",
     "wh",
     "joules",
-    "noise_scale",
     "target",
     "kind",
+    *(field for feature in FEATURES for field in feature.event_fields),
 }
 
 

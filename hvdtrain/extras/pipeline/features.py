@@ -41,6 +41,7 @@ PIPELINE = JobFeature(
     ),
     arrangement="hvdtrain.extras.pipeline.arrangement:PipelineStages",
     gauge="hvdtrain.extras.pipeline.gauge:pipeline_gauge",
+    event_fields=("bubble", "bubble_predicted"),
     examples=(
         *("parallel.pipeline=2", "parallel.pipeline=2 parallel.schedule=gpipe"),
         *(
