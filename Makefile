@@ -104,7 +104,7 @@ test-cluster: $(VENV)/.test $(HOROVOD)  ## several hosts, SLURM, containers: nee
 test-all:  ## every row of the largest tables too, and how long each part takes; some hours
 	HVDTRAIN_TEST_ROUNDS=full .ci/run
 
-test-extras: $(VENV)/.test $(HOROVOD)  ## the fast tests in a copy without an extra: EXTRA=NAME; another one each day where it is not given
+test-extras: $(VENV)/.test $(HOROVOD)  ## the fast tests in a copy without an extra: EXTRA=NAME, or all; another one each day where it is not given
 	$(PY) tests/support/without_extra.py $(EXTRA) -- -m "not slow and not faults and not cluster and not gpu and not simulated_gpu" $(ARGS)
 
 mutants: $(VENV)/.test $(HOROVOD)  ## changes that break hvdtrain, one at a time in a copy: which tests find each; ARGS are their names

@@ -1,7 +1,8 @@
-"""Runs the tests of a copy without one extra: `without_extra.py [NAME] [-- ARGUMENTS OF PYTEST]`.
+"""Runs the tests of a copy without one extra, or without any: `without_extra.py [NAME|all] [--
+ARGUMENTS OF PYTEST]`.
 
 Without NAME it takes another extra each day. The copy has the files that git tracks, except for the
-folders and the tests of the extra and of those that need it.
+folders and the tests of the missing extras: the chosen one and those that need it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rotation import today
@@ -21,12 +22,12 @@ from hvdtrain.core.extras import Extra, extras, needed_first
 
 ROOT = Path(__file__).resolve().parents[2]
 EXTRAS = ROOT / "hvdtrain" / "extras"
+ALL = "all"
 
 
-def copy_without(name: str, target: Path) -> None:
-    """Copies the files of this checkout, without those of an extra and of those that need it, and
-    their rows of the page."""
-    missing = [name, *needing(name)]
+def copy_without(missing: Sequence[str], target: Path) -> None:
+    """Copies the files of this checkout, without those of some extras, and their rows of the
+    page."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"],
         cwd=ROOT,
@@ -94,15 +95,14 @@ def names_of_extras() -> list[str]:
 def main() -> int:
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     names = names_of_extras()
-    asked = sys.argv[1:split] or [names[today().toordinal() % len(names)]]
-    if asked[0] not in names:
-        print(f"there is no extra {asked[0]}; there are: {', '.join(names)}")
+    asked = (sys.argv[1:split] or [names[today().toordinal() % len(names)]])[0]
+    if asked not in (*names, ALL):
+        print(f"there is no extra {asked}; there are: {', '.join(names)}; or {ALL}")
         return 2
+    missing = names if asked == ALL else [asked, *needing(asked)]
     with tempfile.TemporaryDirectory() as folder:
-        copy_without(asked[0], Path(folder))
-        more = ", ".join(needing(asked[0]))
-        and_more = f", and without those that need it: {more}" if more else ""
-        print(f"without the extra {asked[0]}{and_more}", flush=True)
+        copy_without(missing, Path(folder))
+        print(f"without {', '.join(missing)}", flush=True)
         environment = os.environ | {"PYTHONPATH": folder}
         command = [sys.executable, "-m", "pytest", "-q", *sys.argv[split + 1 :]]
         return subprocess.run(command, cwd=folder, env=environment, check=False).returncode
