@@ -18,17 +18,33 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2] / "hvdtrain"
-FEATURES = {  # a word of each, and the files that are its own
-    "pipeline": ("pipeline",),
-    r"parallel\.tensor|parallel\.sequence|mesh\.tensor": ("extras/tensor", "mesh.py"),
-    "ema": ("optim/weight_average.py",),
-    "elastic|shrink": ("elastic", "lost.py"),
-    "servers": ("extras/servers",),
-    "noise_scale": ("noise",),
-    r"parallel\.dense|dense_part|dense_updates": ("extras/dense",),
-    "views": ("views", "extras/augmentations/"),
+
+
+class Words(NamedTuple):
+    """How code names a feature."""
+
+    pattern: str
+    own_files: tuple[str, ...]  # parts of the paths of its files
+
+
+# Left out: words of other libraries (transformers' custom_pipelines, Matplotlib's shrinkA, torch's
+# pt_elastic), the elastic mode of Horovod's API, and `launch --elastic`, which restarts jobs.
+FEATURES = {
+    "pipeline": Words(r"pipeline(?!s\b)", ("pipeline",)),
+    "tensor": Words(
+        r"parallel\.tensor|parallel\.sequence|mesh\.tensor", ("extras/tensor", "mesh.py")
+    ),
+    "ema": Words("ema", ("optim/weight_average.py",)),
+    "shrink": Words(
+        r"(?<!pt_)(elastic|shrink(?![AB]\b))", ("elastic", "lost.py", "horovod/", "extras/launch/")
+    ),
+    "servers": Words("servers", ("extras/servers",)),
+    "noise_scale": Words("noise_scale", ("noise",)),
+    "dense": Words(r"parallel\.dense|dense_part|dense_updates", ("extras/dense",)),
+    "views": Words("views", ("views", "extras/augmentations/")),
 }
 # what excludes what, and the keys, here and in extras
 DATA = ("features/", "config/sections/", "config/schema.py", "/features.py", "/keys.py")
@@ -98,12 +114,12 @@ def named_outside(texts: dict[Path, str], root: Path) -> dict[str, int]:
     one."""
     codes = {path.relative_to(root).as_posix(): code_of(text) for path, text in texts.items()}
     return {
-        words: sum(
-            not any(part in path for part in (*own, *DATA))
-            and bool(re.search(rf"(?<![a-zA-Z])({words})", code))
+        name: sum(
+            not any(part in path for part in (*words.own_files, *DATA))
+            and bool(re.search(rf"(?<![a-zA-Z])({words.pattern})", code))
             for path, code in codes.items()
         )
-        for words, own in FEATURES.items()
+        for name, words in FEATURES.items()
     }
 
 
