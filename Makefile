@@ -123,11 +123,10 @@ test-debian-13: $(VENV)/.test  ## make train with Python 3.13, in a root folder 
 test-4: $(VENV)/.test $(HOROVOD)  ## only the tests that start four ranks
 	$(PY) -m pytest -m ranks4 $(ARGS)
 
-check: $(VENV)/.test  ## format, lint, types, floors
+check: $(VENV)/.test  ## format, lint, types, floors; the last two at the same time
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
-	$(PY) -m mypy
-	$(PY) -m pytest -q tests/test_floors.py
+	$(PY) -m mypy & types=$$!; $(PY) -m pytest -q tests/test_floors.py; floors=$$?; wait $$types && [ $$floors = 0 ]
 
 dist: $(VENV)/.test  ## dist/: the source archive, and the wheel built from it (docs/releasing.md)
 	rm -rf dist build
