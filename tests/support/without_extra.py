@@ -78,14 +78,24 @@ def _is_configuration_of(name: str, file: Path) -> bool:
     if file.parts[0] != "configs":
         return False
     text = (ROOT / file).read_text()
-    keys = EXTRAS / name / "keys.py"
-    fields = re.findall(
-        r"^    (\w+): .+ = Field\(", keys.read_text() if keys.exists() else "", re.M
+    plugins = [path.stem for path in (EXTRAS / name).glob("*/**/*.py")]
+    plugins += [alias for aliases in extras()[name].aliases.values() for alias in aliases]
+    return any(re.search(rf"^ +name: {plugin}\b", text, re.M) for plugin in plugins) or any(
+        re.search(rf"^{section}:.*\n(?:[ #].*\n|\n)*?  {field}: ", text, re.M)
+        for section, field in _keys_of(name)
     )
-    plugins = (path.stem for path in (EXTRAS / name).glob("*/**/*.py"))
-    return any(f"name: {plugin}\n" in text for plugin in plugins) or any(
-        f"\n  {field}: " in text for field in fields
-    )
+
+
+def _keys_of(name: str) -> list[tuple[str, str]]:
+    """Section and name of each key that an extra adds, as its keys.py has them."""
+    file = EXTRAS / name / "keys.py"
+    found, section = [], ""
+    for line in file.read_text().splitlines() if file.exists() else ():
+        if a_section := re.match(r'    section = "(\w+)"', line):
+            section = a_section[1]
+        elif field := re.match(r"    (\w+): .+ = Field\(", line):
+            found.append((section, field[1]))
+    return found
 
 
 def names_of_extras() -> list[str]:
