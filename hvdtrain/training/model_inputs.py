@@ -9,9 +9,11 @@ from typing import Any
 
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
+from hvdtrain.core.extras import implementation
 from hvdtrain.data.field import TARGETS, Field
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError, nearest
+from hvdtrain.tasks.several_inputs import INPUTS
 from hvdtrain.tasks.task import is_users_model
 
 X = ("x",)  # the one input of most models, which a task transforms itself
@@ -157,7 +159,9 @@ def _refuse_unnamed(config: Config, fields: Mapping[str, Field]) -> None:
     if len(others) < 2:
         return
     what = f"the model takes one input x, but the data have {_list(fields)}"
-    if config.framework == "torch" and is_users_model(config.model):
+    if implementation(INPUTS) is None:
+        fix = "one field x"
+    elif config.framework == "torch" and is_users_model(config.model):
         fix = (
             f"data.inputs=[{','.join(others)}] with the fields that it takes; or forward() with "
             "parameters of these names"
@@ -176,6 +180,12 @@ def _check(config: Config, names: tuple[str, ...], fields: Mapping[str, Field]) 
     shown = ", ".join(names)
     where = config.where("data.inputs" if config.data.inputs else "model.name")
     asks = "data.inputs names" if config.data.inputs else f"forward() of {config.model.name} takes"
+    if implementation(INPUTS) is None:
+        raise UserError(
+            f"{asks} {shown}, but this copy of hvdtrain has no extra that does {INPUTS}",
+            where,
+            "a model that only takes x; `hvdtrain extras` lists the installed extras",
+        )
     if len(set(names)) < len(names):
         raise UserError(f"data.inputs names a field twice: {shown}", where, "each field once")
     if "y" in names:
@@ -241,10 +251,10 @@ def notes_on_fields(config: Config, source: Source, used: Iterable[str]) -> list
         return []
     names = input_names(config, source)
     if without := [mask for mask in _masks(names, source.fields) if mask not in names]:
-        return [
-            f"the model does not get {', '.join(without)}, and sees padding; forward(self, "
-            f"{', '.join([*names, *without])}) gets it"
-        ]
+        line = f"the model does not get {', '.join(without)}, and sees padding"
+        if implementation(INPUTS) is None:
+            return [line]
+        return [f"{line}; forward(self, {', '.join([*names, *without])}) gets it"]
     unused = [name for name in source.fields if name not in {*used, config.data.sample_weights}]
     if names == X or not unused:
         return []

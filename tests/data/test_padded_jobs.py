@@ -19,6 +19,7 @@ import hvdtrain
 from hvdtrain.__main__ import main
 from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.errors import UserError
+from hvdtrain.training import model_inputs
 
 OF_MODULE = """
 import numpy as np, torch
@@ -103,6 +104,7 @@ class TwoClasses(torch.nn.Module):
         return self.scores(tokens).transpose(1, 2)
 
 
+@needs_extra("torchmetrics")
 def test_a_metric_of_a_library_counts_no_padding() -> None:
     """Accuracy of all tokens by ignore_index and by rows that a function chooses, beside that by
     hand; without them it is refused."""
@@ -164,6 +166,7 @@ class MayGetAMaskOfX(MayGetAMask):
         return super().forward(x, mask)
 
 
+@needs_extra("several_inputs")
 @pytest.mark.parametrize(("name", "kind"), [("tokens", MayGetAMask), ("x", MayGetAMaskOfX)])
 def test_a_mask_goes_to_a_parameter_that_has_a_default(
     name: str, kind: type[torch.nn.Module], capsys: pytest.CaptureFixture[str]
@@ -198,6 +201,40 @@ def test_a_mask_goes_to_a_parameter_that_has_a_default(
         f"the model does not get real, and sees padding; forward(self, {name}, real) gets it"
         in job("real")[1]
     )
+
+
+def test_without_the_extra_a_model_gets_only_x(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(model_inputs, "implementation", lambda name: None)
+    loss = torch.nn.CrossEntropyLoss()
+
+    def error(data: dict[str, Any], kind: type[torch.nn.Module], *words: str) -> UserError:
+        with pytest.raises(UserError) as caught:
+            hvdtrain.train(
+                *JOB, *words, model=made(kind), train_data=data, val_data=data, loss=loss
+            )
+        return caught.value
+
+    sentences = sequence_jobs.sentences()
+    words = [PAD_TOKENS, "data.mask={tokens: mask}", "stop.steps=1"]
+    refused = error(sentences, sequence_jobs.OfSentence, *words)
+    assert refused.what.endswith(
+        "takes tokens, mask, but this copy of hvdtrain has no extra that does data.inputs"
+    )
+    assert refused.where.startswith("model.name")
+    assert refused.fix == "a model that only takes x; `hvdtrain extras` lists the installed extras"
+    two = {
+        "a": np.ones((4, 2), np.float32),
+        "b": np.ones((4, 2), np.float32),
+        "y": np.arange(4) % 2,
+    }
+    assert error(two, MayGetAMaskOfX).fix == "one field x"
+    data = {"x": sentences["tokens"], "y": sentences["y"]}
+    words = ["data.pad={x: 0}", "data.mask={x: real}", "stop.steps=1"]
+    given = {"model": made(MayGetAMaskOfX), "train_data": data, "val_data": data, "loss": loss}
+    hvdtrain.train(*JOB, *words, **given)
+    assert "the model does not get real, and sees padding\n" in capsys.readouterr().out
 
 
 @needs_extra("trained_models")
