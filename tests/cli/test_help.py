@@ -6,6 +6,7 @@ import re
 import typing
 
 import pytest
+from ranks import needs_extra
 
 from hvdtrain.__main__ import main
 from hvdtrain.config import help, plugins
@@ -114,7 +115,7 @@ def test_every_key_has_help(key: str) -> None:
 @pytest.mark.parametrize(
     ("topic", "fix"),
     [
-        ("lr", "did you mean optim.base_lr?"),
+        pytest.param("lr", "did you mean optim.base_lr?", marks=needs_extra("other_words")),
         ("optm", "did you mean optim?"),
         ("model.zzz", "known: model.name, model.loss"),
     ],

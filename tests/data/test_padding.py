@@ -62,7 +62,8 @@ def test_steps_are_those_of_samples_without_padding_on_ranks_and_resumed(tmp_pat
     assert done.returncode == 0, done.stdout + done.stderr
     assert "padded to the longest of each pass, similar lengths in one pass" in done.stdout
     expected = {"language": sequence_jobs.language_by_hand(), "rows": sequence_jobs.rows_by_hand()}
-    expected["sentences"] = sequence_jobs.sentences_by_hand()
+    if sequence_jobs.HAS_INPUTS:
+        expected["sentences"] = sequence_jobs.sentences_by_hand()
     found = {
         name: dict(np.load(f"{name}.npz"))
         for name in sequence_jobs.WAYS
@@ -84,11 +85,12 @@ def test_steps_are_those_of_samples_without_padding_on_ranks_and_resumed(tmp_pat
             np.testing.assert_allclose(
                 weights[key], array, rtol=0, atol=1e-12, err_msg=f"{name} {key}"
             )
-    small = sequence_jobs.of_sentences("small", "batch.size=3", "batch.micro=1", "stop.steps=3")
-    for key, array in np.load(
-        "sentences-stage.npz"
-    ).items():  # one of the ranks has a pass without samples
-        np.testing.assert_allclose(small[key], array, rtol=0, atol=1e-12)
+    if sequence_jobs.HAS_INPUTS:
+        small = sequence_jobs.of_sentences("small", "batch.size=3", "batch.micro=1", "stop.steps=3")
+        for key, array in np.load(
+            "sentences-stage.npz"
+        ).items():  # one of the ranks has a pass without samples
+            np.testing.assert_allclose(small[key], array, rtol=0, atol=1e-12)
     first = dict(made(sequence_jobs.NextToken).named_parameters())["head.weight"].detach().numpy()
     assert np.abs(expected["language"]["head.weight"] - first).max() > 1e-2
 

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+from ranks import needs_extra
 
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import Config
@@ -368,6 +369,7 @@ LARS_ROWS = [  # MLPerf training 4.0: batch, rate, momentum, warm-up, decay, nor
 ]  # fmt: skip
 
 
+@needs_extra("image_files")
 def test_the_rows_of_the_lars_configuration() -> None:
     """Each row of its header, on the ranks that it names, is that of the reference, and the last
     row but one is the file itself."""
@@ -749,11 +751,15 @@ def test_errors_of_lengths(words: list[str], what: str, key: str) -> None:
     assert caught.value.fix
 
 
+@needs_extra("other_words")
 def test_old_keys_of_the_warmup_are_answered() -> None:
     for word in ("recipe.warmup_epochs=5", "recipe.warmup_steps=500", "recipe.warmup_tokens=1e6"):
         with pytest.raises(UserError, match="no such key") as caught:
             configured(word)
         assert caught.value.fix == "did you mean recipe.warmup?"
+
+
+def test_a_kind_of_warmup_and_a_length_are_told_apart() -> None:
     with pytest.raises(UserError) as caught:
         configured("recipe.warmup=constant")
     assert caught.value.fix == "recipe.warmup_kind=constant, and recipe.warmup is its length"

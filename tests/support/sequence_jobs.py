@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import hvdtrain
 from hvdtrain.comm.launcher_variables import placement
+from hvdtrain.core.extras import implementation
 from hvdtrain.data.sampler import positions_of_rank
 
 SAMPLES = 50
@@ -173,19 +174,23 @@ WAYS = {
     "language-buckets": (language, "batch.micro=3", "data.bucket_by=length"),
     "language-stage": (language, "batch.micro=4", "data.bucket_by=tokens", "shard.stage=2"),
     "language-stopped": (language, "batch.micro=3", "data.bucket_by=length", "stop.steps=4"),
-    "sentences": (of_sentences,),
-    "sentences-buckets": (of_sentences, "batch.micro=5", "data.bucket_by=length"),
-    "sentences-stage": (
-        of_sentences,
-        "batch.size=3",
-        "batch.micro=1",
-        HIGHEST_STAGE,
-        "stop.steps=3",
-    ),
     "rows": (of_rows,),
     "rows-own-loop": (own_loop,),
     "rows-buckets": (of_rows, "batch.micro=2", "data.bucket_by=y"),
 }
+HAS_INPUTS = implementation("data.inputs") is not None
+if HAS_INPUTS:
+    WAYS |= {
+        "sentences": (of_sentences,),
+        "sentences-buckets": (of_sentences, "batch.micro=5", "data.bucket_by=length"),
+        "sentences-stage": (
+            of_sentences,
+            "batch.size=3",
+            "batch.micro=1",
+            HIGHEST_STAGE,
+            "stop.steps=3",
+        ),
+    }
 
 
 def on_ranks(folder: str) -> int:
