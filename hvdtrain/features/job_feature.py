@@ -231,6 +231,12 @@ class JobFeature:
             "engine": job.engine,
             "ranks": job.ranks,
         }
-        return worded(
-            key, row.where or key, row.what or self.what, row.fix or self.fix, job.config, texts
-        )
+        fix = row.fix or self.fix
+        if any(row is each for each in self.without) and self._needs_extra(fix):
+            fix = "leave {key} out"
+        return worded(key, row.where or key, row.what or self.what, fix, job.config, texts)
+
+    def _needs_extra(self, fix: str) -> bool:
+        """Whether what a fix proposes, to turn the feature on, needs an extra that is missing."""
+        values = (value for value in self.extra_values if value in fix)
+        return not self.is_installed or any(implementation(value) is None for value in values)

@@ -44,6 +44,7 @@ SHRINK = JobFeature(
     on=lambda config: config.guard.lost == "shrink",
     examples=("guard.lost=shrink",),
     off="guard.lost=stop",
+    is_extra=True,
     why="the partition of a dead rank cannot be recovered",
     what="{chosen} cannot continue on fewer ranks with {set}",
     excludes=(

@@ -81,6 +81,8 @@ LANGUAGE = JobFeature(
     examples=("task.name=language",),
     excludes=(_another_loss("leave it out"),),
 )
+# without documents no data of this copy have chats
+_CHATS = "data.messages=FIELD with data.name=jsonl, or " if DOCUMENTS else ""
 LOSS_ON = JobFeature(
     key="task.loss_on",
     is_value=True,  # an option of language
@@ -104,7 +106,7 @@ LOSS_ON = JobFeature(
             "data.name",
             Values(lambda name: True, "text"),
             what="{chosen} needs chats, whose answers are known; {set} has none",
-            fix="data.messages=FIELD with data.name=jsonl, or task.loss_on=all",
+            fix=f"{_CHATS}task.loss_on=all",
             where="task.loss_on",
             when=lambda config: config.data.options.get("messages") is None,
         ),

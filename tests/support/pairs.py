@@ -134,8 +134,8 @@ def refusal(pair: Pair) -> UserError | None:
 
 def rows(feature: JobFeature) -> Iterator[tuple[Exclusion, str, UserError]]:
     """What a feature cannot go with: the row, the words of a job that has both, and what it is
-    told."""
-    for row in feature.excludes:
+    told. Nothing if no plugin of this copy turns it on."""
+    for row in feature.excludes if feature.examples else ():
         yield (
             row,
             (words := joined(feature.examples[0], row.words, _excluded(row))),

@@ -110,11 +110,10 @@ def build_model(config: Config, task: Task) -> torch.nn.Module:
         with watched(config), counted(most_bytes()):
             model: torch.nn.Module = _called(config, task)
     except TooLarge as error:
-        raise UserError(
-            f"{name} has {error}",
-            where,
-            "fewer or smaller layers; shard.stage=3 gives each rank a part of them",
-        ) from None
+        fix = "fewer or smaller layers"
+        if extras.implementation("shard.stage=3") is not None:
+            fix += "; shard.stage=3 gives each rank a part of them"
+        raise UserError(f"{name} has {error}", where, fix) from None
     if not isinstance(model, torch.nn.Module):
         raise UserError(
             f"{name} returned a {type(model).__name__}, not a torch.nn.Module",
