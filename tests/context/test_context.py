@@ -574,7 +574,10 @@ def test_parts_of_a_batch_make_its_step(make: Any) -> None:
     torch.testing.assert_close(found, stepped(make, plain_step), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+STAGES = [1, pytest.param(3, marks=needs_extra("fully_sharded"))]
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_gradients_are_clipped_by_the_key_or_by_torch(make: Any, stage: int) -> None:
     def clipped(ctx: Any, model: Any, optimizer: Any, batch: Any) -> None:
         ctx.backward(loss_of(model, batch))
@@ -631,7 +634,7 @@ def test_a_grad_scaler(make: Any, tmp_path: Path) -> None:
     ctx.close()
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_grad_scaler_with_gradients_in_parts(make: Any, stage: int) -> None:
     scaler = torch.amp.GradScaler("cpu")
 
@@ -740,10 +743,9 @@ def test_a_model_of_blocks_that_stage_3_gathers_one_at_a_time(
         "stage 3, and on without"
     )
     start = events(tmp_path / "cut", "start")[0]
-    assert (
-        start["model"].startswith("Tower, ")
-        and "in 3 blocks and the rest (ZeRO stage 3)" in start["model"]
-    )
+    assert start["model"].startswith("Tower, ")
+    if HIGHEST_STAGE == "shard.stage=3":
+        assert "in 3 blocks and the rest (ZeRO stage 3)" in start["model"]
 
 
 @pytest.mark.parametrize("key", [(), ("speed.precision=bf16",)])
@@ -851,7 +853,7 @@ def of_precision(opened: list[ht.Context], *arguments: str, by_hand: bool = Fals
             outputs = model(batch["x"])
         loss = torch.nn.functional.mse_loss(outputs.to(batch["y"].dtype), batch["y"])
         ctx.backward(loss)
-        if "shard.stage=1" not in arguments and "shard.stage=3" not in arguments:
+        if not any(word.startswith("shard.stage=") for word in arguments):
             gradient = torch.nn.utils.get_total_norm(
                 [p.grad for p in net.parameters() if p.grad is not None]
             )

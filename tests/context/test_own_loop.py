@@ -372,7 +372,7 @@ def test_ranks_that_have_the_model_together(tmp_path: Path) -> None:
     of_counted = rows_of_today(of_this_copy(f"counted {words}" for words in layouts))
     ways = rows_of_today(of_this_copy(ways))
     of_clipped = rows_of_today(of_this_copy(of_clipped))
-    resumed = of_this_copy(resumed)
+    resumed = of_this_copy(resumed) or [run]
     resumed[-1] = re.sub(r"until=\d+ ", "", resumed[-1])
     ends = [int(end[1]) if (end := re.match(r"until=(\d+)", words)) else 12 for words in resumed]
     found = in_ways(tmp_path, 2, *of_counted, *ways, *of_clipped, *of_tokens, *resumed)

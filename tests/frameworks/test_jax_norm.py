@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax_norms_on_ranks import batch, learner, step
 from pool import on_ranks
-from ranks import HIGHEST_STAGE, needs_mpirun
+from ranks import HIGHEST_STAGE, needs_extra, needs_mpirun
 
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.errors import UserError
@@ -25,6 +25,7 @@ def check_same(found: Arrays, expected: Arrays) -> None:
 
 
 @pytest.mark.in_turn
+@needs_extra("batch_norms")
 @pytest.mark.parametrize("ghost", [1, 2, 3, 7, 50])
 @pytest.mark.parametrize(
     ("words", "recompute"),
@@ -117,7 +118,11 @@ SMALL = Classification((2, 2, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
 
 @pytest.mark.parametrize(
     ("words", "n"),
-    [("", 1), ("norm.kind=ghost norm.ghost=3", 7), ("norm.kind=ghost norm.ghost=1", 4)],
+    [
+        ("", 1),
+        pytest.param("norm.kind=ghost norm.ghost=3", 7, marks=needs_extra("batch_norms")),
+        pytest.param("norm.kind=ghost norm.ghost=1", 4, marks=needs_extra("batch_norms")),
+    ],
 )
 def test_one_value_has_no_variance_in_the_words_of_torch(words: str, n: int) -> None:
     said = []

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import ranks
 import torch
-from nonfinite_on_ranks import TASK, AllKinds, Net, batch, hyper, same
+from nonfinite_on_ranks import SHARDED, TASK, AllKinds, Net, batch, hyper, same
 from nonfinite_on_ranks import learner as learner_on
 from pool import on_ranks
 from torch import nn
@@ -447,10 +447,9 @@ SKIPPED = [
     "numpy",
     "jax",
 ]
-SHARDED = ["torch, stage 2, two passes", "torch, stage 3, two passes"]
 MARKS = [*ranks.ENGINES[1].marks, pytest.mark.slow]  # one engine is enough in the fast tests
 ENGINES = [ranks.ENGINES[0], pytest.param("horovod", marks=MARKS)]
-ON_MPI = [pytest.param("mpi", case, marks=ranks.ENGINES[0].marks) for case in SKIPPED + SHARDED]
+ON_MPI = [pytest.param("mpi", case, marks=ranks.ENGINES[0].marks) for case in [*SKIPPED, *SHARDED]]
 ON_HOROVOD = [pytest.param("horovod", case, marks=MARKS) for case in SKIPPED]
 
 

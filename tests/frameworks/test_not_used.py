@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from ranks import needs_extra
 from torch import nn
 
 import hvdtrain
@@ -170,7 +171,7 @@ def test_the_header_has_the_line(capsys: pytest.CaptureFixture[str], tmp_path: A
 
 
 def test_a_hook_of_a_gradient_works_on_the_copy(tmp_path: Any) -> None:
-    """It keeps a row of the weights as they are, in parts of them it is refused."""
+    """It keeps a row of the weights as they are."""
     data = {"x": np.ones((8, 4), np.float32), "y": np.arange(8) % 2}
     net = nn.Linear(4, 2)
     net.weight.register_hook(lambda g: g * torch.tensor([[0.0], [1.0]]))
@@ -185,6 +186,12 @@ def test_a_hook_of_a_gradient_works_on_the_copy(tmp_path: Any) -> None:
     data["y"][:6] = 0
     hvdtrain.train(*words, model=net, train_data=data, val_data=data)
     assert torch.equal(net.weight[0], before[0]) and not torch.equal(net.weight[1], before[1])
+
+
+@needs_extra("fully_sharded")
+def test_a_hook_of_a_gradient_that_is_in_parts_is_refused() -> None:
+    net = nn.Linear(4, 2)
+    net.weight.register_hook(lambda g: 2 * g)
     with pytest.raises(
         hvdtrain.UserError,
         match=r"the model registers a gradient hook on weight, but shard\.stage divides it",

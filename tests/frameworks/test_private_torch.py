@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import needs_extra
 
 ROOT = Path(__file__).parents[2] / "hvdtrain"
 # name -> what hvdtrain cannot do without it
@@ -155,6 +156,8 @@ def test_no_private_name_is_used_that_is_not_listed() -> None:
     assert unknown == {}, "a public name of torch; else list it in PRIVATE"
 
 
+@needs_extra("fully_sharded")
+@needs_extra("pipeline")
 def test_every_listed_name_of_a_module_is_used() -> None:
     of_classes = {name for name in PRIVATE if name.split(".")[-2][:1].isupper()}
     assert set(PRIVATE) - of_classes - set(used()) == set()

@@ -26,6 +26,9 @@ from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 
 TASK = Classification((4, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
+SHARDED = jobs_of_this_copy(
+    {f"torch, stage {stage}, two passes": f"shard.stage={stage}" for stage in (2, 3)}
+)
 
 
 class Net(nn.Module):
@@ -188,9 +191,9 @@ def cases(communicator: Communicator, engine: str) -> dict[str, dict[str, Any]]:
         "jax": skipped(communicator, "framework=jax model.name=linear"),
         "synchronized": synchronized_buffers(communicator),
     }
-    for stage in (2, 3) if engine == "mpi" else ():
-        words = f"norm.kind=batch optim.name=lamb shard.stage={stage}"
-        found[f"torch, stage {stage}, two passes"] = skipped(communicator, words, passes=2)
+    for case, stage in SHARDED.items() if engine == "mpi" else ():
+        words = f"norm.kind=batch optim.name=lamb {stage}"
+        found[case] = skipped(communicator, words, passes=2)
     one = learner(communicator, "model.name=linear", "guard.nonfinite=stop")
     data = batch(7, communicator.rank) | (
         {"w": np.full(7, math.nan)} if communicator.rank == communicator.size - 1 else {}
