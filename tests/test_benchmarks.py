@@ -7,6 +7,7 @@ import ast
 import importlib
 import json
 import math
+import re
 import struct
 import time
 from collections import defaultdict
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import FULL, ROOT, in_full_rounds, mpirun, needs_mpirun, python
+from ranks import FULL, ROOT, in_full_rounds, mpirun, needs_extra, needs_mpirun, python
 from simulated_gpu.table import PARTS as SIMULATED
 
 from hvdtrain.data.source import NamedArrays
@@ -45,7 +46,13 @@ def fashion(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return raw.parent.parent
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def with_its_extras(script: Path) -> Any:
+    """A row of a script, which needs the extras that it imports."""
+    needed = sorted(set(re.findall(r"hvdtrain\.extras\.(\w+)", script.read_text())))
+    return pytest.param(script, marks=[needs_extra(name) for name in needed], id=script.name)
+
+
+@pytest.mark.parametrize("path", [with_its_extras(script) for script in SCRIPTS])
 def test_every_script_has_a_docstring_and_what_it_imports(path: Path) -> None:
     tree = ast.parse(path.read_text())
     docstring = ast.get_docstring(tree) or ""
@@ -60,6 +67,7 @@ def test_every_script_has_a_docstring_and_what_it_imports(path: Path) -> None:
                 ), f"{node.module} has no {alias.name}"
 
 
+@needs_extra("bench")
 def test_the_numbers_of_the_readme_are_those_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The claims of README.md, computed from the newest rows of benchmarks/*.jsonl."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
@@ -107,6 +115,7 @@ def test_the_longest_sequences_are_those_of_the_rows() -> None:
     assert claim in (ROOT / "docs" / "parallel.md").read_text().replace("\n", " ")
 
 
+@needs_extra("bench")
 def test_all_compares_each_ratio_with_its_last_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,6 +203,7 @@ def test_every_part_of_the_gpu_day_runs_without_a_gpu(
         )
 
 
+@needs_extra("bench")
 def test_a_part_of_the_gpu_day_that_fails_ends_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,6 +249,8 @@ def test_a_part_of_the_gpu_day_that_fails_ends_no_other(
     assert table[3].endswith("fine")
 
 
+@needs_extra("bench")
+@needs_extra("trackers")
 def test_watching_measures_every_part(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     arguments = [
@@ -329,6 +341,7 @@ def test_token_baselines_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
 
 
+@needs_extra("bench")
 def test_a_block_that_is_computed_again_keeps_its_input_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -442,6 +455,7 @@ def test_shards_compares_stages_and_fsdp2_on_the_same_job(tmp_path: Path) -> Non
 
 
 @needs_mpirun
+@needs_extra("dense")
 def test_dense_schemes_sends_the_bytes_that_are_counted_by_hand(tmp_path: Path) -> None:
     """Of 2 ranks with 6 samples and a layer of 32 x 32, in float32: own rows, half of the neurons
     of all rows, and both back again; and how many rows a rank has. Data parallel: once the weights
@@ -472,6 +486,7 @@ def test_dense_schemes_sends_the_bytes_that_are_counted_by_hand(tmp_path: Path) 
     assert [rows[way]["bytes_most_in_a_turn"] for way in "abc"] == [own, own, own // 2]
 
 
+@needs_extra("bench")
 def test_shards_refuses_trainers_that_do_not_go_together(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,7 +9,7 @@ from datetime import date, timedelta
 
 import pytest
 from extras_in_turn import changed_files, extras_of_day, is_of_extras
-from ranks import ROOT, python
+from ranks import ROOT, needs_extra, python
 from rotation import (
     COLLECTED,
     DAYS,
@@ -22,6 +22,8 @@ from rotation import (
 from without_extra import names_of_extras, needing
 
 from hvdtrain.core.extras import Extra, needed_first
+
+needs_an_extra = pytest.mark.skipif(not names_of_extras(), reason="this copy has no extras")
 
 FIRST = date(2026, 12, 30)
 ALL_DAYS = [FIRST + timedelta(days) for days in range(DAYS)]
@@ -92,6 +94,7 @@ def test_a_run_by_day_has_those_rows_and_a_run_in_full_has_all(
     assert rows_collected(HVDTRAIN_TEST_ROUNDS="full") == rows
 
 
+@needs_an_extra
 def test_all_tests_of_the_extras_that_are_given_run_by_day() -> None:
     """Those marked faults, too, of which elsewhere a fifth runs. The variables are what the first
     lines of a run by day show."""
@@ -111,6 +114,7 @@ def test_all_tests_of_the_extras_that_are_given_run_by_day() -> None:
     assert by_day == of_extra[given]
 
 
+@needs_extra("drill")
 def test_an_unknown_extra_is_an_error() -> None:
     env = {
         "HVDTRAIN_TEST_ROUNDS": "day",
@@ -156,6 +160,7 @@ def test_an_extra_is_needed_by_others_through_others() -> None:
     assert [needing(name, every) for name in every] == [[], [], ["a"], ["a", "c"]]
 
 
+@needs_an_extra
 def test_each_file_of_extras_is_of_one_that_is_tested() -> None:
     names = names_of_extras()
     files = sorted((ROOT / "tests" / "extras").glob("test_*.py"))
