@@ -86,7 +86,8 @@ COMMANDS = [
 
 def is_here(command: str) -> bool:
     """False for a command of an extra that this copy of hvdtrain lacks."""
-    return is_command(command.partition(" ")[0]) or "=" in command or command.startswith("-")
+    first = command.partition(" ")[0]
+    return is_command(first) or "=" in first or first.startswith("-")
 
 
 NEVER_IMPORTS = ["report stranger.net", "export stranger.net --to x.safetensors"]
