@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from ranks import needs_all_files
 
 from hvdtrain.config.sections.checkpoint import CheckpointConfig
 from hvdtrain.config.sections.guard import GuardConfig
@@ -36,6 +37,7 @@ def names_of_tests() -> set[str]:
     }
 
 
+@needs_all_files
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_test_that_a_page_names_exists(page: Path) -> None:
     text = re.sub(r"\S*tests/[\w/]*", "", page.read_text())  # files: the next test looks for them
@@ -43,6 +45,7 @@ def test_every_test_that_a_page_names_exists(page: Path) -> None:
     assert not named - names_of_tests()
 
 
+@needs_all_files
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_test_file_that_a_page_names_exists(page: Path) -> None:
     files = re.findall(r"\btests/[\w/]+\.py", page.read_text())

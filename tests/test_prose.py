@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ranks import needs_all_files
 
 ROOT = Path(__file__).parents[1]
 FRONT = (
@@ -97,6 +98,7 @@ def test_no_sentence_of_a_page_has_more_than_30_words(page: Path) -> None:
     ]
 
 
+@needs_all_files
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_to_a_file_or_a_heading_that_exists(page: Path) -> None:
     addresses = [

@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 from pages import Block, blocks, differences, failures, run_page
-from ranks import ROOT, Job, in_full_rounds, needs_extra, needs_horovod, needs_mpirun, python
+from ranks import (
+    ROOT,
+    Job,
+    in_full_rounds,
+    needs_all_files,
+    needs_extra,
+    needs_horovod,
+    needs_mpirun,
+    python,
+)
 from torch.utils.data import TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -307,6 +316,7 @@ def test_horovodrun_needs_gloo_with_open_mpi_5(tmp_path: Path) -> None:
     assert by_gloo.returncode == 0 and "done (epochs=1)" in by_gloo.stdout, by_gloo.stderr
 
 
+@needs_all_files
 @pytest.mark.parametrize("page", PAGES)
 def test_links_point_to_existing_files(page: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())

@@ -89,6 +89,9 @@ def needs_extra(name: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(name not in extras(), reason=f"this copy lacks the extra {name}")
 
 
+needs_all_files = pytest.mark.skipif(
+    not (ROOT / ".git").exists(), reason="a copy without extras lacks files that pages name"
+)
 # of jobs that only need shards
 HIGHEST_STAGE = of_this_copy(["shard.stage=3", "shard.stage=2"])[0]
 needs_keras = pytest.mark.skipif(

@@ -14,7 +14,7 @@ import pytest
 from hooks_on_ranks import JOB, Ends, OfRank0, Recorder
 from lost_ranks import finish
 from pool import alone
-from ranks import mpirun, needs_mpirun
+from ranks import mpirun, needs_extra, needs_mpirun
 
 import hvdtrain
 from hvdtrain.errors import UserError
@@ -279,6 +279,7 @@ def test_hooks_on_two_ranks(straight: tuple[Path, Recorder], tmp_path: Path) -> 
     assert written == {name: arrays[f"p.{name}"].tolist() for name in ("fc.weight", "fc.bias")}
 
 
+@needs_extra("elastic")
 @needs_mpirun
 def test_hooks_go_back_with_the_ranks_that_are_left(tmp_path: Path) -> None:
     """Steps after the sync point are made again, and are logged once."""
