@@ -13,9 +13,9 @@ from hvdtrain.core.extras import implementation
 from hvdtrain.data.field import TARGETS, Field
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError, nearest
-from hvdtrain.tasks.several_inputs import INPUTS
 from hvdtrain.tasks.task import is_users_model
 
+KEY = "data.inputs"
 X = ("x",)  # the one input of most models, which a task transforms itself
 # tasks that take x, besides a script's loss
 _OF_X = (
@@ -159,7 +159,7 @@ def _refuse_unnamed(config: Config, fields: Mapping[str, Field]) -> None:
     if len(others) < 2:
         return
     what = f"the model takes one input x, but the data have {_list(fields)}"
-    if implementation(INPUTS) is None:
+    if implementation(KEY) is None:
         fix = "one field x"
     elif config.framework == "torch" and is_users_model(config.model):
         fix = (
@@ -180,9 +180,9 @@ def _check(config: Config, names: tuple[str, ...], fields: Mapping[str, Field]) 
     shown = ", ".join(names)
     where = config.where("data.inputs" if config.data.inputs else "model.name")
     asks = "data.inputs names" if config.data.inputs else f"forward() of {config.model.name} takes"
-    if implementation(INPUTS) is None:
+    if implementation(KEY) is None:
         raise UserError(
-            f"{asks} {shown}, but this copy of hvdtrain has no extra that does {INPUTS}",
+            f"{asks} {shown}, but this copy of hvdtrain has no extra that does {KEY}",
             where,
             "a model that only takes x; `hvdtrain extras` lists the installed extras",
         )
@@ -252,7 +252,7 @@ def notes_on_fields(config: Config, source: Source, used: Iterable[str]) -> list
     names = input_names(config, source)
     if without := [mask for mask in _masks(names, source.fields) if mask not in names]:
         line = f"the model does not get {', '.join(without)}, and sees padding"
-        if implementation(INPUTS) is None:
+        if implementation(KEY) is None:
             return [line]
         return [f"{line}; forward(self, {', '.join([*names, *without])}) gets it"]
     unused = [name for name in source.fields if name not in {*used, config.data.sample_weights}]
