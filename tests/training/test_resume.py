@@ -9,7 +9,7 @@ import os
 import shutil
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -109,16 +109,29 @@ class Jobs:
 def kinds_on(engine: str) -> list[str]:
     """The kinds of state that are resumed on an engine: every second one on each, of which a fifth
     each day; all on both with HVDTRAIN_TEST_ROUNDS=full."""
-    place = [str(param.values[0]) for param in ENGINES].index(engine)
-    return rows_of_today(
-        [kind for i, kind in enumerate(KINDS) if FULL or i % len(ENGINES) != place]
-    )
+    return rows_of_today(every_second(list(KINDS), engine))
 
 
 def rows_of_day(engine: str) -> list[str]:
-    """The examples of features that are resumed on an engine today: a fifth of those it takes,
-    all with HVDTRAIN_TEST_ROUNDS=full."""
-    return rows_of_today(rows_on(engine))
+    """The examples of features that are resumed on an engine today: a fifth of every second one of
+    those that several engines take, and of those that only this one takes; all that it takes with
+    HVDTRAIN_TEST_ROUNDS=full."""
+    others = {row for name in names_of_engines() if name != engine for row in rows_on(name)}
+    chosen = {row for row in every_second(list(rows()), engine) if row in others}
+    return rows_of_today(
+        [row for row in rows_on(engine) if FULL or row in chosen or row not in others]
+    )
+
+
+def names_of_engines() -> list[str]:
+    return [str(param.values[0]) for param in ENGINES]
+
+
+def every_second(names: Sequence[str], engine: str) -> list[str]:
+    """Returns those of an engine, so that each is on one; all with HVDTRAIN_TEST_ROUNDS=full."""
+    engines = names_of_engines()
+    place = engines.index(engine)
+    return [name for i, name in enumerate(names) if FULL or i % len(engines) != place]
 
 
 def number_of(row: str) -> str:
