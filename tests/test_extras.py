@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from ranks import ROOT, mpirun, needs_mpirun, python
+from ranks import ROOT, mpirun, needs_an_extra, needs_mpirun, python
 from without_extra import needing
 
 from hvdtrain.config.plugins import ALIASES
@@ -264,6 +264,7 @@ def test_make_fills_a_wheelhouse_without_the_extra_that_builds_horovod(
     copy: Path, tmp_path: Path
 ) -> None:
     settings = [f"PY={sys.executable}", f"VENV={tmp_path}", "READY=", "HOROVOD=", "INSTALL=echo"]
+    settings.append("ARGS=")  # of the make that runs this test
     env = os.environ | {"PYTHONPATH": str(copy)}
 
     def said(*command: str, status: int) -> str:
@@ -280,6 +281,7 @@ def test_make_fills_a_wheelhouse_without_the_extra_that_builds_horovod(
     assert said(sys.executable, "-m", "hvdtrain.cli.horovod", status=2) == left_out
 
 
+@needs_an_extra
 @needs_mpirun
 def test_a_run_of_a_copy_with_extras_goes_on_without_them(copy: Path, tmp_path: Path) -> None:
     """The run has recorded no key of an extra. One that is recorded is an error."""
@@ -309,6 +311,7 @@ def test_a_run_of_a_copy_with_extras_goes_on_without_them(copy: Path, tmp_path: 
             assert "`hvdtrain extras` lists the installed ones" in done.stderr
 
 
+@needs_an_extra
 def test_a_run_records_the_keys_of_an_extra_where_it_uses_one() -> None:
     keys = {kind: [kind.full_key(name) for name in kind.model_fields] for kind in key_classes()}
 

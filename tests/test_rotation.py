@@ -9,7 +9,7 @@ from datetime import date, timedelta
 
 import pytest
 from extras_in_turn import changed_files, extras_of_day, is_of_extras
-from ranks import ROOT, needs_extra, python
+from ranks import ROOT, needs_an_extra, needs_extra, python
 from rotation import (
     COLLECTED,
     DAYS,
@@ -22,8 +22,6 @@ from rotation import (
 from without_extra import names_of_extras, needing
 
 from hvdtrain.core.extras import Extra, needed_first
-
-needs_an_extra = pytest.mark.skipif(not names_of_extras(), reason="this copy has no extras")
 
 FIRST = date(2026, 12, 30)
 ALL_DAYS = [FIRST + timedelta(days) for days in range(DAYS)]

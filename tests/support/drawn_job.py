@@ -339,20 +339,17 @@ def _place(
         parts += of_this_copy(["shard.stage=3", "shard.stage=3 shard.reshard=false"])
     if framework == "torch":
         parts += _torch_parts(dice, engine, model, optimizer, words)
-    if dice.random() < 0.03:
-        parts = [
-            dice.choice(
-                _of_this_copy(
-                    (
-                        "shard.stage=3",
-                        "parallel.tensor=2",
-                        "parallel.pipeline=2",
-                        "parallel.dense=a",
-                        "servers.count=1",
-                    )
-                )
-            )
-        ]
+    others = _of_this_copy(
+        (
+            "shard.stage=3",
+            "parallel.tensor=2",
+            "parallel.pipeline=2",
+            "parallel.dense=a",
+            "servers.count=1",
+        )
+    )
+    if dice.random() < 0.03 and others:
+        parts = [dice.choice(others)]
     return Place(
         engine,
         ranks + ranks % 2 if "=2" in (part := dice.choice(parts)) and "parallel" in part else ranks,

@@ -89,6 +89,7 @@ def needs_extra(name: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(name not in extras(), reason=f"this copy lacks the extra {name}")
 
 
+needs_an_extra = pytest.mark.skipif(not extras(), reason="this copy has no extras")
 needs_all_files = pytest.mark.skipif(
     not (ROOT / ".git").exists(), reason="a copy without extras lacks files that pages name"
 )

@@ -12,6 +12,7 @@ from typing import Any
 from invariance import losses
 
 from hvdtrain.comm.communicator import Buffer, Communicator, Op
+from hvdtrain.core.extras import extras
 
 NUMBERS = (
     "data.name=own_data:numbers task.name=regression model.name=linear optim.base_lr=0.02 "
@@ -75,6 +76,8 @@ JOBS = {
 }
 
 
+if "multilabel" not in extras():
+    JOBS = {job: words for job, words in JOBS.items() if LABELS not in words}
 WITHOUT = {
     "no_jax": {job for job in JOBS if "jax" in job},
     "no_torch_workers": {"torch's Dataset, its workers"},

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rank_threads import ThreadRank, in_threads
+from ranks import needs_extra
 
 from hvdtrain.comm import on_all_ranks
 from hvdtrain.comm.communicator import Buffer, Op, SingleProcessCommunicator
@@ -90,6 +91,7 @@ def test_every_so_many_steps(tmp_path: Path) -> None:
     assert job.learner.copies == 2
 
 
+@needs_extra("checkpoint_interval")
 def test_the_interval_follows_from_what_a_checkpoint_costs(tmp_path: Path) -> None:
     """The first one is written after a guess; then its measured cost counts, which the event tells,
     and the first line."""
