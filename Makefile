@@ -54,7 +54,7 @@ workers = $(if $(strip $(PARALLEL)),-n $(1) $(PARALLEL))
 tests = @first=0; set -x; \
 	$(PY) -m pytest $(call workers,$(1)) $(3) -m "$(2) and not clock" $(ARGS) || first=$$?; [ $$first = 0 -o $$first = 5 ] || exit $$first; \
 	$(PY) -m pytest -m "$(2) and clock" --reruns 1 -rR $(ARGS) || { last=$$?; [ $$last = 5 -a $$first = 0 ] || exit $$last; }
-# a fifth of the largest tables and of the extras, another one each day (tests/README.md); with ARGS every row. "full": the dearest rows, too
+# a seventh of the largest tables and of the extras, another one each day (tests/README.md); with ARGS every row. "full": the dearest rows, too
 test test-keras test-slow test-faults test-cluster test-extras: export HVDTRAIN_TEST_ROUNDS ?= $(if $(ARGS),,day)
 # seconds for each test, which only one that hangs takes; pytest-timeout reads it
 export PYTEST_TIMEOUT ?= 1000
@@ -78,7 +78,7 @@ wheelhouse: $(READY) $(HOROVOD)  ## wheels for a machine without a network: DIR=
 	[ "$(HOROVOD)" = no-compiler -o -e $(VENV)/.without-horovod ] || $(PY) -m hvdtrain.cli.horovod --copy-to $(DIR)
 	$(INSTALL) --extras horovod mpi notebook torchvision --wheelhouse $(DIR) $(ARGS)
 
-test: $(VENV)/.test $(HOROVOD)  ## the fast tests, but for those of `make check`; a fifth of the largest tables: HVDTRAIN_TEST_DAY=2026-11-28
+test: $(VENV)/.test $(HOROVOD)  ## the fast tests, but for those of `make check`; a seventh of the largest tables: HVDTRAIN_TEST_DAY=2026-11-28
 	$(call tests,4,not slow and not faults and not cluster and not gpu and not simulated_gpu,--ignore=tests/test_floors.py)
 
 test-torch:  ## check and the fast tests with another torch, in an environment of its own: make test-torch TORCH=2.9.1

@@ -1,4 +1,4 @@
-"""The rows of a table that run by turns: each of them on one of five days, and the extras."""
+"""The rows of a table that run by turns: each of them on one day of the week, and the extras."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_each_row_of_a_table_is_of_one_of_five_days(count: int) -> None:
     assert rows_of_day(range(count), FIRST + timedelta(12 * DAYS)) == days[0] or count < DAYS
 
 
-def test_each_test_by_turns_runs_on_one_of_five_days(request: pytest.FixtureRequest) -> None:
+def test_each_test_by_turns_runs_on_one_day_of_the_week(request: pytest.FixtureRequest) -> None:
     """Of all files that this run has read; `make test` reads all."""
     collected = request.config.stash[COLLECTED]
     marked = {item for item in collected if is_by_turns(item)}
@@ -58,7 +58,7 @@ def test_each_test_by_turns_runs_on_one_of_five_days(request: pytest.FixtureRequ
         assert max(of_file) - min(of_file) <= 1, path
 
 
-def test_each_test_of_each_file_runs_on_one_of_five_days_where_no_extra_has_changed(
+def test_each_test_of_each_file_runs_on_one_day_of_the_week_where_no_extra_has_changed(
     request: pytest.FixtureRequest,
 ) -> None:
     """Of all files that this run has read: of tests/extras `make test` reads those of the day."""
@@ -94,7 +94,7 @@ def test_a_run_by_day_has_those_rows_and_a_run_in_full_has_all(
 
 @needs_an_extra
 def test_all_tests_of_the_extras_that_are_given_run_by_day() -> None:
-    """Those marked faults, too, of which elsewhere a fifth runs. The variables are what the first
+    """Those marked faults, too, of which elsewhere a seventh runs. The variables are what the first
     lines of a run by day show."""
     words = ["-m", "faults", "tests/extras"]
     in_full = collected(*words, HVDTRAIN_TEST_ROUNDS="")
@@ -132,7 +132,7 @@ def collected(*words: str, **env: str) -> set[str]:
     return set(re.findall(r"^tests/.*::.*", result.stdout, re.MULTILINE))
 
 
-def test_each_extra_is_tested_on_one_of_five_days_and_when_it_has_changed() -> None:
+def test_each_extra_is_tested_on_one_day_of_the_week_and_when_it_has_changed() -> None:
     names = names_of_extras()
     days = [extras_of_day(names, [], day) for day in ALL_DAYS]
     assert sorted(itertools.chain(*days)) == names

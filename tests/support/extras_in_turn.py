@@ -1,4 +1,4 @@
-"""Chooses the extras that are tested today: a fifth, those whose files the newest commits have
+"""Chooses the extras that are tested today: a seventh, those whose files the newest commits have
 changed, and those that need an extra with a changed file.
 
 This applies to test files in tests/extras with HVDTRAIN_TEST_ROUNDS=day; tests of an extra in other

@@ -1,15 +1,15 @@
-"""Chooses the rows of the largest tables that run today: a fifth, so each row runs on one of five
-days.
+"""Chooses the rows of the largest tables that run today: a seventh, so each row runs on
+one day of the week.
 
-    @pytest.mark.in_turn                    a test, a row or a file, of whose tests a fifth runs;
+    @pytest.mark.in_turn                    a test, a row or a file, of whose tests a seventh runs;
                                             so are those marked slow, faults or cluster,
                                             but for those of tests/extras, whose files run by turns
     @pytest.mark.in_turn(together=True)     a file whose tests have one dear fixture: on one day
     @pytest.mark.every_day                  one of those that runs each day
     for name in rows_of_today(CASES):       a table inside a test
 
-HVDTRAIN_TEST_ROUNDS=day, which `make test` and the like set, asks for a fifth; otherwise all rows
-run. HVDTRAIN_TEST_DAY=2026-11-28 chooses the day.
+HVDTRAIN_TEST_ROUNDS=day, which `make test` and the like set, asks for a seventh; otherwise all
+rows run. HVDTRAIN_TEST_DAY=2026-11-28 chooses the day.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TypeVar
 import pytest
 
 Row = TypeVar("Row")
-DAYS = 5
+DAYS = 7
 BY_TURNS = {"in_turn", "slow", "faults", "cluster"}
 FILES_OF_EXTRAS = "tests/extras/test_*.py"
 COLLECTED = pytest.StashKey[list[pytest.Item]]()  # of all days
@@ -50,7 +50,7 @@ def rows_of_today(rows: Sequence[Row]) -> list[Row]:
 
 def is_by_turns(item: pytest.Item) -> bool:
     """Not in the files of extras. On the days of such a file its tests by turns would always be
-    the same fifth: the others would never run."""
+    the same seventh: the others would never run."""
     if item.path.match(FILES_OF_EXTRAS):
         return False
     marks = {mark.name for mark in item.iter_markers()}
@@ -62,8 +62,8 @@ def is_together(item: pytest.Item) -> bool:
 
 
 def items_of_other_days(items: Sequence[pytest.Item], day: date) -> set[pytest.Item]:
-    """Returns the tests by turns that do not run on a day: four fifths of each file. Files begin on
-    different days, so that files with a single such test do not all run on the same day."""
+    """Returns the tests by turns that do not run on a day: six sevenths of each file. Files begin
+    on different days, so that files with a single such test do not all run on the same day."""
     places = Counter[str]()
     others = set[pytest.Item]()
     for item in filter(is_by_turns, items):

@@ -311,7 +311,7 @@ def test_each_pair_of_features_is_accepted_or_refused_with_both_keys_and_in_both
     assert not wrong, "\n".join(wrong)
     assert len(every_pair) > (4000 if extras() else 2000)
     # Those that divide a model exclude most. 721 of 5,577 pairs: the floor is a number, not a
-    # share, which falls with each feature that excludes little. A day has a fifth of the pairs.
+    # share, which falls with each feature that excludes little. A day has a seventh of the pairs.
     is_complete = {"dense", "pipeline", "servers", "tensor"} <= extras().keys()
     share = 0.1 if extras() else 0.05
     least = 670 if is_complete else share * len(every_pair)

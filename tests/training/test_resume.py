@@ -107,15 +107,15 @@ class Jobs:
 
 
 def kinds_on(engine: str) -> list[str]:
-    """The kinds of state that are resumed on an engine: every second one on each, of which a fifth
-    each day; all on both with HVDTRAIN_TEST_ROUNDS=full."""
+    """The kinds of state that are resumed on an engine: every second one on each, of which a
+    seventh each day; all on both with HVDTRAIN_TEST_ROUNDS=full."""
     return rows_of_today(every_second(list(KINDS), engine))
 
 
 def rows_of_day(engine: str) -> list[str]:
-    """The examples of features that are resumed on an engine today: a fifth of every second one of
-    those that several engines take, and of those that only this one takes; all that it takes with
-    HVDTRAIN_TEST_ROUNDS=full."""
+    """The examples of features that are resumed on an engine today: a seventh of every second one
+    of those that several engines take, and of those that only this one takes; all that it takes
+    with HVDTRAIN_TEST_ROUNDS=full."""
     others = {row for name in names_of_engines() if name != engine for row in rows_on(name)}
     chosen = {row for row in every_second(list(rows()), engine) if row in others}
     return rows_of_today(
