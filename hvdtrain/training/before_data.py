@@ -3,6 +3,7 @@ files and the device that its configuration names."""
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,9 +47,18 @@ def _check_files(config: Config) -> None:
     run = Path(config.run or resumed or "runs").expanduser().absolute()
     above = next(folder for folder in (run, *run.parents) if folder.exists())
     if not (above.is_dir() and os.access(above, os.W_OK)):
-        raise cannot_write(
-            PermissionError(f"{above} is not a folder that can be written"), config.where(key)
-        )
+        raise cannot_write(_why_not(above), config.where(key))
+
+
+def _why_not(folder: Path) -> OSError:
+    """Returns the error of a file made in a folder that cannot be written."""
+    if not folder.is_dir():
+        code = errno.ENOTDIR
+    elif os.statvfs(folder).f_flag & os.ST_RDONLY:
+        code = errno.EROFS
+    else:
+        code = errno.EACCES
+    return OSError(code, os.strerror(code), str(folder))
 
 
 def _import_code(config: Config) -> Iterator[str]:
