@@ -39,7 +39,7 @@ class Wrong:
         ("recipe.function=slow_data:nothing", "slow_data has no nothing"),
         ("hooks=[slow_data:nothing]", "slow_data has no nothing"),
         ("speed.device=xpu", "no XPU device is visible"),
-        ("run=slow_data.py/run", "slow_data.py is not a folder that can be written"),
+        ("run=slow_data.py/run", "cannot write the run folder: [Errno 20] Not a directory: "),
     ],
 )
 def test_a_mistake_is_reported_before_the_data_are_read(
