@@ -1,8 +1,9 @@
 """Chooses the extras that are tested today: a seventh, those whose files the newest commits have
 changed, and those that need an extra with a changed file.
 
-This applies to test files in tests/extras with HVDTRAIN_TEST_ROUNDS=day; tests of an extra in other
-files run each day. Without git's commits all extras are tested.
+This applies to test files in tests/extras with HVDTRAIN_TEST_ROUNDS=day. Tests of an extra in other
+files run each day, and if they change, they choose nothing. Without git's commits all extras are
+tested.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
-from rotation import rows_of_day, today
+from rotation import FILES_OF_EXTRAS, rows_of_day, today
 from without_extra import ROOT, is_test_of, names_of_extras, needing
 
 COMMITS = 20
@@ -27,9 +28,13 @@ def extras_of_day(names: Sequence[str], changed: Sequence[str] | None, day: date
     for name in names:
         if any(file.startswith(f"hvdtrain/extras/{name}/") for file in changed):
             chosen |= {name, *needing(name)}
-        elif any(is_test_of(name, Path(file)) for file in changed):
+        elif any(_is_of_extra(name, Path(file)) for file in changed):
             chosen.add(name)
     return [name for name in names if name in chosen]
+
+
+def _is_of_extra(name: str, file: Path) -> bool:
+    return file.match(FILES_OF_EXTRAS) and is_test_of(name, file)
 
 
 def extras_of_today() -> list[str]:
