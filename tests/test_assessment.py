@@ -531,6 +531,7 @@ def test_a_file_of_another_network_is_refused(
         scripts["model_file"].load(save(state, tmp_path, form), net)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("compression", "message", "form"),
     [

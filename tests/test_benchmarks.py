@@ -249,6 +249,7 @@ def test_a_part_of_the_gpu_day_that_fails_ends_no_other(
     assert table[3].endswith("fine")
 
 
+@pytest.mark.in_turn
 @needs_extra("bench")
 @needs_extra("trackers")
 def test_watching_measures_every_part(tmp_path: Path) -> None:

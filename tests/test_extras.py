@@ -281,6 +281,7 @@ def test_make_fills_a_wheelhouse_without_the_extra_that_builds_horovod(
     assert said(sys.executable, "-m", "hvdtrain.cli.horovod", status=2) == left_out
 
 
+@pytest.mark.in_turn
 @needs_an_extra
 @needs_mpirun
 def test_a_run_of_a_copy_with_extras_goes_on_without_them(copy: Path, tmp_path: Path) -> None:

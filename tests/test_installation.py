@@ -407,6 +407,7 @@ def test_a_sites_packages_are_those_outside_of_the_environment(
     )
 
 
+@pytest.mark.in_turn
 def test_a_sites_torch_keeps_the_setuptools_that_it_wants(
     tmp_path: Path, install: ModuleType
 ) -> None:

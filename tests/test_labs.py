@@ -269,6 +269,7 @@ def lab_module(number: str) -> Any:
     return module
 
 
+@pytest.mark.in_turn
 def test_lab_1_trains_anew_in_the_folder_of_its_former_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

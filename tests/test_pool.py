@@ -31,6 +31,7 @@ def leaves(communicator):
 """
 
 
+@pytest.mark.in_turn
 @needs_mpirun
 def test_one_start_serves_many_calls_until_one_goes_wrong(tmp_path: Path) -> None:
     (tmp_path / "calls_of_this_test.py").write_text(CALLS)

@@ -62,6 +62,7 @@ def metadata_of(wheel: Path) -> Message:
         return email.message_from_bytes(archive.read(name))
 
 
+@pytest.mark.in_turn
 def test_an_index_shows_description_classifiers_and_links(wheel: Path) -> None:
     shown = metadata_of(wheel)
     assert shown["Description-Content-Type"] == "text/markdown"

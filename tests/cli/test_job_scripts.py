@@ -167,6 +167,7 @@ def test_elastic_and_pbs_start_a_job_or_a_script(
     assert (done.returncode, done.stdout) == (0, wanted), done
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", ["slurm.sbatch", "elastic.sbatch", "pbs.sh"])
 def test_words_are_checked_before_the_queue(tmp_path: Path, name: str) -> None:
     """bash jobs/NAME --dry-run: prints the command, or what is wrong with the words."""

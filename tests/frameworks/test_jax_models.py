@@ -118,6 +118,7 @@ def test_a_step_is_torchs(words: str, steps: int) -> None:
     assert learners[1].state_dict_names() == learners[0].state_dict_names()
 
 
+@pytest.mark.in_turn
 def test_dropout_of_a_wide_resnet_drops_its_share() -> None:
     functions = both("wide_resnet", (8, 8, 1), dropout=0.5, widths=(4, 4, 4, 4))[1]
     norms = BatchNorms(configure(None, []).norm, functions.norms, SingleProcessCommunicator())
@@ -132,6 +133,7 @@ def test_dropout_of_a_wide_resnet_drops_its_share() -> None:
     )
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("small_images", [True, False])
 def test_first_weights_of_a_resnet_follow_the_law_of_torchvisions(small_images: bool) -> None:
     model, functions = both("resnet18", (32, 32, 3), small_images=small_images, zero_gamma=True)

@@ -40,6 +40,7 @@ def by_singular_values(x: np.ndarray, rounds: int) -> np.ndarray:
     return ((u * s) @ v).reshape(x.shape)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("rounds", [1, 5])
 def test_the_rounds_change_the_singular_values_alone_on_every_framework(rounds: int) -> None:
     expected = [by_singular_values(x, rounds) for x in matrices()]

@@ -102,6 +102,7 @@ def test_steps_of_maps_are_those_of_torch_on_any_number_of_ranks(loss: str) -> N
             np.testing.assert_allclose(one[name], array, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("layout", "framework"),
     [("first", "torch"), ("last", "torch"), ("none", "torch"), ("none", "jax")],
@@ -368,6 +369,7 @@ def test_points_without_a_value_are_in_no_loss_on_any_number_of_ranks(loss: str)
             np.testing.assert_allclose(one[name], array, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("framework", ["torch", "jax", "numpy"])
 def test_points_without_a_value_are_in_no_metric(framework: str) -> None:
     task = gaps_task(by_channel=True)
@@ -482,6 +484,7 @@ def test_statistics_of_files_leave_out_what_is_missing(channels: Any) -> None:
 LATITUDES = np.array([-67.5, -22.5, 22.5, 67.5])
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("layout", "has_gaps", "framework"),
     [

@@ -67,6 +67,7 @@ def test_pairs_are_equal_to_one_process_or_refused() -> None:
         }
 
 
+@pytest.mark.in_turn
 def test_the_days_of_some_months_have_every_quick_pair_that_has_been_resumed() -> None:
     """On three of the days."""
     text = PAGE.read_text()

@@ -58,6 +58,7 @@ def check(runs: dict[str, Path]) -> None:
         assert (name == "fp32") == (last(run, "epoch")["val_loss"] == exact)
 
 
+@pytest.mark.in_turn
 def test_16_bit_types_learn_as_float32(single: dict[str, Path]) -> None:
     check(single)
 

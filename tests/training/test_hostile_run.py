@@ -45,6 +45,7 @@ def check(tmp_path: Path, *arguments: str, path: str = "") -> int:
     return int(counts["tried"])
 
 
+@pytest.mark.in_turn
 @needs_extra("predict")
 @needs_extra("export")
 @pytest.mark.parametrize(

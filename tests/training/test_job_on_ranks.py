@@ -137,6 +137,7 @@ def test_single_is_refused_under_mpirun() -> None:
     assert result.stderr.count(message) == 1, result.stderr
 
 
+@pytest.mark.in_turn
 @needs_extra("noise_scale")
 @pytest.mark.parametrize(
     ("engine", "more"),

@@ -106,6 +106,7 @@ def test_what_rank_0_does_grows_by_a_packet_a_rank(
     )
 
 
+@pytest.mark.in_turn
 def test_what_rank_0_gets_of_a_checkpoint_that_ranks_write_together_grows_by_a_packet_a_rank(
     tmp_path: Path,
 ) -> None:

@@ -65,6 +65,7 @@ def test_a_seed_gives_one_job_and_few_jobs_are_refused() -> None:
     } <= seen
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("words", "kind"),
     [("", "equal"), ("optim.base_lr=0.0200001", "failed"), ("evaluate.every_steps=1", "failed")],
