@@ -36,7 +36,7 @@ def test_a_row(row: int) -> None:
 
 
 @pytest.mark.parametrize("count", range(20))
-def test_each_row_of_a_table_is_of_one_of_five_days(count: int) -> None:
+def test_each_row_of_a_table_is_of_one_day_of_the_week(count: int) -> None:
     days = [rows_of_day(range(count), day) for day in ALL_DAYS]
     assert set().union(*days) == set(range(count))
     assert {len(rows) for rows in days} <= {count // DAYS, -(-count // DAYS)} - {0} or count == 0

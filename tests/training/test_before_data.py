@@ -59,6 +59,8 @@ def test_a_mistake_is_reported_before_the_data_are_read(
     shown = capsys.readouterr()
     assert what in shown.err and wrong.partition("=")[0] in shown.err
     assert "the data are read" not in shown.out and not (tmp_path / "out").exists()
+    if wrong.startswith("run="):
+        assert f"'{tmp_path}/slow_data.py'" in shown.err
     if wrong.startswith("speed"):  # the same job without a mistake does read them
         assert main([*job, "run=out", "model.name=mlp"]) == 0
         assert "the data are read" in capsys.readouterr().out
